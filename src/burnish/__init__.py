@@ -1,0 +1,33 @@
+"""burnish fine-tunes transformer models.
+
+``import burnish`` loads nothing but this file; each public name is imported when it is first used, so that the
+command line answers at once and a script pays only for what it touches.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that holds it.
+_PUBLIC: dict[str, str] = {
+    "UserError": "burnish.core.errors",
+    "IGNORE_INDEX": "burnish.core.types",
+    "Example": "burnish.core.types",
+    "Message": "burnish.core.types",
+    "TrainerCallback": "burnish.core.events",
+    "TrainerControl": "burnish.core.state",
+    "TrainerState": "burnish.core.state",
+}
+
+__all__ = ["IGNORE_INDEX", "Example", "Message", "TrainerCallback", "TrainerControl", "TrainerState", "UserError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'burnish' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,1 @@
+"""The loop and its nouns. Imports torch and the standard library only."""

@@ -1,0 +1,63 @@
+"""What a user is told when something they gave is wrong.
+
+A ``Problem`` is one sentence in at most four lines: where, what, why, what to try. A ``UserError`` carries all the
+problems that could be found at once. The command line prints them and exits with status 2; nobody sees a traceback
+for their own mistake. What the machine did wrong (a full disk, memory) is a ``RuntimeError`` and exits with 1.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Args:
+        what: expected and received, as one sentence that ends with a full stop.
+        where: file and line, record number or option name; empty where ``what`` says it.
+        why: the consequence, where it is not obvious.
+        remedy: what to do instead.
+    """
+
+    what: str
+    where: str = ""
+    why: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        first = f"{self.where}: {self.what}" if self.where else self.what
+        return "\n  ".join(part for part in (first, self.why, self.remedy) if part)
+
+
+class UserError(ValueError):
+    """Raised for what the user gave: options, data, models, folders. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems)
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class MissingExtraError(UserError):
+    """An optional library is not installed; names the extra that brings it."""
+
+    def __init__(self, library: str, needed_for: str, extra: str) -> None:
+        super().__init__(
+            Problem(
+                f"{needed_for} needs the library {library!r}, which is not installed.",
+                remedy=f'Install it with: pip install "burnish[{extra}]"',
+            )
+        )
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; the weights are those of the last finite step."""
+
+
+def did_you_mean(name: str, known: Iterable[str], limit: int = 1) -> str:
+    """`` Did you mean "lora_rank"?``, or the empty string where nothing is near."""
+    near = get_close_matches(name, list(known), n=limit, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(n).replace(chr(39), chr(34)) for n in near)}?" if near else ""

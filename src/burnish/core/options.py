@@ -1,0 +1,357 @@
+"""Options: a dataclass field with help, choices, unit, bounds and aliases; groups of them; their union.
+
+Each component declares a small dataclass of options beside its code:
+
+    @dataclass
+    class ClipOptions:
+        max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", ge=0)
+
+The flat class that a person fills is the union of those groups by inheritance, so a component receives the very same
+object. Flags, YAML keys, validation, the web form, the tables of the documentation and ``explain`` all derive from
+the declaration. Nothing here reads files; ``app/`` does, and passes each value with the place it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from burnish.core.errors import Problem, UserError, did_you_mean
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+_NONE = {"none", "null", "~", ""}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    unit: str = "",
+    aliases: Iterable[str] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    ignored: str = "",
+) -> Any:
+    """A dataclass field that is an option.
+
+    Args:
+        default: the value where none is given; lists and dicts are copied per instance.
+        help: one sentence for a person who has not read the code.
+        choices: the allowed values, or a function that lists them (a registry's names).
+        unit: "steps", "tokens", "s", "bytes", ... where it is not obvious.
+        aliases: older or foreign names of the same option; used with one note.
+        ge, gt, le, lt: bounds of a number.
+        ignored: why the option is accepted and has no effect; said once when it is given.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "unit": unit,
+        "aliases": list(aliases),
+        "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt},
+        "ignored": ignored,
+    }
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One option as declared."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    unit: str
+    aliases: tuple[str, ...]
+    bounds: Mapping[str, float | None]
+    ignored: str
+    group: type  # the dataclass that declares it
+    raw_choices: Any = None
+
+    @property
+    def choices(self) -> list[Any] | None:
+        if self.raw_choices is not None:
+            return list(self.raw_choices() if callable(self.raw_choices) else self.raw_choices)
+        literals = [arg for member in _members(self.type) if get_origin(member) is Literal for arg in get_args(member)]
+        return literals or None
+
+    @property
+    def type_name(self) -> str:
+        """How a person would call the type: "number", "true or false", "list"."""
+        words = {float: "a number", int: "a whole number", bool: "true or false", str: "text", list: "a list", dict: "a mapping"}
+        names = [words.get(get_origin(m) or m) for m in _members(self.type) if m is not type(None)]
+        return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value as it was given, and who gave it: ``run.yaml, line 12`` or ``the command line``."""
+
+    value: Any
+    where: str = ""
+
+
+@cache
+def specs(group: type) -> dict[str, Spec]:
+    """The options of a group or union by name, in order of declaration."""
+    hints = get_type_hints(group)
+    found = {}
+    for f in dataclasses.fields(group):
+        default = f.default if f.default is not MISSING else (f.default_factory() if f.default_factory is not MISSING else None)
+        meta = f.metadata
+        found[f.name] = Spec(
+            name=f.name,
+            type=hints[f.name],
+            default=default,
+            help=meta.get("help", ""),
+            unit=meta.get("unit", ""),
+            aliases=tuple(meta.get("aliases") or ()),
+            bounds=meta.get("bounds", {}),
+            ignored=meta.get("ignored", ""),
+            group=_declarer(group, f.name),
+            raw_choices=meta.get("choices"),
+        )
+    return found
+
+
+def union(name: str, *groups: type, doc: str = "") -> type:
+    """One flat dataclass of all options of ``groups``.
+
+    Raises:
+        ValueError: if two groups declare the same field; each option is one component's.
+    """
+    owner: dict[str, type] = {}
+    for group in groups:
+        for field_name in specs(group):
+            if field_name in owner:
+                raise ValueError(
+                    f"Option {field_name!r} is declared by {owner[field_name].__name__} and by {group.__name__}; "
+                    "one component must own it."
+                )
+            owner[field_name] = group
+    made = type(name, tuple(reversed(groups)), {"__doc__": doc or f"Options of {', '.join(g.__name__ for g in groups)}."})
+    return dataclass(made)
+
+
+def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
+    """An instance of ``group`` from raw values, and everything that is wrong with them.
+
+    Unknown names get the nearest right one; aliases are resolved; each value is converted to its declared type and
+    held against its choices and bounds. The instance holds defaults where a value was wrong.
+    """
+    known = specs(group)
+    by_alias = {alias: spec.name for spec in known.values() for alias in spec.aliases}
+    values: dict[str, Any] = {}
+    first_place: dict[str, tuple[str, str]] = {}
+    problems: list[Problem] = []
+    for key, item in given.items():
+        name = by_alias.get(key, key)
+        if name not in known:
+            where = f" in {item.where}" if item.where else ""
+            guess = did_you_mean(key, [*known, *by_alias])
+            problems.append(Problem(f'Unknown option "{key}"{where}.{guess}'))
+            continue
+        if name in first_place:
+            other, place = first_place[name]
+            problems.append(Problem(f'"{key}" and "{other}" are two names of one option; give one of them.', where=item.where or place))
+            continue
+        first_place[name] = (key, item.where)
+        try:
+            values[name] = convert(known[name], item.value)
+        except ValueError as error:
+            problems.append(Problem(f'"{key}" {error}', where=item.where))
+    return group(**values), problems
+
+
+def convert(spec: Spec, raw: Any) -> Any:
+    """``raw`` (from YAML, a flag or Python) as the declared type.
+
+    Raises:
+        ValueError: a half sentence that begins with what was expected, for the caller to put the option's name before.
+    """
+    value = _to_type(spec, raw)
+    choices = spec.choices
+    if choices and value is not None:
+        for item in value if isinstance(value, list) else [value]:
+            if item not in choices and not (isinstance(item, str) and _open_text(spec)):
+                listed = ", ".join(str(c) for c in choices)
+                raise ValueError(f'must be one of {listed}. Received: "{item}".{did_you_mean(str(item), map(str, choices))}')
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        _check_bounds(spec, value)
+    return value
+
+
+def check(options: Any) -> list[Problem]:
+    """Hold every value of an instance against its declaration; for objects made in Python rather than parsed."""
+    problems = []
+    for spec in specs(type(options)).values():
+        value = getattr(options, spec.name)
+        if value == spec.default or not isinstance(value, str | int | float | list | dict):
+            continue
+        try:
+            convert(spec, value)
+        except ValueError as error:
+            problems.append(Problem(f'"{spec.name}" {error}'))
+    return problems
+
+
+def changed(options: Any) -> dict[str, Any]:
+    """The options that are not at their default."""
+    return {n: getattr(options, n) for n, s in specs(type(options)).items() if getattr(options, n) != s.default}
+
+
+def _open_text(spec: Spec) -> bool:
+    # "str | Literal[...]": the choices are suggestions, any text is allowed.
+    return str in _members(spec.type) and spec.raw_choices is None
+
+
+def _check_bounds(spec: Spec, value: float) -> None:
+    tests = {"ge": (lambda a, b: a >= b, "at least"), "gt": (lambda a, b: a > b, "greater than"),
+             "le": (lambda a, b: a <= b, "at most"), "lt": (lambda a, b: a < b, "less than")}  # fmt: skip
+    broken = [k for k, bound in spec.bounds.items() if bound is not None and not tests[k][0](value, bound)]
+    if broken:
+        limits = " and ".join(f"{tests[k][1]} {bound}" for k, bound in spec.bounds.items() if bound is not None)
+        unit = f" {spec.unit}" if spec.unit else ""
+        raise ValueError(f"must be {limits}{unit}. Received: {value}.")
+
+
+def _to_type(spec: Spec, raw: Any) -> Any:
+    members = _members(spec.type)
+    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE and str not in members):
+        if type(None) in members:
+            return None
+        raise ValueError(f"must be {spec.type_name}. Received: nothing.")
+    if type(None) in members and isinstance(raw, str) and raw.strip().lower() in {"none", "null", "~"}:
+        return None
+    for member in sorted((m for m in members if m is not type(None)), key=_specificity):
+        try:
+            return _as(member, raw)
+        except ValueError:
+            continue
+    raise ValueError(f"must be {spec.type_name}. Received: {raw!r}.")
+
+
+def _as(member: Any, raw: Any) -> Any:
+    origin = get_origin(member) or member
+    if origin is Literal:
+        return _literal(member, raw)
+    if origin is Any:
+        return raw
+    reader = _READERS.get(origin)
+    if reader is None:
+        if isinstance(origin, type) and isinstance(raw, origin):
+            return raw
+        raise ValueError
+    value = reader(raw)
+    inner = get_args(member)
+    if origin is list and inner:
+        return [_as(inner[0], item) for item in value]
+    return value
+
+
+def _literal(member: Any, raw: Any) -> Any:
+    for allowed in get_args(member):
+        if raw == allowed or str(raw).lower() == str(allowed).lower():
+            return allowed
+    if isinstance(raw, str | bool | int):
+        return raw  # refused with the list of choices by convert()
+    raise ValueError
+
+
+def _bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, int | str) and str(raw).strip().lower() in _TRUE | _FALSE:
+        return str(raw).strip().lower() in _TRUE
+    raise ValueError
+
+
+def _int(raw: Any) -> int:
+    if isinstance(raw, bool):
+        raise ValueError
+    if isinstance(raw, float) and not raw.is_integer():
+        raise ValueError
+    if isinstance(raw, str) and not raw.strip().lstrip("+-").replace("_", "").isdigit():
+        number = float(raw)
+        if not number.is_integer():
+            raise ValueError
+        return int(number)
+    return int(raw)
+
+
+def _float(raw: Any) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise ValueError
+    number = float(raw)  # YAML 1.1 reads 1e-5 as text; Python does not
+    if number != number:
+        raise ValueError
+    return int(number) if isinstance(raw, int) else number
+
+
+def _str(raw: Any) -> str:
+    if isinstance(raw, str):
+        return raw
+    if isinstance(raw, int | float) and not isinstance(raw, bool):
+        return str(raw)
+    raise ValueError
+
+
+def _list(raw: Any) -> list[Any]:
+    if isinstance(raw, list | tuple):
+        return list(raw)
+    if isinstance(raw, str):
+        if raw.strip().startswith("["):
+            return list(json.loads(raw))
+        return [part.strip() for part in raw.split(",") if part.strip()]
+    if isinstance(raw, int | float) and not isinstance(raw, bool):
+        return [raw]
+    raise ValueError
+
+
+def _dict(raw: Any) -> dict[str, Any]:
+    if isinstance(raw, Mapping):
+        return dict(raw)
+    if isinstance(raw, str) and raw.strip().startswith("{"):
+        return dict(json.loads(raw))
+    raise ValueError
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict,
+}  # fmt: skip
+
+
+def _specificity(member: Any) -> int:
+    """Readers that refuse most come first, so that "true" is a bool and "3" a number where both are allowed."""
+    order = [Literal, dict, bool, int, float, list, str]
+    origin = get_origin(member) or member
+    return order.index(origin) if origin in order else -1
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(inner for arg in get_args(annotation) for inner in _members(arg))
+    return (annotation,)
+
+
+def _declarer(group: type, name: str) -> type:
+    """The class in the inheritance chain that first declares the field (a default may be overridden further down)."""
+    return next(c for c in reversed(group.__mro__) if name in vars(c).get("__annotations__", {}))
+
+
+def raise_if(problems: Iterable[Problem]) -> None:
+    """Raise one UserError with all of them, or return."""
+    found = list(problems)
+    if found:
+        raise UserError(found)

@@ -1,0 +1,95 @@
+"""A family of interchangeable members: optimizers, adapters, formats, objectives, loggers.
+
+A new member is one file or one function:
+
+    @OPTIMIZERS.register("badam", options=BadamOptions)
+    def badam(model, options): ...
+
+Third parties register through the entry-point group ``burnish.<family>``; an entry point names a module or function
+that registers when it is imported. The family looks for them only when a name is asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from burnish.core.errors import Problem, UserError, did_you_mean
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Member(Generic[T]):
+    name: str
+    value: T
+    options: type | None = None  # the dataclass of options this member reads
+    summary: str = ""
+
+
+class Registry(Generic[T]):
+    """Name -> member and its option group.
+
+    Args:
+        family: singular, as an error says it: "optimizer".
+    """
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self._members: dict[str, Member[T]] = {}
+        self._looked_for_plugins = False
+
+    def register(
+        self, *names: str, options: type | None = None, summary: str = "", replace: bool = False
+    ) -> Callable[[T], T]:
+        """Add a member under one or more names. Raises ValueError where a name is taken and ``replace`` is false."""
+
+        def add(value: T) -> T:
+            for name in names:
+                if name in self._members and not replace:
+                    raise ValueError(f"{self.family} {name!r} is registered already: {self._members[name].value!r}")
+                self._members[name] = Member(name, value, options, summary or _first_line(value))
+            return value
+
+        return add
+
+    def get(self, name: str) -> Member[T]:
+        """The member of that name. Raises UserError with the nearest names where there is none."""
+        self._load_plugins()
+        if name not in self._members:
+            known = sorted(self._members)
+            raise UserError(
+                Problem(
+                    f'There is no {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Known: {', '.join(known)}."
+                )
+            )
+        return self._members[name]
+
+    def __getitem__(self, name: str) -> T:
+        return self.get(name).value
+
+    def __contains__(self, name: str) -> bool:
+        self._load_plugins()
+        return name in self._members
+
+    def __iter__(self) -> Iterator[Member[T]]:
+        self._load_plugins()
+        return iter(self._members.values())
+
+    def names(self) -> list[str]:
+        return [member.name for member in self]
+
+    def option_groups(self) -> list[type]:
+        """The option groups of all members, each once, in order of registration."""
+        return list(dict.fromkeys(member.options for member in self if member.options is not None))
+
+    def _load_plugins(self) -> None:
+        if self._looked_for_plugins:
+            return
+        self._looked_for_plugins = True
+        for point in entry_points(group=f"burnish.{self.family.replace(' ', '_')}"):
+            point.load()
+
+
+def _first_line(value: object) -> str:
+    return (getattr(value, "__doc__", None) or "").strip().split("\n")[0]

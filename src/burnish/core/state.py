@@ -1,0 +1,95 @@
+"""TrainerState and TrainerControl: where a run stands, and what a callback wants next.
+
+The field names, the JSON file and the meaning are transformers', so that its callbacks work here and burnish's there
+(https://huggingface.co/docs/transformers/main_classes/callback).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STATE_NAME = "trainer_state.json"
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands. Written as ``trainer_state.json`` with sorted keys."""
+
+    epoch: float | None = None
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, float]] = None  # type: ignore[assignment]
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, str | float | int | bool] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.log_history is None:
+            self.log_history = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what is known; a field that another version wrote is left alone."""
+        names = {f.name for f in dataclasses.fields(self)}
+        for name, value in state.items():
+            if name in names:
+                setattr(self, name, value)
+
+    def save_to_json(self, json_path: str) -> None:
+        text = json.dumps(self.state_dict(), indent=2, sort_keys=True) + "\n"
+        Path(json_path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load_from_json(cls, json_path: str) -> TrainerState:
+        state = cls()
+        state.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
+        return state
+
+
+@dataclass
+class TrainerControl:
+    """Flags that callbacks raise and the loop answers."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def _new_training(self) -> None:
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        self.should_save = self.should_evaluate = self.should_log = False
+
+    def state(self) -> dict[str, Any]:
+        return {"args": dataclasses.asdict(self), "attributes": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
