@@ -1,0 +1,287 @@
+"""What the user gave, value by value, each with the place it came from.
+
+In: the arguments of a command, ``run.yaml key=value --key value --flag``, and the YAML or JSON file they name.
+Out: option name -> ``Given(value, where)``, where ``where`` is "run.yaml, line 12" or "the command line".
+
+A scalar stays the text that was written: the declared type of the option decides what it means, not YAML's guess. So
+``1e-5`` is a number where a number is wanted, ``no`` is the strategy "no" where text is wanted, and ``1.10`` keeps its
+zero. Which options exist and what type they have is the planner's business (``plan.py``).
+
+Refuses: a file that is missing, empty, not text, not YAML or not a mapping; a key given twice; an argument of no known
+form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.options import Given
+
+COMMAND_LINE = "the command line"
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def read_arguments(
+    arguments: Sequence[str], aliases: Mapping[str, str] | None = None
+) -> tuple[dict[str, Given], Path | None]:
+    """All values of a command, the command line over the file, and the file.
+
+    Args:
+        arguments: what follows the command's name.
+        aliases: other name -> name, so that a flag overrides the same option under another name in the file.
+    """
+    config, flags = split_arguments(arguments)
+    if config is None:
+        return flags, None
+    return merge(read_config(config), flags, aliases or {}), config
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Given]]:
+    """The file and the flags. A flag given twice means its last value, so that a script can append to a command.
+
+    ``--key value``, ``--key=value``, ``key=value`` and ``--flag`` (which is true) are read; ``-`` and ``_`` are the
+    same in a key. Several values after one key are a list: ``--report_to wandb tensorboard``.
+    """
+    flags: dict[str, Given] = {}
+    files: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            values = [value] if equals else _take_values(waiting)
+            if key == "config":
+                files += values
+            else:
+                flags[_key(key)] = Given(_joined(values), COMMAND_LINE)
+        elif re.match(r"[A-Za-z_][\w-]*=", word):
+            key, _, value = word.partition("=")
+            flags[_key(key)] = Given(value, COMMAND_LINE)
+        else:
+            files.append(word)
+    return _only_config(files), flags
+
+
+def _key(written: str) -> str:
+    return written.replace("-", "_")
+
+
+def _take_values(waiting: list[str]) -> list[str]:
+    """The words that belong to the key just read: up to the next key."""
+    values: list[str] = []
+    while waiting and not waiting[0].startswith("--"):
+        # The first word is the value whatever it holds; a later one may be a ``key=value`` or the file.
+        if values and ("=" in waiting[0] or waiting[0].endswith(CONFIG_SUFFIXES)):
+            break
+        values.append(waiting.pop(0))
+    return values
+
+
+def _joined(values: list[str]) -> Any:
+    if not values:
+        return "true"
+    return values[0] if len(values) == 1 else values
+
+
+def _only_config(files: list[str]) -> Path | None:
+    if not files:
+        return None
+    named = [name for name in files if name.endswith(CONFIG_SUFFIXES)]
+    strays = [name for name in files if name not in named]
+    if len(files) == 1 and (named or Path(files[0]).exists()):
+        return Path(files[0])
+    if strays:
+        raise UserError(
+            Problem(
+                f"{' and '.join(map(repr, strays))} on the command line: no option stands before it.".replace("'", '"'),
+                remedy="Options are written key=value or --key value; a configuration file ends in .yaml or .json.",
+            )
+        )
+    raise UserError(
+        Problem(
+            f"A run has one configuration file. Received: {', '.join(files)}.",
+            remedy="Put what differs on the command line instead: key=value.",
+        )
+    )
+
+
+def merge(file: Mapping[str, Given], flags: Mapping[str, Given], aliases: Mapping[str, str]) -> dict[str, Given]:
+    """The values of the file, overridden by those of the command line; what was overridden stays known."""
+    overriding = {aliases.get(key, key): key for key in flags}
+    kept = {key: item for key, item in file.items() if aliases.get(key, key) not in overriding}
+    merged = {**kept, **flags}
+    for key, item in file.items():
+        flag = overriding.get(aliases.get(key, key))
+        if flag is not None:
+            merged[flag] = Given(flags[flag].value, f"{flags[flag].where}, over {item.where}")
+    return merged
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_config(path: Path) -> dict[str, Given]:
+    """The top-level keys of a YAML or JSON file, each with its line."""
+    text = _text_of(path)
+    parsed = _json_values(path, text) if path.suffix == ".json" else None
+    root = _compose(path, text.replace("\t", " ") if parsed is not None else text)
+    if root is None or (isinstance(root, yaml.ScalarNode) and not root.value):
+        raise UserError(
+            Problem(
+                "the file is empty.",
+                where=str(path),
+                remedy="Give at least model_name_or_path, dataset and output_dir.",
+            )
+        )
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(
+            Problem(
+                f'expected lines of the form "key: value". Received: a {"list" if isinstance(root, yaml.SequenceNode) else "text"}.',
+                where=f"{path}, line {root.start_mark.line + 1}",
+            )
+        )
+    return _entries(path, root, parsed)
+
+
+def _text_of(path: Path) -> str:
+    if path.is_dir():
+        raise UserError(Problem(f'"{path}" is a folder; a configuration is a .yaml or .json file.{_listed(path)}'))
+    if not path.is_file():
+        raise UserError(Problem(f'There is no file "{path}".{_nearest_file(path)}'))
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            Problem(
+                f"byte {error.start} ({raw[error.start]:#04x}) is not UTF-8.",
+                where=str(path),
+                remedy="Save the file as UTF-8.",
+            )
+        ) from None
+
+
+def _nearest_file(path: Path) -> str:
+    """``Did you mean "first.yaml"?``, or what there is instead."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f' There is no folder "{folder}" either.'
+    guess = did_you_mean(path.name, [found.name for found in _configs(folder)])
+    return guess or _listed(folder)
+
+
+def _listed(folder: Path) -> str:
+    names = [found.name for found in _configs(folder)]
+    if not names:
+        return f' "{folder.resolve()}" holds no .yaml or .json file.'
+    return f' "{folder}" holds {", ".join(names[:5])}{", ..." if len(names) > 5 else ""}.'
+
+
+def _configs(folder: Path) -> list[Path]:
+    return sorted(found for found in folder.iterdir() if found.suffix in CONFIG_SUFFIXES)
+
+
+def _json_values(path: Path, text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _syntax_error(path, text, error.lineno, error.colno, error.msg) from None
+    return values if isinstance(values, dict) else {}
+
+
+def _compose(path: Path, text: str) -> yaml.Node | None:
+    """The syntax tree, whose nodes know their lines."""
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        assert mark is not None
+        raise _syntax_error(path, text, mark.line + 1, mark.column + 1, error.problem or str(error.context)) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _syntax_error(path, text, line, 1, f"the character {error.character!r} is not allowed in YAML") from None
+
+
+def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> UserError:
+    """``run.yaml:3:1: ...``, the line, and a caret under the place."""
+    lines = text.splitlines() or [""]
+    source = lines[min(line, len(lines)) - 1]
+    remedy = "" if path.suffix == ".json" else "Every line is key: value; a text that holds : or # is put in quotes."
+    if "\t" in source[:column] and remedy:
+        column = source.index("\t") + 1
+        fault, remedy = "a tab stands here (→), and YAML is indented with spaces", "Replace the tab with spaces."
+    shown = source.replace("\t", "→")
+    return UserError(
+        Problem(
+            f"{fault.rstrip('.')}.",
+            where=f"{path}:{line}:{column}",
+            why=f"  {shown}\n  {' ' * (column + 1)}^",
+            remedy=remedy,
+        )
+    )
+
+
+def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    problems: list[Problem] = []
+    for key_node, value_node in _with_merged(root):
+        key, where = str(key_node.value), f"{path}, line {key_node.start_mark.line + 1}"
+        if key in given:
+            problems.append(Problem(f'"{key}" is given twice; the first is in {given[key].where}.', where=where))
+            continue
+        value = parsed[key] if parsed is not None else _written(value_node)
+        given[key] = Given(value, where)
+    if problems:
+        raise UserError(problems)
+    return given
+
+
+def _with_merged(root: yaml.MappingNode) -> Iterable[tuple[yaml.Node, yaml.Node]]:
+    """The pairs of the mapping; those of ``<<: *base`` come last and give way to keys of the mapping itself."""
+    own = [pair for pair in root.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+    names = {key.value for key, _ in own}
+    bases = [value for key, value in root.value if key.tag == "tag:yaml.org,2002:merge"]
+    return own + [pair for base in bases for pair in getattr(base, "value", []) if pair[0].value not in names]
+
+
+def _written(node: yaml.Node) -> Any:
+    """A top-level value: text as written, None where nothing is, and containers with their plain contents resolved."""
+    if isinstance(node, yaml.ScalarNode):
+        nothing = node.style is None and node.value in {"", "~", "null", "Null", "NULL"}
+        return None if nothing else node.value
+    return _nested(node)
+
+
+# Inside a list or mapping no declared type says what a plain scalar means; YAML 1.2's core schema does, and it reads
+# 1e-5 as the number that YAML 1.1 takes for text (https://yaml.org/spec/1.2.2/#103-core-schema).
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+
+
+def _nested(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _nested(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_nested(item) for item in node.value]
+    assert isinstance(node, yaml.ScalarNode)
+    text = str(node.value)
+    if node.style is not None:  # quoted
+        return text
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text

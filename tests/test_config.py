@@ -1,0 +1,181 @@
+"""Values and where they came from: YAML, JSON and the command line, and what a person is told when one is malformed."""
+
+from pathlib import Path
+
+import pytest
+
+from burnish.app.config import read_arguments, read_config, split_arguments
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+
+
+def config(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def values(given: dict[str, Given]) -> dict[str, object]:
+    return {key: item.value for key, item in given.items()}
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_config(path)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 4 * len(caught.value.problems)
+    return message
+
+
+def test_each_value_knows_its_line(tmp_path: Path) -> None:
+    path = config(tmp_path, "# a comment\nstage: sft\n\nlearning_rate: 1e-4  # peak\n")
+    assert read_config(path) == {
+        "stage": Given("sft", f"{path}, line 2"),
+        "learning_rate": Given("1e-4", f"{path}, line 4"),
+    }
+
+
+def test_a_scalar_stays_what_was_written(tmp_path: Path) -> None:
+    path = config(tmp_path, "eval_strategy: no\nmodel_revision: 1.10\nlearning_rate: 5e-5\nsystem: '  two spaces  '\n")
+    assert values(read_config(path)) == {
+        "eval_strategy": "no",
+        "model_revision": "1.10",
+        "learning_rate": "5e-5",
+        "system": "  two spaces  ",
+    }
+
+
+def test_nothing_is_none_and_an_empty_text_is_a_text(tmp_path: Path) -> None:
+    path = config(tmp_path, 'eval_dataset:\ntokenized_path: null\ndefault_system: ""\n')
+    assert values(read_config(path)) == {"eval_dataset": None, "tokenized_path": None, "default_system": ""}
+
+
+def test_a_number_inside_a_mapping_is_a_number(tmp_path: Path) -> None:
+    path = config(
+        tmp_path, "lr_scheduler_kwargs: {min_lr: 1e-6, cycles: 2, name: on, off: null}\nlora_target: [q, v]\n"
+    )
+    assert values(read_config(path)) == {
+        "lr_scheduler_kwargs": {"min_lr": 1e-6, "cycles": 2, "name": "on", "off": None},
+        "lora_target": ["q", "v"],
+    }
+
+
+def test_a_shared_base_gives_way_to_the_keys_beside_it(tmp_path: Path) -> None:
+    path = config(tmp_path, "x: &base {seed: 1, stage: pt}\n<<: *base\nseed: 2\n")
+    assert values(read_config(path))["seed"] == "2"
+    assert values(read_config(path))["stage"] == "pt"
+
+
+def test_a_json_file_works_and_knows_its_lines(tmp_path: Path) -> None:
+    path = config(tmp_path, '{\n\t"stage": "sft",\n\t"packing": true,\n\t"s": "\\ud83d\\ude00"\n}\n', "run.json")
+    assert read_config(path) == {
+        "stage": Given("sft", f"{path}, line 2"),
+        "packing": Given(True, f"{path}, line 3"),
+        "s": Given("\U0001f600", f"{path}, line 4"),
+    }
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xef\xbb\xbfstage: sft\n")
+    assert values(read_config(path)) == {"stage": "sft"}
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    config(tmp_path, "stage: sft", "first_run.yaml")
+    message = refusal(tmp_path / "frist_run.yaml")
+    assert 'Did you mean "first_run.yaml"?' in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_missing_file_with_no_neighbour_says_what_there_is(tmp_path: Path) -> None:
+    config(tmp_path, "stage: sft", "other.yaml")
+    assert "holds other.yaml" in refusal(tmp_path / "zzzzzzzzzz.json")
+    assert "no folder" in refusal(tmp_path / "nowhere" / "run.yaml")
+    assert "is a folder" in refusal(tmp_path)
+
+
+def test_a_tab_is_shown_with_a_caret(tmp_path: Path) -> None:
+    lines = refusal(config(tmp_path, "stage: sft\n\tdo_train: true\n")).splitlines()
+    assert lines[0].startswith(f"{tmp_path}/run.yaml:2:1: ")
+    assert "tab" in lines[0]
+    assert lines[1].index("→") == lines[2].index("^")
+
+
+def test_a_syntax_error_is_shown_with_a_caret(tmp_path: Path) -> None:
+    lines = refusal(config(tmp_path, "stage: sft\nsystem: a: b\n")).splitlines()
+    assert lines[0].startswith(f"{tmp_path}/run.yaml:2:10: ")
+    assert lines[1][lines[2].index("^")] == ":"
+
+
+def test_broken_json_is_shown_with_a_caret(tmp_path: Path) -> None:
+    lines = refusal(config(tmp_path, '{"stage": "sft",\n "seed": 1,}\n', "run.json")).splitlines()
+    assert ":2:" in lines[0]
+    assert lines[2].strip() == "^"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n"])
+def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
+    assert "empty" in refusal(config(tmp_path, text))
+
+
+def test_a_list_is_no_configuration(tmp_path: Path) -> None:
+    assert "a list" in refusal(config(tmp_path, "- stage\n- sft\n"))
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    message = refusal(config(tmp_path, "seed: 1\nstage: sft\nseed: 2\nstage: pt\n"))
+    assert 'line 3: "seed" is given twice; the first is in' in message
+    assert "line 1" in message
+    assert '"stage" is given twice' in message
+
+
+def test_latin_1_bytes_are_named_by_position(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"system: caf\xe9\n")
+    assert "byte 11 (0xe9) is not UTF-8" in refusal(path)
+
+
+def test_every_way_of_writing_a_flag_is_read() -> None:
+    words = "run.yaml seed=1 --learning_rate 1e-4 --packing --stage=sft --lora-rank 8 --max_steps -1"
+    path, flags = split_arguments(words.split())
+    assert path == Path("run.yaml")
+    assert values(flags) == {
+        "seed": "1",
+        "learning_rate": "1e-4",
+        "packing": "true",
+        "stage": "sft",
+        "lora_rank": "8",
+        "max_steps": "-1",
+    }
+    assert {item.where for item in flags.values()} == {"the command line"}
+
+
+def test_values_keep_their_spaces_and_their_equal_signs() -> None:
+    _, flags = split_arguments(["--system", "You are  a = b.", "note= x=y "])
+    assert values(flags) == {"system": "You are  a = b.", "note": " x=y "}
+
+
+def test_several_values_of_one_flag_are_a_list() -> None:
+    path, flags = split_arguments(["--report_to", "wandb", "tensorboard", "seed=3", "run.yaml"])
+    assert values(flags) == {"report_to": ["wandb", "tensorboard"], "seed": "3"}
+    assert path == Path("run.yaml")
+
+
+def test_a_word_with_no_option_before_it_is_refused() -> None:
+    with pytest.raises(UserError, match='"sft" on the command line: no option stands before it'):
+        split_arguments(["run.yaml", "sft"])
+    with pytest.raises(UserError, match="one configuration file"):
+        split_arguments(["a.yaml", "b.yaml"])
+
+
+def test_the_command_line_overrides_the_file_under_any_name(tmp_path: Path) -> None:
+    path = config(tmp_path, "evaluation_strategy: steps\nseed: 1\n")
+    given, read_from = read_arguments(
+        [str(path), "--eval_strategy", "no"], aliases={"evaluation_strategy": "eval_strategy"}
+    )
+    assert read_from == path
+    assert given == {
+        "seed": Given("1", f"{path}, line 2"),
+        "eval_strategy": Given("no", f"the command line, over {path}, line 1"),
+    }
