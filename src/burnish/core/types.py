@@ -8,7 +8,7 @@ record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
@@ -95,6 +95,8 @@ class Group:
     batches: Sequence[Batch]
     cursor: Mapping[str, int]  # what Stream.load_state_dict takes
     epoch: float  # epochs passed once this step is done, fraction included
+    num_rows: int = 0  # on this rank, blanks not counted
+    num_tokens: int = 0  # on this rank, padding not counted
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Engine(Protocol):
     device: torch.device
     rank: int
     world_size: int
+    scales_loss: bool  # float16 with a loss scale that finds its own size: a skipped step is part of that
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]: ...
     def to_device(self, batch: Batch) -> Batch: ...
@@ -159,7 +162,8 @@ class Engine(Protocol):
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, is_finite: Tensor) -> bool:
-        """Apply the update unless ``is_finite`` () bool is false. Returns whether the schedule may move on."""
+        """Apply the update unless ``is_finite`` () bool is false. Returns false where it is known, without a device
+        read, that nothing was applied: the schedule stays where it is then."""
         ...
 
     def sum(self, value: Tensor) -> Tensor:
@@ -177,11 +181,16 @@ class Engine(Protocol):
 class Stream(Stateful, Protocol):
     """What comes next: the groups of an epoch from where it stands, each with the cursor after it."""
 
-    epoch: int
-    """Full epochs behind."""
-
     def groups(self) -> Iterator[Group]:
-        """From the cursor to the end of the current epoch; then the cursor stands at the start of the next."""
+        """From the cursor to the end of the current epoch. May read ahead of what the loop has used."""
+        ...
+
+    def advance(self, group: Group) -> None:
+        """``group`` has been used: the cursor, which a checkpoint holds, moves behind it."""
+        ...
+
+    def end_epoch(self) -> None:
+        """Leave the rest of the epoch: the cursor moves to the start of the next."""
         ...
 
 
@@ -212,5 +221,7 @@ class Run:
     meter: Meter
     checkpoints: Checkpoints
     parts: dict[str, Stateful]  # everything a checkpoint holds, by name
-    eval_sets: Mapping[str, Any] = field(default_factory=dict)  # name ("" for a single one) -> batches, re-iterable
-    compute_metrics: Any = None
+    eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)  # name ("" for a single one) -> batches
+    evaluate: Callable[[Run, Iterable[Batch], str], dict[str, float]] = field(default=lambda run, batches, prefix: {})
+    flos_per_token: int = 0  # floating-point operations of forward and backward for one token
+    logs_tokens: bool = False  # num_input_tokens_seen in every log

@@ -1,0 +1,211 @@
+"""What comes next: the groups of an epoch, in an order that depends on (seed, epoch) and on nothing else.
+
+The order is global. A step takes ``rows_per_step`` items of it; micro-batch ``m`` of rank ``r`` takes the items from
+``(m * world_size + r) * batch_size`` on, as accelerate's ``BatchSamplerShard`` deals them. So a run that goes on with
+another number of ranks sees the same items in the same steps, and to resume is to set two numbers: epoch, position.
+
+In:  items (rows or packs) that can be indexed, a function that collates some of them.
+Out: ``Group``s. A rank that the last, incomplete group leaves without items gets a blank batch, which weighs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from burnish.core.options import option
+from burnish.core.types import IGNORE_INDEX, Batch, Group
+
+
+@dataclass
+class StreamOptions:
+    """In which order the rows come, and who collates them."""
+
+    train_sampling_strategy: str = option(
+        "random", "The order of the rows within an epoch.", choices=("random", "sequential", "group_by_length")
+    )
+    dataloader_num_workers: int = option(0, "Processes that collate ahead of the loop; 0 collates in the loop.", ge=0)
+    dataloader_prefetch_factor: int | None = option(None, "Micro-batches each of them keeps ready.", ge=1)
+    dataloader_pin_memory: bool = option(True, "Page-locked memory for the way to a GPU.")
+    dataloader_persistent_workers: bool = option(False, "Keep those processes between epochs.")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the order is cut into groups and dealt to ranks."""
+
+    batch_size: int  # items in a micro-batch of one rank
+    accumulation: int  # micro-batches in a group
+    world_size: int = 1
+    rank: int = 0
+    drop_last: bool = False
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.accumulation * self.world_size
+
+    def micro_batches(self, chosen: Sequence[int]) -> list[Sequence[int]]:
+        """This rank's share of the items of one step; empty ones where the items do not reach."""
+        across = self.batch_size * self.world_size
+        starts = range(self.rank * self.batch_size, max(1, -(-len(chosen) // across)) * across, across)
+        return [chosen[start : start + self.batch_size] for start in starts]
+
+
+def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", lengths: Sequence[int] | None = None,
+             batch_size: int = 1) -> list[int]:  # fmt: skip
+    """The order of one epoch.
+
+    "random" is torch's permutation under ``seed + epoch``, which is the order that accelerate's
+    ``SeedableRandomSampler`` gives a transformers ``Trainer``.
+    """
+    generator = torch.Generator().manual_seed(seed + epoch)
+    if strategy == "sequential":
+        return list(range(num_items))
+    order: list[int] = torch.randperm(num_items, generator=generator).tolist()
+    if strategy == "group_by_length" and lengths is not None:
+        return _grouped_by_length(order, lengths, batch_size)
+    return order
+
+
+def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int) -> list[int]:
+    """Similar lengths beside each other: the shuffled items in stretches of up to 50 batches, each stretch sorted.
+
+    The longest item of all comes first, so that a run which does not fit into memory fails at once
+    (transformers, ``get_length_grouped_indices``).
+    """
+    stretch = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
+    stretches = [order[start : start + stretch] for start in range(0, len(order), stretch)]
+    stretches = [sorted(part, key=lambda item: lengths[item], reverse=True) for part in stretches]
+    longest = max(range(len(stretches)), key=lambda index: lengths[stretches[index][0]], default=0)
+    if stretches:
+        stretches[0][0], stretches[longest][0] = stretches[longest][0], stretches[0][0]
+    return [item for part in stretches for item in part]
+
+
+class RowStream:
+    """The groups of a training set that has a length.
+
+    Args:
+        items: rows or packs.
+        collate: items of one micro-batch -> batch, on the CPU.
+        cut: how a step is cut and dealt.
+        seed: of the order.
+        lengths: tokens of each item, for "group_by_length".
+    """
+
+    def __init__(
+        self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: Cut, *, seed: int,
+        options: StreamOptions | None = None, lengths: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.items = items
+        self.collate = collate
+        self.cut = cut
+        self.seed = seed
+        self.options = options or StreamOptions()
+        self.lengths = lengths
+        self.epoch = 0
+        self.position = 0  # items of this epoch that have been used
+
+    def __len__(self) -> int:
+        """Items of an epoch that are used."""
+        across = self.cut.batch_size * self.cut.world_size
+        return len(self.items) - (len(self.items) % across if self.cut.drop_last else 0)
+
+    def groups(self) -> Iterator[Group]:
+        """From the cursor to the end of the epoch."""
+        epoch, size = self.epoch, len(self)
+        order = self.order(epoch)[:size]
+        starts = range(self.position, size, self.cut.rows_per_step)
+        dealt = [self.cut.micro_batches(order[start : start + self.cut.rows_per_step]) for start in starts]
+        batches = self._batches([part or order[:1] for group in dealt for part in group])
+        for start, group in zip(starts, dealt, strict=True):
+            end = min(start + self.cut.rows_per_step, size)
+            made = [_blank(next(batches)) if not part else next(batches) for part in group]
+            yield Group(
+                made,
+                cursor={"epoch": epoch, "position": end} if end < size else {"epoch": epoch + 1, "position": 0},
+                epoch=epoch + self._share_of_epoch(end, size),
+                num_rows=sum(len(part) for part in group),
+                num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
+            )
+
+    def order(self, epoch: int) -> list[int]:
+        """The items of an epoch in the order of their use; the same on every rank."""
+        per_step = self.cut.batch_size * self.cut.accumulation
+        return order_of(
+            len(self.items), self.seed, epoch, self.options.train_sampling_strategy, self.lengths, per_step
+        )
+
+    def advance(self, group: Group) -> None:
+        self.load_state_dict(group.cursor)
+
+    def end_epoch(self) -> None:
+        if self.position:
+            self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _share_of_epoch(self, end: int, size: int) -> float:
+        """In micro-batches, as transformers counts it: the last one counts whole even where it is not full."""
+        across = self.cut.batch_size * self.cut.world_size
+        return -(-end // across) / -(-size // across)
+
+    def _batches(self, parts: list[Sequence[int]]) -> Iterator[Batch]:
+        if self.options.dataloader_num_workers == 0:
+            return (self.collate([self.items[index] for index in part]) for part in parts)
+        from torch.utils.data import DataLoader
+
+        return iter(
+            DataLoader(
+                self.items,  # type: ignore[arg-type]
+                batch_sampler=parts,  # type: ignore[arg-type]
+                collate_fn=self.collate,
+                num_workers=self.options.dataloader_num_workers,
+                prefetch_factor=self.options.dataloader_prefetch_factor,
+                generator=torch.Generator(),  # its own, so that the global one is not drawn from
+            )
+        )
+
+
+class EvalBatches:
+    """An evaluation set in batches, in its own order, dealt to ranks; can be gone through again and again."""
+
+    def __init__(
+        self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], batch_size: int,
+        world_size: int = 1, rank: int = 0,
+    ) -> None:  # fmt: skip
+        self.items = items
+        self.collate = collate
+        self.cut = Cut(batch_size, 1, world_size, rank)
+        self.num_rows = len(items)
+
+    def __len__(self) -> int:
+        return -(-len(self.items) // self.cut.rows_per_step)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(0, len(self.items), self.cut.rows_per_step):
+            chosen = range(start, min(start + self.cut.rows_per_step, len(self.items)))
+            for part in self.cut.micro_batches(chosen):
+                batch = self.collate([self.items[index] for index in part or [0]])
+                yield batch if part else _blank(batch)
+
+
+def num_tokens(batch: Batch) -> int:
+    """Tokens of a batch on the CPU, padding not counted."""
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        return int(mask.ne(0).sum())
+    ids = batch.get("input_ids")
+    return 0 if ids is None else ids.numel()
+
+
+def _blank(batch: Batch) -> Batch:
+    """A batch of the same shape from which nothing is learned."""
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}

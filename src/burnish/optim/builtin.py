@@ -1,0 +1,144 @@
+"""Optimizers by name, the parameter groups they get, and the schedule that moves their learning rate.
+
+``optim: adamw_torch`` and its kin are transformers' names. A member of the family is a function
+``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, weight decay set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.options import option
+from burnish.core.registry import Registry
+from burnish.core.schedule import CurveOptions, lr_factor
+
+Groups: TypeAlias = list[dict[str, Any]]
+OPTIMIZERS: Registry[Callable[[Groups, Any], Optimizer]] = Registry("optimizer")
+
+
+@dataclass
+class OptimOptions:
+    """Which optimizer moves the weights, and how far."""
+
+    optim: str = option("adamw_torch_fused", "The optimizer, by transformers' name.", choices=OPTIMIZERS.names)
+    optim_args: str | None = option(None, "Further arguments of the optimizer, as name=value, comma separated.")
+    learning_rate: float = option(5e-5, "The peak of the learning rate.", gt=0, aliases=("lr",))
+    weight_decay: float = option(0.0, "Decoupled weight decay; not on biases and norms.", ge=0)
+    adam_beta1: float = option(0.9, "Decay of Adam's first moment.", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, "Adam's guard against division by zero.", ge=0)
+
+
+def create_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, options: Any) -> Optimizer:
+    """The optimizer of the run over the parameters that train.
+
+    Raises:
+        UserError: for an unknown name or arguments that the optimizer does not take.
+    """
+    groups = parameter_groups(named_parameters, model, options.weight_decay)
+    member = OPTIMIZERS.get(options.optim)
+    try:
+        return member.value(groups, options)
+    except TypeError as error:
+        raise UserError(Problem(f'optim "{options.optim}" does not take all of optim_args: {error}.')) from error
+
+
+# Names of norms and biases across model families; the pattern is transformers' (trainer.py, get_decay_parameter_names).
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", re.IGNORECASE)
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, weight_decay: float
+) -> Groups:
+    """Two groups: with weight decay, and without for biases and norms. Frozen parameters are in neither."""
+    norms = {
+        f"{name}.{leaf}" if name else leaf
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for leaf, _ in module.named_parameters(recurse=False)
+    }
+    decay, plain = [], []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            (plain if name in norms or _NO_DECAY.search(name) else decay).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def arguments_of(options: Any) -> dict[str, Any]:
+    """``optim_args`` as a dict: ``"momentum=0.9, nesterov=true"`` -> ``{"momentum": 0.9, "nesterov": True}``."""
+    found: dict[str, Any] = {}
+    for pair in (options.optim_args or "").split(","):
+        if pair.strip():
+            name, _, text = pair.partition("=")
+            found[name.strip()] = _literal(text.strip())
+    return found
+
+
+def _literal(text: str) -> Any:
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _adam(options: Any) -> dict[str, Any]:
+    return {
+        "lr": options.learning_rate,
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+        **arguments_of(options),
+    }
+
+
+@OPTIMIZERS.register("adamw_torch_fused")
+def adamw_fused(groups: Groups, options: Any) -> Optimizer:
+    """AdamW, all parameters in one kernel."""
+    return torch.optim.AdamW(groups, fused=True, **_adam(options))
+
+
+@OPTIMIZERS.register("adamw_torch")
+def adamw(groups: Groups, options: Any) -> Optimizer:
+    """AdamW, one tensor operation at a time."""
+    return torch.optim.AdamW(groups, **_adam(options))
+
+
+@OPTIMIZERS.register("sgd")
+def sgd(groups: Groups, options: Any) -> Optimizer:
+    """Stochastic gradient descent."""
+    return torch.optim.SGD(groups, lr=options.learning_rate, **arguments_of(options))
+
+
+@OPTIMIZERS.register("adagrad")
+def adagrad(groups: Groups, options: Any) -> Optimizer:
+    """Adagrad."""
+    return torch.optim.Adagrad(groups, lr=options.learning_rate, **arguments_of(options))
+
+
+@OPTIMIZERS.register("rmsprop")
+def rmsprop(groups: Groups, options: Any) -> Optimizer:
+    """RMSprop."""
+    return torch.optim.RMSprop(groups, lr=options.learning_rate, **arguments_of(options))
+
+
+def create_scheduler(optimizer: Optimizer, options: CurveOptions, max_steps: int, learning_rate: float) -> Any:
+    """What moves the learning rate: a ``LambdaLR`` over ``core.schedule``'s curve, or one that follows a metric."""
+    if options.lr_scheduler_type == "reduce_lr_on_plateau":
+        return ReduceLROnPlateau(optimizer, **(options.lr_scheduler_kwargs or {}))
+    if options.lr_scheduler_type == "greedy":
+        from transformers.optimization import GreedyLR
+
+        return GreedyLR(optimizer, **(options.lr_scheduler_kwargs or {}))
+    return LambdaLR(optimizer, lr_factor(options, max_steps, learning_rate))
