@@ -134,10 +134,12 @@ class Checkpoints:
             for stem, (tensors, data) in taken.items():
                 _write_part(temporary, stem, tensors, data)
             write_manifest(temporary, step, self.fingerprints)
+            replaced = self.folder / f"{_TEMPORARY}replaced-{target.name}"
             if target.exists():
-                shutil.rmtree(target)
+                target.rename(replaced)
             temporary.rename(target)
             flush_folders([self.folder])
+            shutil.rmtree(replaced, ignore_errors=True)
             self._rotate(keep={target.name, Path(best).name if best else ""})
 
         if self.in_background:

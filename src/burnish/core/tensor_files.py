@@ -1,0 +1,108 @@
+"""What a safetensors file holds, learned from its header: names, dtypes, shapes; no tensor is read.
+
+The format: eight bytes, little endian, the length of the header; the header, JSON; the tensors, end to end
+(https://huggingface.co/docs/safetensors, "Format"). So a file that was cut off is recognised by its size alone.
+
+In:  a file, or a folder of shards with their index.
+Out: name -> ``TensorInfo``.
+Refuses: a file that is not what its header says, with the bytes expected and found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.core.errors import Problem, UserError
+
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: str  # safetensors' names: "F32", "BF16", ...
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        UserError: where the file is cut off or is no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        start = _LENGTH_BYTES + length
+        if size < _LENGTH_BYTES or length > _LONGEST_HEADER:
+            raise UserError(_not_safetensors(path, size))
+        if size < start:
+            raise UserError(_cut_off(path, start, size))
+        header = _header(file.read(length), path, size)
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    expected = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if size != expected:
+        raise UserError(_cut_off(path, expected, size))
+    return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+
+
+def read_headers(paths: Iterable[Path]) -> tuple[dict[str, TensorInfo], list[Problem]]:
+    """The tensors of several files together, and what is wrong with any of them."""
+    found: dict[str, TensorInfo] = {}
+    problems: list[Problem] = []
+    for path in paths:
+        try:
+            found.update(read_header(path))
+        except UserError as error:
+            problems.extend(error.problems)
+    return found, problems
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UserError: where it is none, with line and column.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        place = f"{path}, line {error.lineno}, column {error.colno}"
+        raise UserError(
+            Problem(f"not valid JSON: {error.msg}.", where=place, remedy="Fetch the file again, or mend it there.")
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            Problem(f"not UTF-8 text at byte {error.start}.", where=str(path), remedy="Fetch the file again.")
+        ) from None
+
+
+def _header(raw: bytes, path: Path, size: int) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except ValueError:
+        raise UserError(_not_safetensors(path, size)) from None
+    if not isinstance(header, dict):
+        raise UserError(_not_safetensors(path, size))
+    return header
+
+
+def _cut_off(path: Path, expected: int, size: int) -> Problem:
+    return Problem(
+        f"its header speaks of {expected:,} bytes, and the file has {size:,}.",
+        where=str(path),
+        why="It was cut off while it was written or downloaded." if size < expected else "Something was added to it.",
+        remedy="Fetch or copy it again.",
+    )
+
+
+def _not_safetensors(path: Path, size: int) -> Problem:
+    return Problem(
+        f"this is no safetensors file ({size:,} bytes, without a readable header).",
+        where=str(path),
+        remedy="Fetch or copy it again.",
+    )

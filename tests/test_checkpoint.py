@@ -1,0 +1,196 @@
+"""A run that was stopped goes on as if it had not been; what is damaged is not a checkpoint."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from toy import make_run, same, weights, without_times
+
+from burnish.core.checkpoint import Checkpoints, compare_fingerprints, load, only_writer
+from burnish.core.errors import UserError
+from burnish.core.events import TrainerCallback
+from burnish.core.loop import train
+from burnish.core.manifest import faults, write_manifest
+from burnish.core.snapshot import join, split
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+VARIANTS = {
+    "dropout": {},
+    "evaluation in between": {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 2},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "logs that span the cut": {"logging_steps": 4},
+    "a schedule with warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
+    "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stop_at", [1, 5, 11, 14])
+def test_resume_gives_the_same_weights_and_the_same_log(tmp_path, variant, stop_at):
+    given = {"save_strategy": "no", **VARIANTS[variant]}
+    whole, options = make_run(tmp_path / "whole", **given)
+    train(whole, options)
+    if stop_at >= whole.state.max_steps:
+        stop_at = 3
+    first, options = make_run(tmp_path / "cut", [StopAt(stop_at)], **given)
+    train(first, options)
+    assert not same(weights(first), weights(whole))
+    torch.manual_seed(12345)
+    second, options = make_run(tmp_path / "cut", **given)
+    torch.rand(17)
+    load(tmp_path / "cut" / f"checkpoint-{stop_at}", second.parts)
+    train(second, options)
+    assert same(weights(second), weights(whole))
+    assert without_times(second.state.log_history)[:-1] == without_times(whole.state.log_history)[:-1]
+
+
+def test_a_checkpoint_holds_no_pickle(tmp_path):
+    run, options = make_run(tmp_path, max_steps=2)
+    train(run, options)
+    suffixes = {path.suffix for path in (tmp_path / "checkpoint-2").iterdir()}
+    assert suffixes == {".json", ".safetensors"}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_taken_at(tmp_path):
+    runs = []
+    for name, background in (("a", True), ("b", False)):
+        run, options = make_run(tmp_path / name, save_steps=3, max_steps=9, save_in_background=background)
+        train(run, options)
+        runs.append(run)
+    for step in (3, 6, 9):
+        a, b = (tmp_path / n / f"checkpoint-{step}" / "model.safetensors" for n in "ab")
+        assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "no manifest", "broken manifest"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, damage):
+    run, options = make_run(tmp_path, max_steps=4, save_steps=2)
+    train(run, options)
+    newest = tmp_path / "checkpoint-4"
+    victim = newest / ("manifest.json" if "manifest" in damage else "optimizer.safetensors")
+    content = bytearray(victim.read_bytes())
+    if damage == "truncate":
+        victim.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        content[-1] ^= 1
+        victim.write_bytes(content)
+    elif damage == "broken manifest":
+        victim.write_text("{")
+    else:
+        victim.unlink()
+    found, skipped = Checkpoints(tmp_path).newest()
+    assert found == tmp_path / "checkpoint-2"
+    assert "checkpoint-4" in skipped[0]
+    assert victim.name in skipped[0]
+    with pytest.raises(UserError, match="checkpoint-2"):
+        load(newest, run.parts)
+
+
+def test_the_oldest_go_and_the_best_stays(tmp_path):
+    checkpoints = Checkpoints(tmp_path, limit=2, in_background=False)
+    run, _ = make_run(tmp_path)
+    for step in (1, 2, 3, 4, 10):
+        checkpoints.save(step, run.parts, best=str(tmp_path / "checkpoint-1"))
+    assert [path.name for path in checkpoints.all()] == ["checkpoint-1", "checkpoint-10"]
+
+
+def test_a_part_that_is_missing_is_named(tmp_path):
+    run, _ = make_run(tmp_path)
+    parts = {k: v for k, v in run.parts.items() if k != "scheduler"}
+    folder = Checkpoints(tmp_path, in_background=False).save(1, parts)
+    with pytest.raises(UserError, match='no "scheduler"'):
+        load(folder, run.parts)
+
+
+def test_a_failed_write_is_raised_and_leaves_what_was_there(tmp_path):
+    run, _ = make_run(tmp_path)
+    checkpoints = Checkpoints(tmp_path, in_background=True)
+    checkpoints.save(1, run.parts)
+    checkpoints.wait()
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    checkpoints.write_extras = full
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.save(2, run.parts)
+        checkpoints.wait()
+    assert Checkpoints(tmp_path).newest()[0] == tmp_path / "checkpoint-1"
+
+
+def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
+    before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16}
+    (tmp_path / "checkpoint-1").mkdir()
+    write_manifest(tmp_path / "checkpoint-1", 1, before)
+    said = compare_fingerprints(tmp_path / "checkpoint-1", {**before, "learning_rate": 5e-3})
+    assert said == ["learning_rate was 0.001 in checkpoint-1 and is 0.005 now."]
+    with pytest.raises(UserError, match="seed was 1, is 2") as raised:
+        compare_fingerprints(tmp_path / "checkpoint-1", {**before, "seed": 2})
+    assert "resume_despite_changes" in str(raised.value)
+    assert compare_fingerprints(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
+
+
+def test_two_runs_cannot_write_into_one_folder(tmp_path):
+    with only_writer(tmp_path):
+        code = (
+            "import sys; from pathlib import Path; from burnish.core.checkpoint import only_writer\n"
+            "with only_writer(Path(sys.argv[1])): pass"
+        )
+        result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert "another run is writing" in result.stderr
+
+
+def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from toy import *\n"
+        "run, options = make_run(Path(sys.argv[1]), model=Regression(width=30000), save_steps=1, max_steps=100000)\n"
+        "from burnish.core.loop import train; print('ready', flush=True); train(run, options)"
+    )
+    for delay_s in (0.15, 0.4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, tmp_path, Path(__file__).parent], stdout=subprocess.PIPE, text=True
+        )
+        child.stdout.readline()
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "checkpoint-3").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(delay_s)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        assert Checkpoints(tmp_path).newest()[0] is not None
+        assert all(not faults(path) for path in Checkpoints(tmp_path).all())
+
+
+def test_a_nested_state_comes_back_to_the_bit():
+    state = {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 2)}, 7: {}},
+        "groups": [{"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "params": [0, 1], "name": None}],
+        "flag": True,
+        "half": torch.randn(4).bfloat16(),
+    }
+    tensors, data = split(state)
+    back = join(tensors, json.loads(json.dumps(data)))
+    assert back["state"][0]["exp_avg"].equal(state["state"][0]["exp_avg"])
+    assert back["half"].equal(state["half"])
+    assert back["groups"] == state["groups"]
+    assert list(back["state"]) == [0, 7]
+
+
+def test_a_state_that_only_a_pickle_could_hold_is_refused():
+    with pytest.raises(TypeError, match=r"parts\.curve holds a function"):
+        split({"parts": {"curve": lambda step: step}})

@@ -1,0 +1,89 @@
+"""Step arithmetic and curves, held against transformers' own."""
+
+import math
+
+import pytest
+import torch
+
+from burnish.core.errors import UserError
+from burnish.core.schedule import CurveOptions, StepOptions, check_curve, lr_factor, plan_steps, warmup_steps_of
+
+
+def test_the_incomplete_last_group_of_an_epoch_is_a_step():
+    options = StepOptions(per_device_train_batch_size=2, gradient_accumulation_steps=8, num_train_epochs=3)
+    plan = plan_steps(options, rows=900)
+    assert (plan.rows_per_step, plan.steps_per_epoch, plan.max_steps) == (16, 57, 171)
+
+
+def test_max_steps_overrides_epochs():
+    plan = plan_steps(StepOptions(per_device_train_batch_size=1, max_steps=25), rows=10)
+    assert (plan.max_steps, plan.num_train_epochs) == (25, 3)
+
+
+def test_a_set_without_length_needs_max_steps():
+    with pytest.raises(UserError, match="max_steps"):
+        plan_steps(StepOptions(), rows=None)
+    assert plan_steps(StepOptions(max_steps=7), rows=None).max_steps == 7
+
+
+def test_drop_last_leaves_out_the_rows_that_do_not_fill_a_batch():
+    options = StepOptions(per_device_train_batch_size=4, num_train_epochs=1, dataloader_drop_last=True)
+    assert plan_steps(options, rows=11).max_steps == 2
+    with pytest.raises(UserError, match="No step would run"):
+        plan_steps(options, rows=3)
+
+
+def test_a_warm_up_below_one_is_a_share_of_all_steps_rounded_up():
+    assert warmup_steps_of(CurveOptions(warmup_steps=0.1), 171) == 18
+    assert warmup_steps_of(CurveOptions(warmup_ratio=0.1), 171) == 18
+    assert warmup_steps_of(CurveOptions(warmup_steps=5, warmup_ratio=0.5), 171) == 5
+
+
+def test_a_warm_up_that_never_ends_is_a_problem():
+    assert "never reach" in str(check_curve(CurveOptions(warmup_steps=1000), 3)[0])
+    assert check_curve(CurveOptions(warmup_steps=2), 3) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("polynomial", {}),
+        ("polynomial", {"power": 2.0, "lr_end": 1e-5}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 20}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 1e-4}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.3}),
+        ("warmup_stable_decay", {"num_decay_steps": 10}),
+        ("warmup_stable_decay", {"num_decay_steps": 12, "num_stable_steps": 4, "decay_type": "1-sqrt"}),
+        ("warmup_stable_decay", {"num_decay_steps": 12, "warmup_type": "cosine", "decay_type": "linear"}),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_every_curve_is_the_one_of_transformers(name, arguments, warmup):
+    from transformers.optimization import get_scheduler
+
+    def optimizer():
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+
+    theirs = optimizer()
+    schedule = get_scheduler(name, theirs, warmup, 40, scheduler_specific_kwargs=arguments)
+    ours = lr_factor(
+        CurveOptions(lr_scheduler_type=name, warmup_steps=warmup, lr_scheduler_kwargs=arguments), 40, 1e-3
+    )
+    for step in range(42):
+        assert math.isclose(theirs.param_groups[0]["lr"], 1e-3 * ours(step), rel_tol=1e-12, abs_tol=1e-15), step
+        theirs.step()
+        schedule.step()
+
+
+def test_an_argument_that_a_curve_does_not_take_is_named():
+    with pytest.raises(UserError, match="num_cycle_s"):
+        lr_factor(CurveOptions(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycle_s": 2}), 10, 1e-3)

@@ -1,0 +1,150 @@
+"""The order of rows: a function of (seed, epoch), resumed by two numbers, the same for every cut and every rank."""
+
+import pytest
+import torch
+
+from burnish.data.stream import Cut, EvalBatches, RowStream, StreamOptions
+
+
+def collate(items):
+    ids = torch.tensor(items)[:, None]
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def stream(num_items=21, batch_size=2, accumulation=2, world_size=1, rank=0, seed=7, **options):
+    cut = Cut(batch_size, accumulation, world_size, rank, options.pop("drop_last", False))
+    lengths = options.pop("lengths", None)
+    return RowStream(range(num_items), collate, cut, seed=seed, options=StreamOptions(**options), lengths=lengths)
+
+
+def items_of(group):
+    return [i for batch in group.batches for i in batch["input_ids"].flatten().tolist() if batch["labels"].max() >= 0]
+
+
+def steps_of_epoch(s):
+    groups = []
+    for group in s.groups():
+        groups.append(items_of(group))
+        s.advance(group)
+    return groups
+
+
+def test_an_epoch_uses_every_item_once_and_the_next_is_in_another_order():
+    s = stream()
+    first, second = steps_of_epoch(s), steps_of_epoch(s)
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(21))
+    assert first != second
+
+
+def test_the_order_does_not_depend_on_the_global_generator():
+    torch.manual_seed(1)
+    first = steps_of_epoch(stream())
+    torch.manual_seed(2)
+    torch.rand(5)
+    assert steps_of_epoch(stream()) == first
+
+
+def test_the_order_is_that_of_accelerates_seedable_sampler():
+    from accelerate.data_loader import SeedableRandomSampler
+
+    sampler = SeedableRandomSampler(range(21), data_seed=7)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert stream().order(epoch) == list(sampler)
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 5, 6, 7])
+def test_a_stream_resumed_from_its_state_goes_on_where_it_stopped(stop_after):
+    whole = stream()
+    expected = steps_of_epoch(whole) + steps_of_epoch(whole)
+    first = stream()
+    seen = []
+    while len(seen) < stop_after:
+        for group in first.groups():
+            seen.append(items_of(group))
+            first.advance(group)
+            if len(seen) == stop_after:
+                break
+    second = stream()
+    second.load_state_dict(first.state_dict())
+    rest = steps_of_epoch(second)
+    if len(seen) + len(rest) < len(expected):
+        rest += steps_of_epoch(second)
+    assert seen + rest == expected
+
+
+def test_what_was_read_ahead_but_not_used_is_read_again():
+    s = stream()
+    groups = s.groups()
+    first = next(groups)
+    s.advance(first)
+    next(groups)
+    assert items_of(next(s.groups())) == steps_of_epoch(stream())[1]
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
+def test_the_items_of_a_step_do_not_depend_on_how_it_is_cut(batch_size, accumulation):
+    cut = steps_of_epoch(stream(batch_size=batch_size, accumulation=accumulation))
+    assert cut == steps_of_epoch(stream(batch_size=8, accumulation=1))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_share_the_items_of_one_process_and_take_the_same_number_of_micro_batches(world_size):
+    alone = steps_of_epoch(stream(batch_size=2 * world_size, accumulation=2, num_items=29))
+    ranks = [
+        list(stream(batch_size=2, accumulation=2, num_items=29, world_size=world_size, rank=rank).groups())
+        for rank in range(world_size)
+    ]
+    for index, items in enumerate(alone):
+        assert sorted(i for rank in ranks for i in items_of(rank[index])) == sorted(items)
+        assert len({len(rank[index].batches) for rank in ranks}) == 1
+
+
+def test_a_rank_without_items_gets_a_batch_that_weighs_nothing():
+    last = list(stream(num_items=5, batch_size=2, accumulation=1, world_size=2, rank=1).groups())[-1]
+    assert (last.batches[0]["labels"] == -100).all()
+    assert (last.num_rows, last.num_tokens) == (0, 0)
+
+
+def test_drop_last_drops_the_items_that_do_not_fill_a_batch():
+    assert sum(map(len, steps_of_epoch(stream(drop_last=True)))) == 20
+
+
+def test_epochs_are_counted_in_micro_batches_and_end_on_a_whole_number():
+    groups = list(stream().groups())
+    assert [round(g.epoch * 11) for g in groups] == [2, 4, 6, 8, 10, 11]
+    assert groups[-1].epoch == 1.0
+
+
+def test_group_by_length_begins_with_the_longest_and_keeps_neighbours_alike():
+    lengths = [(i * 37) % 101 for i in range(400)]
+    order = stream(400, lengths=lengths, train_sampling_strategy="group_by_length").order(0)
+    assert sorted(order) == list(range(400))
+    assert lengths[order[0]] == max(lengths)
+    gaps = [abs(lengths[a] - lengths[b]) for a, b in zip(order, order[1:], strict=False)]
+    assert sum(gaps) / len(gaps) < 8
+
+
+def test_group_by_length_is_transformers_order():
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    lengths = [(i * 37) % 101 for i in range(400)]
+    theirs = get_length_grouped_indices(lengths, 4, generator=torch.Generator().manual_seed(7))
+    assert stream(400, lengths=lengths, train_sampling_strategy="group_by_length").order(0) == theirs
+
+
+def test_workers_give_the_batches_that_the_loop_would_make_itself():
+    assert steps_of_epoch(stream(dataloader_num_workers=1)) == steps_of_epoch(stream())
+
+
+def test_evaluation_goes_through_its_set_in_order_and_again():
+    batches = EvalBatches(range(5), collate, batch_size=2)
+    for _ in range(2):
+        assert [b["input_ids"].flatten().tolist() for b in batches] == [[0, 1], [2, 3], [4]]
+
+
+def test_evaluation_on_two_ranks_sees_every_item_once():
+    ranks = [list(EvalBatches(range(5), collate, 2, world_size=2, rank=r)) for r in range(2)]
+    assert [len(r) for r in ranks] == [2, 2]
+    seen = [i for r in ranks for b in r if b["labels"].max() >= 0 for i in b["input_ids"].flatten().tolist()]
+    assert sorted(seen) == list(range(5))

@@ -1,0 +1,100 @@
+"""A run small enough to reason about: a two-layer regression with dropout, on the real loop, stream and checkpoints."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from burnish.core.checkpoint import CheckpointOptions, Checkpoints, RngState
+from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions, steps_of
+from burnish.core.loop import LoopOptions, evaluate
+from burnish.core.meter import Meter
+from burnish.core.options import union
+from burnish.core.schedule import CurveOptions, StepOptions, plan_steps
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.core.types import Loss, Run
+from burnish.data.stream import Cut, EvalBatches, RowStream, StreamOptions
+from burnish.engine.base import EngineOptions, SingleEngine
+from burnish.optim.builtin import OptimOptions, create_optimizer, create_scheduler
+
+ToyOptions = union(
+    "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, StreamOptions,
+    EngineOptions,
+)  # fmt: skip
+
+
+class Regression(nn.Module):
+    def __init__(self, dropout=0.1, width=8):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 1))
+
+    def forward(self, inputs):
+        return self.net(inputs).squeeze(-1)
+
+
+@dataclass
+class RegressionObjective:
+    """Squared error, summed; every row weighs one unless its label is ignored."""
+
+    def collate(self, rows):
+        return {"input_ids": torch.stack([r[0] for r in rows]), "labels": torch.stack([r[1] for r in rows])}
+
+    def weight(self, batch):
+        return (batch["labels"] != -100).sum().float()
+
+    def loss(self, model, batch):
+        error = model(batch["input_ids"]) - batch["labels"]
+        keep = batch["labels"] != -100
+        return Loss((error.square() * keep).sum(), {"abs_error": (error.abs() * keep).sum()})
+
+
+def rows(num=22, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num, 4, generator=generator)
+    return list(zip(inputs, inputs.sum(1).tanh(), strict=True))
+
+
+def make_run(folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, model=None, parts=None, **given):
+    """A run and its options. ``given``: any option."""
+    given = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "num_train_epochs": 2, **given}
+    options = ToyOptions(**given)
+    torch.manual_seed(options.seed)
+    model = model or Regression(dropout)
+    objective, engine = RegressionObjective(), SingleEngine(options)
+    optimizer = create_optimizer(model.named_parameters(), model, options)
+    model, optimizer = engine.prepare(model, optimizer)
+    steps = plan_steps(options, num_rows)
+    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
+    state = TrainerState(
+        max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
+        logging_steps=steps_of(options.logging_steps, steps.max_steps, 500),
+        eval_steps=steps_of(options.eval_steps, steps.max_steps, options.logging_steps),
+        save_steps=steps_of(options.save_steps, steps.max_steps, 500),
+    )  # fmt: skip
+    control, meter = TrainerControl(), Meter(engine.device, options.logging_nan_inf_filter)
+    cut = Cut(options.per_device_train_batch_size, options.gradient_accumulation_steps)
+    stream = RowStream(rows(num_rows), objective.collate, cut, seed=options.seed, options=options)
+    handler = CallbackHandler([DefaultFlowCallback(), *callbacks], options, state, control, model=model)
+    run = Run(
+        model=model, objective=objective, engine=engine, stream=stream, optimizer=optimizer, scheduler=scheduler,
+        state=state, control=control, callbacks=handler, meter=meter, evaluate=evaluate,
+        checkpoints=Checkpoints(folder, limit=options.save_total_limit, in_background=options.save_in_background),
+        parts={"model": model, "optimizer": optimizer, "scheduler": scheduler, "stream": stream, "state": state,
+               "meter": meter, "rng": RngState(), **(parts or {})},
+    )  # fmt: skip
+    if eval_rows:
+        run.eval_sets = {"": EvalBatches(rows(eval_rows, seed=9), objective.collate, options.per_device_eval_batch_size)}
+    return run, options
+
+
+def weights(run):
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def without_times(history):
+    return [{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k} for entry in history]
