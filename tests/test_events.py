@@ -1,0 +1,117 @@
+"""Callbacks: ours run on the loop's terms, transformers' run unchanged."""
+
+from burnish.core.events import CallbackHandler, FlowOptions, TrainerCallback, check_flow, steps_of
+from burnish.core.registry import Registry
+from burnish.core.state import TrainerControl, TrainerState
+
+
+def handler(*callbacks):
+    return CallbackHandler(callbacks, FlowOptions(), TrainerState(), TrainerControl(), model="the model")
+
+
+def test_an_event_passes_the_parts_of_the_run_by_keyword():
+    seen = {}
+
+    class Watch(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.update(kwargs, logs=logs)
+
+    handler(Watch()).fire("on_log", logs={"loss": 1})
+    assert seen == {"model": "the model", "logs": {"loss": 1}}
+
+
+def test_a_control_that_is_returned_takes_the_place_of_the_current_one():
+    class Replace(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            return TrainerControl(should_save=True)
+
+    h = handler(Replace())
+    assert h.fire("on_step_end") is h.control
+    assert h.control.should_save
+
+
+def test_flags_are_lowered_before_the_event_that_answers_them():
+    h = handler()
+    h.control.should_save = h.control.should_log = True
+    h.fire("on_save")
+    assert (h.control.should_save, h.control.should_log) == (False, True)
+    h.fire("on_step_begin")
+    assert not h.control.should_log
+
+
+def test_transformers_callbacks_run_unchanged():
+    from transformers import EarlyStoppingCallback
+    from transformers import TrainerCallback as TheirCallback
+
+    events = []
+
+    class Theirs(TheirCallback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            events.append(state.global_step)
+
+    h = handler(Theirs(), EarlyStoppingCallback(2))
+    h.fire("on_epoch_begin")
+    assert events == [0]
+
+
+def test_the_state_of_callbacks_goes_into_a_checkpoint_and_back():
+    class Counting(TrainerCallback):
+        count = 0
+
+        def state(self):
+            return {"args": {}, "attributes": {"count": self.count}}
+
+    first, second = Counting(), Counting()
+    first.count, second.count = 3, 5
+    saved = handler(first, second).state_dict()
+    one, two = Counting(), Counting()
+    handler(one, two).load_state_dict(saved)
+    assert (one.count, two.count) == (3, 5)
+
+
+def test_listeners_are_those_that_do_something():
+    class Quiet(TrainerCallback):
+        pass
+
+    class Logger(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs): ...
+
+    h = handler(Quiet(), Logger())
+    assert h.listeners("on_log") == ["Logger"]
+    assert h.listeners("on_save") == []
+
+
+def test_an_interval_below_one_is_a_share_of_all_steps():
+    assert [steps_of(v, 171, 500) for v in (0.1, 5, None, 0.5)] == [18, 5, 500, 86]
+    assert len(check_flow(FlowOptions(logging_steps=2.5))) == 1
+
+
+def test_transformers_reads_our_state_file_and_we_read_theirs(tmp_path):
+    from transformers import TrainerState as TheirState
+
+    ours = TrainerState(global_step=7, epoch=0.5, log_history=[{"loss": 1.0, "step": 7}])
+    ours.save_to_json(str(tmp_path / "a.json"))
+    theirs = TheirState.load_from_json(str(tmp_path / "a.json"))
+    assert (theirs.global_step, theirs.log_history) == (7, ours.log_history)
+    theirs.save_to_json(str(tmp_path / "b.json"))
+    assert TrainerState.load_from_json(str(tmp_path / "b.json")) == ours
+
+
+def test_a_registry_names_the_nearest_member():
+    import pytest
+
+    from burnish.core.errors import UserError
+
+    family = Registry("flavour")
+
+    @family.register("vanilla", "plain")
+    def vanilla():
+        """Tastes of little."""
+
+    assert family["plain"] is vanilla
+    assert family.get("vanilla").summary == "Tastes of little."
+    with pytest.raises(UserError, match='no flavour "vanila"') as raised:
+        family.get("vanila")
+    assert 'Did you mean "vanilla"?' in str(raised.value)
+    with pytest.raises(ValueError, match="registered already"):
+        family.register("plain")(print)

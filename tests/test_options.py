@@ -1,0 +1,126 @@
+"""Options: declared once, converted, bounded, and refused together with the nearest right name."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from burnish.core.errors import UserError
+from burnish.core.options import Given, build, changed, check, option, specs, union
+
+
+@dataclass
+class Rate:
+    learning_rate: float = option(1e-3, "Peak.", gt=0, aliases=("lr",))
+    warmup: int | float = option(0, "Steps or share.", ge=0)
+
+
+@dataclass
+class Shape:
+    mode: Literal["fast", "slow"] = option("fast", "How.")
+    curve: str = option("linear", "Which.", choices=("linear", "cosine"))
+    names: list[str] | None = option(None, "Which ones.")
+    extra: dict[str, Any] | None = option(None, "More.")
+    resume: str | bool | None = option(None, "A folder, or yes.")
+    is_on: bool = option(False, "On.")
+    limit: int | None = option(None, "At most.", ge=1, unit="rows")
+
+
+Both = union("Both", Rate, Shape)
+
+
+def made(**given):
+    options, problems = build(Both, {k: Given(v, f"run.yaml, line {i}") for i, (k, v) in enumerate(given.items(), 1)})
+    return options, [str(p) for p in problems]
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "value"),
+    [
+        ("learning_rate", "1e-5", 1e-5),
+        ("learning_rate", 2, 2),
+        ("warmup", "0.1", 0.1),
+        ("warmup", "3", 3),
+        ("is_on", "True", True),
+        ("is_on", "no", False),
+        ("limit", "12", 12),
+        ("limit", 3.0, 3),
+        ("limit", "none", None),
+        ("names", "a, b,c", ["a", "b", "c"]),
+        ("names", ["x"], ["x"]),
+        ("extra", '{"a": 1}', {"a": 1}),
+        ("resume", "true", True),
+        ("resume", "out/checkpoint-3", "out/checkpoint-3"),
+        ("mode", "SLOW", "slow"),
+    ],
+)
+def test_a_value_is_read_as_its_declared_type(name, raw, value):
+    options, problems = made(**{name: raw})
+    assert problems == []
+    assert getattr(options, name) == value
+    assert type(getattr(options, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("learning_rate", "three", "must be a number"),
+        ("learning_rate", -1, "greater than 0"),
+        ("limit", 0, "at least 1 rows"),
+        ("limit", 2.5, "a whole number"),
+        ("is_on", "perhaps", "true or false"),
+        ("mode", "fats", 'Did you mean "fast"?'),
+        ("curve", "cosin", 'Did you mean "cosine"?'),
+        ("learning_rate", None, "Received: nothing"),
+        ("learning_rate", "nan", "must be a number"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(name, raw, words):
+    _, problems = made(**{name: raw})
+    assert len(problems) == 1
+    assert problems[0].startswith(f'run.yaml, line 1: "{name}" ')
+    assert words in problems[0]
+
+
+def test_all_problems_are_reported_together_with_their_places():
+    _, problems = made(learning_rat=1, mode="x", limit=-4)
+    assert len(problems) == 3
+    assert problems[0] == 'Unknown option "learning_rat" in run.yaml, line 1. Did you mean "learning_rate"?'
+    assert problems[2].startswith("run.yaml, line 3")
+
+
+def test_an_alias_sets_the_option_and_two_names_of_one_option_are_refused():
+    options, problems = made(lr=0.5)
+    assert (options.learning_rate, problems) == (0.5, [])
+    _, problems = made(lr=0.5, learning_rate=0.4)
+    assert "two names of one option" in problems[0]
+
+
+def test_a_union_refuses_two_groups_that_declare_the_same_field():
+    @dataclass
+    class Other:
+        learning_rate: float = option(1.0, "Mine too.")
+
+    with pytest.raises(ValueError, match=r"'learning_rate' is declared by Rate and by Other"):
+        union("Clash", Rate, Other)
+
+
+def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default():
+    assert specs(Both)["mode"].group is Shape
+    assert list(specs(Both)) == ["learning_rate", "warmup", "mode", "curve", "names", "extra", "resume", "is_on", "limit"]
+    assert changed(Both(limit=3, is_on=False)) == {"limit": 3}
+
+
+def test_an_instance_made_in_python_can_be_held_against_its_declaration():
+    assert "must be one of linear, cosine" in str(check(Both(curve="x"))[0])
+    assert check(Both()) == []
+
+
+def test_problems_make_one_error_of_at_most_four_lines_each():
+    from burnish.core.options import raise_if
+
+    _, problems = build(Both, {"limit": Given(0, "a"), "mode": Given("q", "b")})
+    with pytest.raises(UserError) as raised:
+        raise_if(problems)
+    assert len(raised.value.problems) == 2
+    assert all(len(str(problem).splitlines()) <= 4 for problem in raised.value.problems)
