@@ -16,11 +16,12 @@ from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Loss, Run
 from burnish.data.stream import Cut, EvalBatches, RowStream, StreamOptions
 from burnish.engine.base import EngineOptions, SingleEngine
+from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OptimOptions, create_optimizer, create_scheduler
 
 ToyOptions = union(
     "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, StreamOptions,
-    EngineOptions,
+    EngineOptions, BadamOptions,
 )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ Third parties register through the entry-point group ``burnish.<family>``; an en
 that registers when it is imported. The family looks for them only when a name is asked for.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from burnish.core.errors import Problem, UserError, did_you_mean
 
@@ -25,6 +25,8 @@ class Member(Generic[T]):
     value: T
     options: type | None = None  # the dataclass of options this member reads
     summary: str = ""
+    when: Callable[[Any], bool] | None = None  # true for options that ask for this member without naming it
+    traits: Mapping[str, Any] = field(default_factory=dict)  # what the family wants to know of a member
 
 
 class Registry(Generic[T]):
@@ -40,15 +42,16 @@ class Registry(Generic[T]):
         self._looked_for_plugins = False
 
     def register(
-        self, *names: str, options: type | None = None, summary: str = "", replace: bool = False
-    ) -> Callable[[T], T]:
+        self, *names: str, options: type | None = None, when: Callable[[Any], bool] | None = None,
+        replace: bool = False, **traits: Any,
+    ) -> Callable[[T], T]:  # fmt: skip
         """Add a member under one or more names. Raises ValueError where a name is taken and ``replace`` is false."""
 
         def add(value: T) -> T:
             for name in names:
                 if name in self._members and not replace:
                     raise ValueError(f"{self.family} {name!r} is registered already: {self._members[name].value!r}")
-                self._members[name] = Member(name, value, options, summary or _first_line(value))
+                self._members[name] = Member(name, value, options, _first_line(value), when, traits)
             return value
 
         return add
@@ -64,6 +67,10 @@ class Registry(Generic[T]):
                 )
             )
         return self._members[name]
+
+    def choose(self, name: str, options: Any) -> Member[T]:
+        """The member that ``options`` ask for: one whose ``when`` is true, else the one called ``name``."""
+        return next((member for member in self if member.when is not None and member.when(options)), None) or self.get(name)
 
     def __getitem__(self, name: str) -> T:
         return self.get(name).value

@@ -1,7 +1,7 @@
 """Optimizers by name, the parameter groups they get, and the schedule that moves their learning rate.
 
 ``optim: adamw_torch`` and its kin are transformers' names. A member of the family is a function
-``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, weight decay set.
+``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def create_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], model
         UserError: for an unknown name or arguments that the optimizer does not take.
     """
     groups = parameter_groups(named_parameters, model, options.weight_decay)
-    member = OPTIMIZERS.get(options.optim)
+    member = OPTIMIZERS.choose(options.optim, options)
     try:
         return member.value(groups, options)
     except TypeError as error:
@@ -66,11 +66,15 @@ def parameter_groups(
         if isinstance(module, nn.LayerNorm)
         for leaf, _ in module.named_parameters(recurse=False)
     }
-    decay, plain = [], []
+    decay: dict[str, nn.Parameter] = {}
+    plain: dict[str, nn.Parameter] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            (plain if name in norms or _NO_DECAY.search(name) else decay).append(parameter)
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+            (plain if name in norms or _NO_DECAY.search(name) else decay)[name] = parameter
+    return [
+        {"params": list(part.values()), "param_names": list(part), "weight_decay": rate}
+        for part, rate in ((decay, weight_decay), (plain, 0.0))
+    ]
 
 
 def arguments_of(options: Any) -> dict[str, Any]:

@@ -1,0 +1,266 @@
+"""BAdam: full-parameter training in the memory of a few layers (Luo et al. 2024, https://arxiv.org/abs/2404.02827).
+
+The parameters are cut into blocks, one per transformer layer. AdamW moves one block for ``badam_switch_interval``
+updates while all others stand still (algorithm 1); then the next block, from fresh moments. Only the active block has
+gradients, moments and, where the model is not in float32, a float32 copy of its weights.
+
+``badam_mode: ratio`` instead moves a share of the entries of every tensor, and holds moments for those entries alone.
+
+In:  torch's parameter groups with names. Out: an optimizer whose state (block, counter, moments, copies) is in the
+checkpoint, so that a run stopped in the middle of a block goes on exactly there.
+Never trained: what lies in no layer, that is embeddings, the last norm and the head (so tied embeddings are no special
+case). Refuses: LoRA and freezing, more than one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.options import option
+from burnish.optim.builtin import OPTIMIZERS, Groups
+
+logger = logging.getLogger(__name__)
+_IN_A_LAYER = re.compile(r"^(.*?\.\d+)\.")
+NEVER = -1
+
+
+@dataclass
+class BadamOptions:
+    """Block-wise AdamW."""
+
+    use_badam: bool = option(False, "Train block after block with AdamW, in the memory of one block.")
+    badam_mode: str = option("layer", "What is active: one layer, or a share of every tensor.", choices=("layer", "ratio"))
+    badam_start_block: int | None = option(None, "Index of the first block; by the switch mode if not given.", ge=0)
+    badam_switch_mode: str = option(
+        "ascending", "Which block comes next.", choices=("ascending", "descending", "random", "fixed")
+    )
+    badam_switch_interval: int = option(50, "Updates of a block before the next; -1 never switches.", unit="steps", ge=-1)
+    badam_update_ratio: float = option(0.05, "Share of the entries that ratio mode moves.", gt=0, le=1)
+    badam_mask_mode: str = option(
+        "adjacent", "Entries that ratio mode moves: side by side, or scattered.", choices=("adjacent", "scatter")
+    )
+    badam_verbose: int = option(0, "What is logged at a switch: nothing, the block, its parameters.", choices=(0, 1, 2))
+
+
+def check_badam(options: Any) -> list[Problem]:
+    if not options.use_badam:
+        return []
+    problems = []
+    if options.finetuning_type != "full":
+        problems.append(
+            Problem(
+                f'use_badam trains the whole model, block by block. Received: finetuning_type "{options.finetuning_type}".',
+                remedy="Set finetuning_type: full.",
+            )
+        )
+    if options.badam_switch_interval == 0:
+        problems.append(Problem('"badam_switch_interval" must be at least 1, or -1 to stay on one block. Received: 0.'))
+    return problems
+
+
+@OPTIMIZERS.register("badam", options=BadamOptions, when=lambda options: options.use_badam, keeps_load_precision=True)
+def badam(groups: Groups, options: Any) -> Optimizer:
+    """AdamW on one block of layers at a time."""
+    made = _LayerAdam if options.badam_mode == "layer" else _RatioAdam
+    return made(groups, options)
+
+
+class _BlockAdam(Optimizer):
+    """What both modes share: AdamW over the float32 tensors that are active now, replaced at every switch.
+
+    Subclasses say which tensors those are (``_activate``), how gradients reach them and how they reach the model.
+    """
+
+    def __init__(self, groups: Groups, options: Any) -> None:
+        super().__init__(groups, {"lr": options.learning_rate, "weight_decay": 0.0})
+        self.options = options
+        self.round = 0  # switches so far
+        self.updates = 0  # of the active block
+        self.inner: AdamW
+
+    def _activate(self) -> None:
+        raise NotImplementedError
+
+    def _gradients_in(self) -> None:
+        raise NotImplementedError
+
+    def _weights_out(self) -> None:
+        raise NotImplementedError
+
+    def _start(self, per_group: Sequence[Sequence[Tensor]]) -> None:
+        """AdamW from fresh moments over the active tensors, with each group's weight decay."""
+        options = self.options
+        self.inner = AdamW(
+            [
+                {"params": list(tensors), "weight_decay": group["weight_decay"], "lr": group["lr"]}
+                for tensors, group in zip(per_group, self.param_groups, strict=True)
+            ],
+            lr=options.learning_rate, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_epsilon,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for inner, outer in zip(self.inner.param_groups, self.param_groups, strict=True):
+            inner["lr"] = outer["lr"]
+        self._gradients_in()
+        self.inner.step()
+        self._weights_out()
+        self.updates += 1
+        if self.updates == self.options.badam_switch_interval:
+            self.updates = 0
+            self.round += 1
+            self._activate()
+
+    def state_dict(self) -> dict[str, Any]:
+        active = [tensor for group in self.inner.param_groups for tensor in group["params"]]
+        return {
+            "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
+            "round": self.round,
+            "updates": self.updates,
+            "active": dict(enumerate(t.detach() for t in active)),
+            "inner": self.inner.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update(saved)
+        self.round, self.updates = state["round"], state["updates"]
+        self._activate()
+        active = [tensor for group in self.inner.param_groups for tensor in group["params"]]
+        for index, tensor in enumerate(active):
+            tensor.copy_(state["active"][index])
+        self.inner.load_state_dict(dict(state["inner"]))
+        self._weights_out()
+
+
+class _LayerAdam(_BlockAdam):
+    """One layer after another."""
+
+    def __init__(self, groups: Groups, options: Any) -> None:
+        super().__init__(groups, options)
+        self.blocks = blocks_of([name for group in groups for name in group["param_names"]])
+        start = options.badam_start_block
+        if not self.blocks:
+            raise UserError("BAdam found no layers: no parameter lies in a numbered block such as model.layers.0.")
+        if start is not None and start >= len(self.blocks):
+            raise UserError(f'"badam_start_block" must be below {len(self.blocks)}, the number of layers. Received: {start}.')
+        self._activate()
+
+    @property
+    def block(self) -> int:
+        """Index of the active block."""
+        options, count = self.options, len(self.blocks)
+        mode, start = options.badam_switch_mode, options.badam_start_block
+        if mode == "fixed":
+            return start or 0
+        if mode == "descending":
+            return ((count - 1 if start is None else start) - self.round) % count
+        if mode == "ascending":
+            return ((start or 0) + self.round) % count
+        return self._random_block()
+
+    def _random_block(self) -> int:
+        """Each pass over the blocks in an order of its own, a function of (seed, pass)."""
+        count = len(self.blocks)
+        generator = torch.Generator().manual_seed(self.options.seed + self.round // count)
+        order: list[int] = torch.randperm(count, generator=generator).tolist()
+        start = self.options.badam_start_block
+        if start is not None and self.round < count:
+            order.remove(start)
+            order.insert(0, start)
+        return order[self.round % count]
+
+    def _activate(self) -> None:
+        prefix = list(self.blocks)[self.block]
+        names = self.blocks[prefix]
+        self._pairs: list[tuple[nn.Parameter, Tensor]] = []  # the model's parameter, the float32 tensor AdamW moves
+        per_group = []
+        for group in self.param_groups:
+            moved = []
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                parameter.requires_grad_(name in names)
+                if name in names:
+                    moved.append(parameter if parameter.dtype == torch.float32 else parameter.detach().float())
+                    self._pairs.append((parameter, moved[-1]))
+                else:
+                    parameter.grad = None
+            per_group.append(moved)
+        self._start(per_group)
+        if self.options.badam_verbose:
+            logger.info("BAdam: the active block is %s.", prefix)
+        if self.options.badam_verbose == 2:
+            logger.info("BAdam: it holds %s.", ", ".join(sorted(names)))
+
+    def _gradients_in(self) -> None:
+        for parameter, moved in self._pairs:
+            if moved is not parameter:
+                moved.grad = None if parameter.grad is None else parameter.grad.float()
+
+    def _weights_out(self) -> None:
+        for parameter, moved in self._pairs:
+            if moved is not parameter:
+                parameter.copy_(moved)
+                moved.grad = None
+
+
+class _RatioAdam(_BlockAdam):
+    """A share of the entries of every tensor in a layer. ``entries`` are indices into the flattened tensor."""
+
+    def __init__(self, groups: Groups, options: Any) -> None:
+        super().__init__(groups, options)
+        in_layers = {name for names in blocks_of([n for g in groups for n in g["param_names"]]).values() for name in names}
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                parameter.requires_grad_(name in in_layers)
+        self._activate()
+
+    def _activate(self) -> None:
+        generator = torch.Generator().manual_seed(self.options.seed + self.round)
+        self._parts: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, entries (K,), their float32 values (K,)
+        per_group = []
+        for group in self.param_groups:
+            moved = []
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    entries = self._entries(parameter.numel(), generator).to(parameter.device)
+                    moved.append(parameter.detach().flatten()[entries].float())
+                    self._parts.append((parameter, entries, moved[-1]))
+            per_group.append(moved)
+        self._start(per_group)
+
+    def _entries(self, count: int, generator: torch.Generator) -> Tensor:
+        """(K,) the entries that move until the next switch."""
+        size = max(1, round(count * self.options.badam_update_ratio))
+        if self.options.badam_mask_mode == "scatter":
+            return torch.randperm(count, generator=generator)[:size]
+        start = int(torch.randint(count, (), generator=generator))
+        return (torch.arange(size) + start) % count
+
+    def _gradients_in(self) -> None:
+        for parameter, entries, moved in self._parts:
+            moved.grad = None if parameter.grad is None else parameter.grad.flatten()[entries].float()
+
+    def _weights_out(self) -> None:
+        for parameter, entries, moved in self._parts:
+            parameter.view(-1)[entries] = moved.to(parameter.dtype)
+            moved.grad = None
+
+
+def blocks_of(names: Sequence[str]) -> dict[str, set[str]]:
+    """Layer prefix (``model.layers.3``) -> names of its parameters, in order of the layers."""
+    blocks: dict[str, set[str]] = {}
+    for name in names:
+        match = _IN_A_LAYER.match(name)
+        if match:
+            blocks.setdefault(match[1], set()).add(name)
+    return dict(sorted(blocks.items(), key=lambda item: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", item[0])]))

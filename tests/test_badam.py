@@ -1,0 +1,191 @@
+"""BAdam: one block at a time, for exactly its interval, and a resume in the middle of a block."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from toy import make_run, same, weights
+from torch import nn
+
+from burnish.core.checkpoint import load
+from burnish.core.errors import UserError
+from burnish.core.events import TrainerCallback
+from burnish.core.loop import train
+from burnish.optim.badam import BadamOptions, blocks_of, check_badam
+from burnish.optim.builtin import OptimOptions, create_optimizer
+
+NUM_LAYERS = 3
+
+
+class Layered(nn.Module):
+    """An input, three layers, an output."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(6, 1)
+        self.to(dtype)
+
+    def forward(self, inputs):
+        hidden = self.embed(inputs.to(self.embed.weight.dtype))
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        return self.head(hidden).squeeze(-1).float()
+
+
+def badam_options(**given):
+    merged = {**vars(OptimOptions(learning_rate=1e-2)), **vars(BadamOptions(use_badam=True)), "seed": 1}
+    return SimpleNamespace(**{**merged, **given})
+
+
+def optimizer_of(model, **given):
+    return create_optimizer(model.named_parameters(), model, badam_options(**given))
+
+
+def updates(optimizer, model, count):
+    """The layer that changed in each of ``count`` updates."""
+    changed = []
+    for _ in range(count):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        changed.append(moved)
+    return changed
+
+
+def layers_moved(**given):
+    torch.manual_seed(0)
+    model = Layered()
+    moved = updates(optimizer_of(model, **given), model, given.pop("count", 8))
+    assert all(len(names) == 1 for names in moved)
+    return [int(next(iter(names)).split(".")[1]) for names in moved]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"badam_switch_mode": "ascending"}, [0, 0, 1, 1, 2, 2, 0, 0]),
+        ({"badam_switch_mode": "descending"}, [2, 2, 1, 1, 0, 0, 2, 2]),
+        ({"badam_switch_mode": "ascending", "badam_start_block": 1}, [1, 1, 2, 2, 0, 0, 1, 1]),
+        ({"badam_switch_mode": "fixed"}, [0] * 8),
+        ({"badam_switch_mode": "fixed", "badam_start_block": 2}, [2] * 8),
+        ({"badam_switch_interval": -1, "badam_start_block": 1}, [1] * 8),
+    ],
+)
+def test_each_block_gets_exactly_its_interval_in_the_order_asked_for(given, expected):
+    assert layers_moved(**{"badam_switch_interval": 2, **given}) == expected
+
+
+def test_random_blocks_come_once_per_pass_and_depend_on_the_seed_alone():
+    first = layers_moved(badam_switch_mode="random", badam_switch_interval=1, count=9)
+    torch.rand(3)
+    assert layers_moved(badam_switch_mode="random", badam_switch_interval=1, count=9) == first
+    assert all(sorted(first[i : i + 3]) == [0, 1, 2] for i in (0, 3, 6)[: len(first) // 3])
+
+
+def test_weight_decay_is_the_one_that_was_given_and_not_on_biases():
+    model = Layered()
+    optimizer = optimizer_of(model, weight_decay=0.3)
+    assert [group["weight_decay"] for group in optimizer.inner.param_groups] == [0.3, 0.0]
+    assert [len(group["params"]) for group in optimizer.inner.param_groups] == [1, 1]
+
+
+def test_a_block_moves_as_adamw_would_move_it():
+    torch.manual_seed(0)
+    model, plain = Layered(), Layered()
+    plain.load_state_dict(model.state_dict())
+    ours = optimizer_of(model, weight_decay=0.1)
+    theirs = torch.optim.AdamW(
+        [{"params": [plain.layers[0].weight], "weight_decay": 0.1}, {"params": [plain.layers[0].bias], "weight_decay": 0.0}],
+        lr=1e-2,
+    )  # fmt: skip
+    for _ in range(4):
+        inputs = torch.randn(5, 4)
+        for m, optimizer in ((model, ours), (plain, theirs)):
+            m(inputs).square().sum().backward()
+            optimizer.step()
+            m.zero_grad()
+    assert torch.equal(model.layers[0].weight, plain.layers[0].weight)
+    assert torch.equal(model.layers[0].bias, plain.layers[0].bias)
+
+
+def test_only_the_active_block_holds_gradients_and_moments():
+    model = Layered()
+    optimizer = optimizer_of(model, badam_start_block=1)
+    model(torch.randn(5, 4)).sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"layers.1.weight", "layers.1.bias"}
+    optimizer.step()
+    assert len(optimizer.inner.state) == 2
+
+
+def test_a_model_in_bfloat16_keeps_float32_copies_of_the_active_block_alone():
+    torch.manual_seed(0)
+    model = Layered(torch.bfloat16)
+    optimizer = optimizer_of(model, learning_rate=1e-5)
+    before = model.layers[0].weight.detach().clone()
+    active = [t for group in optimizer.inner.param_groups for t in group["params"]]
+    assert {t.dtype for t in active} == {torch.float32}
+    copies = active[0].clone()
+    updates(optimizer, model, 5)
+    assert not torch.equal(active[0], copies)  # steps too small for bfloat16 add up in the copy
+    assert model.layers[0].weight.dtype == torch.bfloat16
+    assert torch.equal(model.layers[0].weight, active[0].bfloat16())
+    assert before.shape == active[0].shape
+
+
+@pytest.mark.parametrize("mask", ["adjacent", "scatter"])
+def test_ratio_mode_moves_its_share_of_the_entries(mask):
+    torch.manual_seed(0)
+    model = Layered()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optimizer_of(model, badam_mode="ratio", badam_update_ratio=0.25, badam_mask_mode=mask)
+    updates(optimizer, model, 3)
+    for name, parameter in model.named_parameters():
+        moved = (parameter != before[name]).sum().item()
+        assert moved == (round(parameter.numel() * 0.25) if "layers" in name else 0)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+@pytest.mark.parametrize("given", [{}, {"badam_switch_mode": "random"}, {"badam_mode": "ratio"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_stopped_inside_a_block_goes_on_in_it_to_the_bit(tmp_path, given, dtype):
+    def run(name, callbacks=()):
+        torch.manual_seed(0)
+        made, options = make_run(tmp_path / name, callbacks, model=Layered(dtype), save_strategy="no", **asked)
+        return made, options
+
+    asked = {"use_badam": True, "badam_switch_interval": 4, **given}
+    whole, options = run("whole")
+    train(whole, options)
+    first, options = run("cut", [StopAt(6)])
+    train(first, options)
+    second, options = run("cut")
+    load(tmp_path / "cut" / "checkpoint-6", second.parts)
+    train(second, options)
+    assert same(weights(second), weights(whole))
+    assert not same(weights(first), weights(whole))
+
+
+def test_blocks_are_the_numbered_layers_in_the_order_of_their_numbers():
+    names = ["embed.weight", *(f"model.layers.{i}.mlp.weight" for i in (0, 10, 2)), "model.layers.2.experts.7.weight"]
+    assert list(blocks_of(names)) == ["model.layers.0", "model.layers.2", "model.layers.10"]
+
+
+def test_what_badam_cannot_do_is_refused():
+    assert "finetuning_type" in str(check_badam(badam_options(finetuning_type="lora"))[0])
+    assert "badam_switch_interval" in str(check_badam(badam_options(finetuning_type="full", badam_switch_interval=0))[0])
+    with pytest.raises(UserError, match="must be below 3"):
+        optimizer_of(Layered(), badam_start_block=3)
+    with pytest.raises(UserError, match="no layers"):
+        optimizer_of(nn.Linear(2, 2))
