@@ -1,0 +1,90 @@
+"""Freeze training: a few of the model's own layers move, everything else stays as it is.
+
+In:  how many layers from which end, which modules in them, which modules outside the layers.
+Out: ``requires_grad`` on exactly those parameters. The whole model is saved.
+Refuses: module names that the model does not have, with those it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from burnish.adapters.base import ADAPTERS, unknown_names
+from burnish.adapters.full import FullAdapter
+from burnish.core.errors import Problem, UserError
+from burnish.core.options import option
+
+
+@dataclass
+class FreezeOptions:
+    """Which of the model's layers are trained with finetuning_type freeze."""
+
+    freeze_trainable_layers: int = option(
+        2, "How many layers are trained: the last n, or the first n where negative.", unit="layers"
+    )
+    freeze_trainable_modules: list[str] = option(
+        ["all"], "Modules trained in those layers, by name (self_attn, mlp, q_proj, ...); all for every one."
+    )
+    freeze_extra_modules: list[str] | None = option(
+        None, "Modules outside the layers that are trained too (lm_head, norm, embed_tokens, ...)."
+    )
+
+
+@ADAPTERS.register("freeze", options=FreezeOptions)
+class FreezeAdapter(FullAdapter):
+    """Some layers of the model are trained, the rest is frozen. Saved and resumed as the whole model is."""
+
+    def check(self, model: nn.Module) -> list[Problem]:
+        problems = super().check(model)
+        _, layers = decoder_layers(model)
+        if not layers:
+            return [*problems, Problem("finetuning_type freeze finds no stack of layers in this model.")]
+        if self.options.freeze_trainable_layers == 0:
+            problems.append(
+                Problem(
+                    f"freeze_trainable_layers is 0; give 1 to {len(layers)}, or -1 to -{len(layers)} for the first."
+                )
+            )
+        inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
+        wanted = [name for name in self.options.freeze_trainable_modules if name != "all"]
+        problems += unknown_names("freeze_trainable_modules", wanted, sorted(inside), "module in the layers")
+        outside = sorted({name for name, _ in _outside(model)})
+        extra = self.options.freeze_extra_modules or []
+        return problems + unknown_names("freeze_extra_modules", extra, outside, "module outside the layers")
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        problems = self.check(model)
+        if problems:
+            raise UserError(problems)
+        model.requires_grad_(False)
+        _, layers = decoder_layers(model)
+        count = self.options.freeze_trainable_layers
+        modules = set(self.options.freeze_trainable_modules)
+        for layer in layers[-count:] if count > 0 else layers[:-count]:
+            for name, parameter in layer.named_parameters():
+                if "all" in modules or modules & set(name.split(".")[:-1]):
+                    parameter.requires_grad_(parameter.is_floating_point())
+        for name, module in _outside(model):
+            if name in (self.options.freeze_extra_modules or []):
+                module.requires_grad_(True)
+        return model
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The model's stack of layers and its path: the ModuleList of the length the config says, else the longest."""
+    stacks = [(path, list(m)) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    config = getattr(model, "config", None)
+    expected = getattr(getattr(config, "text_config", config), "num_hidden_layers", None)
+    fitting = [stack for stack in stacks if len(stack[1]) == expected] or stacks
+    return max(fitting, key=lambda stack: len(stack[1]), default=("", []))
+
+
+def _outside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(last part of the name, module) of what holds parameters outside the layers."""
+    path, _ = decoder_layers(model)
+    for name, module in model.named_modules():
+        if not name.startswith(path) and next(module.parameters(recurse=False), None) is not None:
+            yield name.split(".")[-1], module

@@ -1,0 +1,73 @@
+"""Full training: every weight of the model moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from burnish.adapters.base import ADAPTERS, load_whole_state, whole_state
+from burnish.core.errors import Problem, UserError
+
+
+@ADAPTERS.register("full")
+class FullAdapter:
+    """Every weight is trained."""
+
+    saves_whole_model = True
+    file_stem = "model"
+
+    def __init__(self, options: Any, folders: Sequence[Path] = ()) -> None:
+        self.options, self.folders = options, list(folders)
+        self.notes: list[str] = []
+
+    def check(self, model: nn.Module) -> list[Problem]:
+        return whole_model_problems(self.folders, self.options.finetuning_type, model)
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return model
+
+    def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
+        raise UserError(no_reference(self.options.finetuning_type))
+
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        return whole_state(model)
+
+    def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        load_whole_state(model, state)
+
+    def save(self, model: nn.Module, folder: str) -> None:
+        model.save_pretrained(folder)  # type: ignore[operator]
+
+
+def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: nn.Module) -> list[Problem]:
+    """What keeps weights of the model itself from being trained."""
+    problems = []
+    if folders:
+        problems.append(
+            Problem(
+                f"finetuning_type {finetuning_type} trains the model itself, and adapter_name_or_path names an adapter "
+                f"({', '.join(map(str, folders))}).",
+                remedy="Set finetuning_type: lora to train the adapter, or merge it first with burnish export.",
+            )
+        )
+    if getattr(model, "quantization_method", None) is not None:
+        problems.append(
+            Problem(
+                f"a quantised model cannot be trained with finetuning_type {finetuning_type}.",
+                remedy="Set finetuning_type: lora, or load the model without quantization_bit.",
+            )
+        )
+    return problems
+
+
+def no_reference(finetuning_type: str) -> Problem:
+    return Problem(
+        f"finetuning_type {finetuning_type} keeps no copy of the weights before training.",
+        remedy="Name the model to compare with (ref_model), or set finetuning_type: lora, whose base is that copy.",
+    )

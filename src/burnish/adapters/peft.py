@@ -1,0 +1,139 @@
+"""Any method of the peft library: prompt tuning, IA3, OFT and the rest, through peft itself.
+
+In:  peft's config, as a mapping with ``peft_type`` and the method's own fields, as a JSON file, or as a folder with an
+     ``adapter_config.json``; from Python also a ``PeftConfig`` or a model that peft has wrapped already.
+Out: peft's model around the model; peft's files.
+Refuses: methods and fields that this peft does not know.
+
+The only door to peft: its import takes seconds, so it happens when an adapter of this kind is checked or attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.adapters.base import ADAPTERS, raise_unless_same
+from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.options import option
+from burnish.core.tensor_files import read_json
+
+
+@dataclass
+class PeftOptions:
+    """The adapter that is trained with finetuning_type peft."""
+
+    peft_config: dict[str, Any] | str | None = option(
+        None,
+        "A method of the peft library: its config as a mapping with peft_type, or a file or folder that holds one.",
+    )
+
+
+@ADAPTERS.register("peft", options=PeftOptions)
+class PeftAdapter:
+    """An adapter of the peft library is trained, the model itself is frozen."""
+
+    saves_whole_model = False
+    file_stem = "peft_state"  # names as in memory: peft's own file leaves out what some methods need to go on exactly
+
+    def __init__(self, options: Any, folders: Sequence[Path] = ()) -> None:
+        self.options, self.folders = options, list(folders)
+        self.notes: list[str] = []
+        self._base: set[int] = set()
+
+    def check(self, model: nn.Module) -> list[Problem]:
+        if _is_wrapped(model) or self.folders:
+            return []
+        try:
+            self._config()
+        except UserError as error:
+            return list(error.problems)
+        return []
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        if _is_wrapped(model):
+            self._base = {id(p) for p in model.state_dict(keep_vars=True).values() if not p.requires_grad}
+            return model
+        from peft import PeftModel, get_peft_model
+
+        for folder in self.folders[:-1]:
+            model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+            self.notes.append(f"The adapter {folder} was merged.")
+        self._base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        if self.folders:
+            wrapped: nn.Module = PeftModel.from_pretrained(model, str(self.folders[-1]), is_trainable=True)
+            return wrapped
+        config = self._config()
+        try:
+            wrapped = get_peft_model(model, config)
+        except ValueError as error:  # what peft says of a config that does not suit the model
+            raise UserError(Problem(f"peft_config does not suit this model: {error}")) from error
+        return wrapped
+
+    def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = model.disable_adapter()  # type: ignore[operator]
+        return context
+
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: t for name, t in model.state_dict(keep_vars=True).items() if id(t) not in self._base}
+
+    def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        own = self.state(model)
+        raise_unless_same(own, state, "the adapter's weights")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+    def save(self, model: nn.Module, folder: str) -> None:
+        model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
+
+    def _config(self) -> Any:
+        """The ``PeftConfig`` that was given or described. Raises UserError."""
+        from peft import PeftConfig
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+        given = self.options.peft_config
+        if isinstance(given, PeftConfig):
+            return given
+        raw = dict(_described(given))
+        known = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+        kind = str(raw.pop("peft_type", "")).upper()
+        if kind not in known:
+            raise UserError(
+                Problem(
+                    f'peft_config: there is no peft_type "{kind}".{did_you_mean(kind, known)}',
+                    remedy=f"Known: {', '.join(sorted(known))}.",
+                )
+            )
+        try:
+            return known[kind](**{"task_type": "CAUSAL_LM", **raw})
+        except (TypeError, ValueError) as error:
+            raise UserError(Problem(f"peft_config: {kind} refuses it: {error}.")) from error
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
+    """The mapping in ``given``, in the file it names, or in the folder it names."""
+    if given is None:
+        raise UserError(
+            Problem(
+                "finetuning_type peft needs peft_config.",
+                remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
+            )
+        )
+    if isinstance(given, str):
+        path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
+        if not path.is_file():
+            raise UserError(Problem(f'peft_config "{given}" is no file, and no folder with an adapter_config.json.'))
+        raw: Mapping[str, Any] = read_json(path)
+        return raw
+    return given

@@ -1,0 +1,144 @@
+"""The LoRA product: what a low-rank update adds to the output of a linear layer.
+
+    result + scaling * dropout(x) Aᵀ Bᵀ          (Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685)
+
+In:  the layer's own output, its input, the two factors, their scale, the probability of dropout.
+Out: the sum, in the dtype of the layer's output.
+
+Written with torch's operations, each adapted layer keeps a dropped copy of its input for the backward pass, and a cast
+one where dtypes differ: for q, k and v that is three times the very tensor the layers share. ``_LoraUpdate`` keeps
+that tensor itself, the mask (one byte per element) and the product with A (r columns); the rest is computed again.
+``plain=True`` is the formula as written, for comparison and for double backward, which the other refuses.
+"""
+
+# N rows (all leading dimensions, flattened), I inputs, O outputs, r rank
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def lora_update(
+    result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float = 0.0, *, plain: bool = False
+) -> Tensor:
+    """The output of a linear layer with its low-rank update added.
+
+    Args:
+        result: (..., O) the layer's own output.
+        x: (..., I) its input; any float type.
+        a, b: (r, I) and (O, r) the factors.
+        scaling: what the update is multiplied by.
+        dropout: the probability with which an element of ``x`` is zeroed on its way to A; 0 when not training. The
+            mask is drawn from torch's global generator.
+    Returns:
+        (..., O) in the dtype of ``result``.
+    """
+    dtype = product_dtype(x, a)
+    a, b = a.to(dtype), b.to(dtype)
+    if plain:
+        update = F.linear(F.linear(F.dropout(x.to(dtype), dropout), a), b) * scaling
+        return (result + update).to(result.dtype)
+    updated: Tensor = _LoraUpdate.apply(result, x, a, b, scaling, dropout)  # type: ignore[no-untyped-call]
+    return updated
+
+
+def product_dtype(x: Tensor, a: Tensor) -> torch.dtype:
+    """The dtype of the product: autocast's where it is on, else that of the factors.
+
+    A frozen base in bfloat16 with factors in float32 thus trains its factors in float32 (checklist row 77).
+    """
+    device = x.device.type
+    if x.is_meta:
+        return a.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.dtype
+
+
+class _LoraUpdate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float) -> Tensor:
+        with _without_autocast(x):
+            mask = None
+            dropped = rows(x).to(a.dtype)
+            if dropout > 0:
+                dropped, mask = torch.native_dropout(dropped, dropout, True)
+            h = F.linear(dropped, a)  # (N, r)
+            wide = torch.promote_types(result.dtype, a.dtype)
+            updated = torch.addmm(rows(result).to(wide), h.to(wide), b.t().to(wide), alpha=scaling)
+        ctx.save_for_backward(x, mask, h, a, b)
+        ctx.scaling, ctx.keep = scaling, 1 - dropout
+        return updated.to(result.dtype).view(result.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mask, h, a, b = ctx.saved_tensors
+        _, needs_x, needs_a, needs_b, *_ = ctx.needs_input_grad
+        grad_x = grad_a = grad_b = None
+        g = rows(grad).to(a.dtype)  # (N, O)
+        if needs_b:
+            grad_b = (g.t() @ h).mul_(ctx.scaling)
+        if needs_x or needs_a:
+            grad_h = (g @ b).mul_(ctx.scaling)  # (N, r)
+        if needs_a:
+            grad_a = grad_h.t() @ _drop(rows(x).to(a.dtype), mask, ctx.keep)
+        if needs_x:
+            grad_x = _drop(grad_h @ a, mask, ctx.keep).to(x.dtype).view(x.shape)
+        return grad, grad_x, grad_a, grad_b, None, None
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Dtypes as they are given; on the meta device, which has no autocast, nothing."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def rows(x: Tensor) -> Tensor:
+    """(..., C) -> (N, C)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _drop(x: Tensor, mask: Tensor | None, keep: float) -> Tensor:
+    """What dropout made of ``x`` (N, I) in the forward pass, from its mask (N, I) of elements that stayed."""
+    return x if mask is None else (x * mask).mul_(1 / keep)
+
+
+def weight_norm(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """The length of each output's weights once the update is added: ``‖W + scaling * B A‖`` over I, in float32.
+
+    A constant to the gradient, as Liu et al. propose (DoRA, section 4.3, https://arxiv.org/abs/2402.09353).
+
+    Args:
+        weight: (O, I) the frozen weight.
+        a, b: (r, I) and (O, r).
+    Returns:
+        (O,)
+    """
+    with torch.no_grad(), _without_autocast(weight):
+        updated = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+        length: Tensor = torch.linalg.vector_norm(updated, dim=1)
+        return length
+
+
+def dora_update(result: Tensor, base: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, scale: Tensor) -> Tensor:
+    """The output of a linear layer whose weight is decomposed into length and direction.
+
+    The decomposed weight is ``scale * (W + scaling * B A)`` with ``scale = magnitude / weight_norm`` per output
+    (DoRA, eq. 5, https://arxiv.org/abs/2402.09353); this adds what it changes to ``result``.
+
+    Args:
+        result: (..., O) the layer's own output.
+        base: (..., O) ``x Wᵀ`` without the bias.
+        x: (..., I) the layer's input, dropped already.
+        a, b: (r, I) and (O, r).
+        scale: (O,) float32.
+    Returns:
+        (..., O) in the dtype of ``result``.
+    """
+    dtype = product_dtype(x, a)
+    update = F.linear(F.linear(x.to(dtype), a.to(dtype)), b.to(dtype)) * scaling
+    return (result + (scale - 1) * base + scale * update).to(result.dtype)

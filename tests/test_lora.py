@@ -1,0 +1,721 @@
+"""LoRA against peft, whose layer and files it has to agree with, and against the formulas in numpy."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from tiny_models import CONFIGS, tiny_model, token_ids
+from torch import nn
+
+from burnish.adapters.base import (
+    ADAPTERS,
+    FinetuningOptions,
+    ModelState,
+    set_precision,
+    trainable_line,
+    trainable_summary,
+)
+from burnish.adapters.lora import LoraOptions, learning_rates, load_adapter
+from burnish.adapters.lora_layer import LoraEmbedding, LoraLayer, LoraLinear, LoraSettings
+from burnish.adapters.lora_model import merge, merge_into_base, rows_through, set_active, unmerge
+from burnish.adapters.switch import TrainedCopy
+from burnish.core.errors import UserError
+from burnish.core.options import Given, build, union
+from burnish.ops.lora import lora_update
+
+Options = union("Options", FinetuningOptions, LoraOptions)
+# float32 sums in another order: a few units in the last place of numbers near 1
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+
+# What a user asks of burnish -> what the same is to peft. Alpha is given, since the defaults differ (twice the rank here).
+KINDS = {
+    "lora": ({"lora_alpha": 8}, {"lora_alpha": 8}),
+    "rslora": ({"lora_alpha": 8, "use_rslora": True}, {"lora_alpha": 8, "use_rslora": True}),
+    "dora": ({"lora_alpha": 8, "use_dora": True}, {"lora_alpha": 8, "use_dora": True}),
+    "pissa": (
+        {"lora_alpha": 8, "pissa_init": True, "pissa_iter": -1},
+        {"lora_alpha": 8, "init_lora_weights": "pissa"},
+    ),
+    "dropout": ({"lora_alpha": 8, "lora_dropout": 0.4}, {"lora_alpha": 8, "lora_dropout": 0.4}),
+    "dora with dropout": (
+        {"lora_alpha": 8, "lora_dropout": 0.4, "use_dora": True},
+        {"lora_alpha": 8, "lora_dropout": 0.4, "use_dora": True},
+    ),
+}
+
+
+def attached(family="llama", folders=(), model=None, **options):
+    """(adapter, model) with a LoRA adapter of rank 4 on it."""
+    adapter = ADAPTERS["lora"](Options(**{"lora_rank": 4, **options}), folders)
+    return adapter, adapter.attach(tiny_model(family) if model is None else model)
+
+
+def of_peft(family="llama", model=None, **config):
+    """The same with peft."""
+    base = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+    return peft.get_peft_model(tiny_model(family) if model is None else model, peft.LoraConfig(**base))
+
+
+def shaken(model, seed=1):
+    """Give what trains some values that are not zero, the same wherever names and shapes are."""
+    generator = torch.Generator().manual_seed(seed)
+    trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    for name in sorted(trained):
+        trained[name].data += 0.1 * torch.randn(trained[name].shape, generator=generator)
+    return model
+
+
+def logits(model, **kwargs):
+    with torch.no_grad():
+        return model(token_ids(), **kwargs).logits
+
+
+def gradients(model):
+    return {
+        name.removeprefix("base_model.model."): p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+# --- the layer against peft's ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_same_seed_gives_the_very_parameters_that_peft_makes(family, kind):
+    ours, theirs = KINDS[kind]
+    torch.manual_seed(7)
+    _, model = attached(family, **ours)
+    torch.manual_seed(7)
+    other = of_peft(family, **theirs, fan_in_fan_out=family == "gpt2")
+    other_names = {n.removeprefix("base_model.model."): p for n, p in other.named_parameters()}
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        n for n, p in other_names.items() if p.requires_grad
+    ]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, other_names[name], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_logits_and_gradients_are_those_of_peft(family, kind):
+    ours, theirs = KINDS[kind]
+    torch.manual_seed(7)
+    _, model = attached(family, **ours)
+    torch.manual_seed(7)
+    other = of_peft(family, **theirs, fan_in_fan_out=family == "gpt2")
+    for each in (model, other):
+        # In training mode, for dropout; GPT-2's own dropout would draw in between, in another order of layers.
+        shaken(each).train()
+        for name, module in each.named_modules():
+            if isinstance(module, nn.Dropout) and "lora_dropout" not in name:
+                module.p = 0.0
+        torch.manual_seed(3)
+        each(token_ids(), labels=token_ids()).loss.backward()
+    ours_found, theirs_found = gradients(model), gradients(other)
+    assert ours_found.keys() == theirs_found.keys()
+    for name, gradient in ours_found.items():
+        torch.testing.assert_close(gradient, theirs_found[name], msg=lambda text, n=name: f"{n}: {text}", **CLOSE)
+    torch.testing.assert_close(logits(model.eval()), logits(other.eval()), **CLOSE)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_fresh_adapter_changes_nothing_and_trains_every_linear_layer_but_the_head(family):
+    before = logits(tiny_model(family))
+    _, model = attached(family)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
+    model(token_ids(), labels=token_ids()).loss.backward()
+    found = gradients(model)
+    assert found
+    assert all(".lora_A." in name or ".lora_B." in name for name in found)
+    adapted = {path for path, m in model.named_modules() if isinstance(m, LoraLinear)}
+    plain = {path for path, m in tiny_model(family).named_modules() if isinstance(m, nn.Linear | _conv1d())}
+    assert plain - adapted == {"lm_head"}
+
+
+def _conv1d():
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D
+
+
+# --- the product ----------------------------------------------------------------------------------------------------
+
+
+def product_case(x_dtype=torch.float32, factor_dtype=torch.float32):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, dtype=x_dtype, requires_grad=True)
+    result = torch.randn(2, 3, 5, dtype=x_dtype, requires_grad=True)
+    a = torch.randn(4, 8, dtype=factor_dtype, requires_grad=True)
+    b = torch.randn(5, 4, dtype=factor_dtype, requires_grad=True)
+    return result, x, a, b
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_product_and_its_gradients_are_the_plain_formulas(dropout):
+    found = []
+    for plain in (False, True):
+        inputs = product_case()
+        torch.manual_seed(5)
+        out = lora_update(*inputs, 0.7, dropout, plain=plain)
+        out.square().sum().backward()
+        found.append([out, *(tensor.grad for tensor in inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_the_product_passes_a_numerical_check_of_its_gradient():
+    inputs = [tensor.detach().double().requires_grad_() for tensor in product_case()]
+    assert torch.autograd.gradcheck(lambda *tensors: lora_update(*tensors, 0.7), inputs)
+
+
+def test_the_product_keeps_its_input_once_and_no_dropped_copy():
+    kept = {}
+    for plain in (False, True):
+        sizes = []
+        result, x, a, b = product_case()
+
+        def pack(tensor, sizes=sizes, x=x, a=a, b=b):
+            if tensor.untyped_storage().data_ptr() not in {t.untyped_storage().data_ptr() for t in (x, a, b)}:
+                sizes.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            lora_update(result, x, a, b, 0.7, 0.5, plain=plain)
+        kept[plain] = sum(sizes)
+    x_elements, h_bytes = 2 * 3 * 8, 2 * 3 * 4 * 4
+    assert kept[False] == x_elements + h_bytes  # a byte of mask per element, and x Aᵀ
+    assert kept[True] > kept[False] + 4 * x_elements  # a dropped copy beside them
+
+
+def test_factors_in_float32_over_a_bfloat16_base_are_multiplied_in_float32():
+    result, x, a, b = product_case(x_dtype=torch.bfloat16)
+    out = lora_update(result, x, a, b, 0.7)
+    exact = result.float() + F.linear(F.linear(x.float(), a), b) * 0.7
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, exact.to(torch.bfloat16))
+    out.sum().backward()
+    assert (a.grad.dtype, b.grad.dtype, x.grad.dtype) == (torch.float32, torch.float32, torch.bfloat16)
+
+
+def test_autocast_decides_the_dtype_of_the_product_where_it_is_on():
+    result, x, a, b = product_case()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = lora_update(F.linear(x, torch.ones(5, 8)), x, a, b, 0.7)
+        plain = lora_update(F.linear(x, torch.ones(5, 8)), x, a, b, 0.7, plain=True)
+    assert out.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(out, plain, rtol=2e-2, atol=2e-2)  # bfloat16 has 8 bits
+    out.sum().backward()
+    assert a.grad.dtype == torch.float32
+
+
+def test_training_under_autocast_gives_peft_gradients():
+    found = []
+    for model in (attached("llama", lora_alpha=8)[1], of_peft("llama", lora_alpha=8)):
+        shaken(model).train()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(token_ids(), labels=token_ids()).loss.backward()
+        found.append(gradients(model))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=0.1, atol=5e-3)  # bfloat16 sums in another order
+
+
+def test_dropout_draws_from_the_global_generator_and_only_while_training():
+    _, model = attached(lora_dropout=0.5)
+    shaken(model)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    evaluated = logits(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    model.train()
+    first = logits(model)
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert not torch.allclose(first, evaluated)
+    torch.set_rng_state(before)
+    assert torch.equal(logits(model), first)
+
+
+# --- the arithmetic, written out in numpy (checklist rows 72 to 78) --------------------------------------------------
+
+
+def numbers(layer, name):
+    a, b = layer.factors(name)
+    return a.detach().double().numpy(), b.detach().double().numpy(), layer.settings[name].scaling
+
+
+def numpy_case(**settings):
+    torch.manual_seed(0)
+    layer = LoraLinear(nn.Linear(6, 5))
+    for name in ("one", "two"):
+        layer.add(name, LoraSettings(rank=3, alpha=4, **settings))
+        for factor in layer.factors(name):
+            factor.data.normal_()
+    for module in layer.lora_magnitude_vector.values():
+        module.weight.data.uniform_(0.5, 2)
+    layer.active = ["one"]
+    x = torch.randn(4, 6)
+    w, bias = (p.detach().double().numpy() for p in layer.base_layer.parameters())
+    return layer, x, x.double().numpy(), w, bias
+
+
+def same(tensor, array):
+    np.testing.assert_allclose(tensor.detach().numpy(), array, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_one_adapter_is_base_plus_scaled_product(rslora):
+    layer, x, xn, w, bias = numpy_case(use_rslora=rslora)
+    a, b, scaling = numbers(layer, "one")
+    assert scaling == pytest.approx(4 / math.sqrt(3) if rslora else 4 / 3)
+    same(layer(x), xn @ w.T + bias + scaling * (xn @ a.T @ b.T))
+
+
+def test_several_active_adapters_add_up_and_one_that_is_missing_is_left_out():
+    layer, x, xn, w, bias = numpy_case()
+    layer.active = ["one", "nowhere", "two"]
+    updates = sum(s * (xn @ a.T @ b.T) for a, b, s in (numbers(layer, "one"), numbers(layer, "two")))
+    same(layer(x), xn @ w.T + bias + updates)
+
+
+def test_each_row_of_a_mixed_batch_gets_its_own_adapter():
+    layer, x, *_ = numpy_case()
+    holder = nn.ModuleList([layer])
+    alone = {}
+    for name in ("one", "two"):
+        layer.active = [name]
+        alone[name] = layer(x)
+    alone["__base__"] = layer.base_layer(x)
+    names = ["two", "__base__", "one", "two"]
+    with rows_through(holder, names):
+        mixed = layer(x)
+    for row, name in enumerate(names):
+        torch.testing.assert_close(mixed[row], alone[name][row], **CLOSE)
+    with pytest.raises(UserError, match="no adapter"), rows_through(holder, ["three"]):
+        pass
+
+
+def test_dora_is_magnitude_times_direction():
+    layer, x, xn, w, bias = numpy_case(use_dora=True)
+    a, b, scaling = numbers(layer, "one")
+    moved = w + scaling * b @ a
+    magnitude = layer.lora_magnitude_vector["one"].weight.detach().double().numpy()
+    decomposed = magnitude[:, None] * moved / np.linalg.norm(moved, axis=1, keepdims=True)
+    same(layer(x), xn @ decomposed.T + bias)
+
+
+def test_a_quantised_base_keeps_its_own_product():
+    class Quantised(nn.Linear):  # what a 4-bit layer is to LoRA: something that multiplies
+        def forward(self, x):
+            return F.linear(x, self.weight.round(), self.bias)
+
+    layer = LoraLinear(Quantised(6, 5))
+    layer.add("one", LoraSettings(rank=3, alpha=3))
+    layer.factors("one")[1].data.normal_()
+    layer.active = ["one"]
+    x = torch.randn(4, 6)
+    before = layer.weight.clone()
+    a, b, scaling = numbers(layer, "one")
+    w = layer.weight.round().detach().double().numpy()
+    xn = x.double().numpy()
+    same(layer(x), xn @ w.T + layer.bias.detach().numpy() + scaling * (xn @ a.T @ b.T))
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "pissa"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_merged_is_unmerged_and_unmerging_is_exact(family, kind):
+    _, model = attached(family, **KINDS[kind][0], lora_target=["all", "wte" if family == "gpt2" else "embed_tokens"])
+    shaken(model)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    apart = logits(model)
+    merge(model)
+    torch.testing.assert_close(logits(model), apart, **CLOSE)
+    base = next(name for name in before if "base_layer.weight" in name)
+    assert not torch.equal(dict(model.named_parameters())[base], before[base])
+    unmerge(model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_inside_reference_the_model_is_what_it_was_before_even_where_it_was_merged():
+    before = logits(tiny_model())
+    adapter, model = attached(additional_target=["lm_head"])
+    shaken(model)
+    trained = logits(model)
+    merge(model)
+    with adapter.reference(model):
+        assert torch.equal(logits(model), before)
+    torch.testing.assert_close(logits(model), trained, **CLOSE)
+    assert not torch.allclose(trained, before)
+
+
+# --- files, both ways -----------------------------------------------------------------------------------------------
+
+FILES = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "head trained whole": {"additional_target": ["lm_head"]},
+    "embedding": {"lora_target": ["q_proj", "embed_tokens"]},
+    "embedding with dora": {"lora_target": ["q_proj", "embed_tokens"], "use_dora": True},
+    "one layer by regular expression": {"lora_target": [r"model\.layers\.1\..*proj"]},
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_peft_loads_what_burnish_saved_and_gives_the_same_logits(case, tmp_path):
+    adapter, model = attached("llama", **FILES[case])
+    shaken(model)
+    adapter.save(model, str(tmp_path))
+    other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
+    torch.testing.assert_close(logits(other), logits(model), **CLOSE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_adapter_of_each_family_goes_to_peft_and_back(family, tmp_path):
+    adapter, model = attached(family)
+    shaken(model)
+    adapter.save(model, str(tmp_path / "ours"))
+    other = peft.PeftModel.from_pretrained(tiny_model(family), str(tmp_path / "ours"))
+    torch.testing.assert_close(logits(other), logits(model), **CLOSE)
+    other.save_pretrained(tmp_path / "theirs")
+    _, again = attached(family, folders=[tmp_path / "theirs"])
+    torch.testing.assert_close(logits(again), logits(model), **CLOSE)
+
+
+THEIR_FILES = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "bias in B": {"lora_bias": True, "target_modules": ["c_attn"]},
+    "another rank in one layer": {"rank_pattern": {"h.0.attn.c_attn": 2}, "alpha_pattern": {"c_fc": 3}},
+    "modules to save": {"modules_to_save": ["ln_f"], "target_modules": ["c_fc"]},
+    "embedding": {"target_modules": ["wte", "c_proj"]},
+    "pissa": {"init_lora_weights": "pissa"},
+}
+
+
+@pytest.mark.parametrize("case", THEIR_FILES)
+def test_burnish_loads_what_peft_saved_and_gives_the_same_logits(case, tmp_path):
+    other = shaken(of_peft("gpt2", **{"fan_in_fan_out": True, **THEIR_FILES[case]}))
+    other.save_pretrained(tmp_path)
+    adapter, model = attached("gpt2", folders=[tmp_path])
+    torch.testing.assert_close(logits(model), logits(other), **CLOSE)
+    assert trainable_summary(model)[0] == other.get_nb_trainable_parameters()[0]
+    adapter.save(model, str(tmp_path / "again"))
+    third = peft.PeftModel.from_pretrained(tiny_model("gpt2"), str(tmp_path / "again"))
+    torch.testing.assert_close(logits(third), logits(other), **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{"pissa_iter": -1}, {"pissa_iter": 2}, {"pissa_iter": 2, "use_rslora": True}])
+def test_a_pissa_adapter_is_saved_as_lora_that_fits_the_base_everyone_has(options, tmp_path):
+    adapter, model = attached(pissa_init=True, **options)
+    torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
+    shaken(model)
+    adapter.save(model, str(tmp_path))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 8  # twice the rank
+    other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
+    torch.testing.assert_close(logits(other), logits(model), **CLOSE)
+
+
+def test_the_names_in_a_file_are_those_of_peft(tmp_path):
+    adapter, model = attached(use_dora=True, additional_target=["lm_head"])
+    adapter.save(model, str(tmp_path / "ours"))
+    of_peft(use_dora=True, modules_to_save=["lm_head"]).save_pretrained(tmp_path / "theirs")
+    names = {}
+    for who in ("ours", "theirs"):
+        with safe_open(tmp_path / who / "adapter_model.safetensors", "pt") as file:
+            names[who] = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    assert names["ours"] == names["theirs"]
+
+
+# --- attaching ------------------------------------------------------------------------------------------------------
+
+
+def saved_adapter(folder, seed, family="llama", **options):
+    adapter, model = attached(family, **options)
+    shaken(model, seed)
+    adapter.save(model, str(folder))
+    return folder
+
+
+def test_adapters_are_merged_in_order_and_the_last_goes_on_training(tmp_path):
+    first = saved_adapter(tmp_path / "first", 1)
+    second = saved_adapter(tmp_path / "second", 2, lora_rank=2)
+    expected = peft.PeftModel.from_pretrained(tiny_model(), str(first)).merge_and_unload()
+    expected = peft.PeftModel.from_pretrained(expected, str(second))
+    adapter, model = attached(folders=[first, second])
+    torch.testing.assert_close(logits(model), logits(expected), **CLOSE)
+    assert {p.shape[0] for n, p in model.named_parameters() if ".lora_A." in n and p.requires_grad} == {2}
+    assert any("first" in note for note in adapter.notes)
+
+
+def test_create_new_adapter_merges_all_and_starts_another(tmp_path):
+    first = saved_adapter(tmp_path / "first", 1)
+    merged = peft.PeftModel.from_pretrained(tiny_model(), str(first)).merge_and_unload()
+    _, model = attached(folders=[first], create_new_adapter=True, lora_rank=3)
+    torch.testing.assert_close(logits(model), logits(merged), **CLOSE)
+    assert {p.shape[0] for n, p in model.named_parameters() if ".lora_A." in n} == {3}
+
+
+def test_merging_into_the_base_leaves_a_plain_model(tmp_path):
+    _, model = attached(lora_target=["all"], additional_target=["lm_head"])
+    shaken(model)
+    before = logits(model)
+    plain = merge_into_base(model)
+    torch.testing.assert_close(logits(plain), before, **CLOSE)
+    assert plain.state_dict().keys() == tiny_model().state_dict().keys()
+    plain.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(type(plain).from_pretrained(tmp_path)), before, **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{"additional_target": ["lm_head"]}, {"lora_target": ["embed_tokens"]}])
+def test_merging_what_was_tied_and_was_trained_apart_unties_it(options, tmp_path):
+    _, model = attached("qwen2", **options)
+    shaken(model)
+    before = logits(model)
+    merge_into_base(model)
+    assert model.config.tie_word_embeddings is False
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path)), before, **CLOSE)
+
+
+def test_tied_modules_that_are_both_trained_whole_stay_tied():
+    _, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
+    copies = [m.modules_to_save["default"].weight for m in model.modules() if isinstance(m, TrainedCopy)]
+    assert len(copies) == 2
+    assert copies[0] is copies[1]
+    shaken(model)
+    before = logits(model)
+    merge_into_base(model)
+    assert model.config.tie_word_embeddings is True
+    torch.testing.assert_close(logits(model), before, **CLOSE)
+
+
+def test_two_adapters_live_in_one_model(tmp_path):
+    first, second = saved_adapter(tmp_path / "first", 1), saved_adapter(tmp_path / "second", 2)
+    model = tiny_model()
+    load_adapter(model, first, "first")
+    load_adapter(model, second, "second")
+    alone = [logits(attached(folders=[folder])[1]) for folder in (first, second)]
+    set_active(model, ["first"])
+    torch.testing.assert_close(logits(model), alone[0], **CLOSE)
+    with rows_through(model, ["second", "first"]):
+        mixed = logits(model)
+    torch.testing.assert_close(mixed[0], alone[1][0], **CLOSE)
+    torch.testing.assert_close(mixed[1], alone[0][1], **CLOSE)
+
+
+def test_only_the_adapter_trains_and_it_trains_in_float32():
+    _, model = attached(model=tiny_model().to(torch.bfloat16), additional_target=["norm"])
+    set_precision(model, torch.float32)
+    for name, parameter in model.named_parameters():
+        is_ours = "lora_" in name or "modules_to_save" in name
+        assert parameter.requires_grad == is_ours
+        assert parameter.dtype == (torch.float32 if is_ours else torch.bfloat16), name
+
+
+def test_the_summary_line_counts_as_peft_does():
+    _, model = attached("qwen2")
+    trainable, total = of_peft("qwen2").get_nb_trainable_parameters()
+    assert trainable_summary(model) == (trainable, total)
+    share = 100 * trainable / total
+    assert (
+        trainable_line(model) == f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
+    )
+
+
+def test_new_tokens_make_embedding_and_head_train_beside_the_adapter():
+    model = tiny_model()
+    model.has_new_tokens = True
+    adapter, model = attached(model=model)
+    whole = {path for path, m in model.named_modules() if isinstance(m, TrainedCopy)}
+    assert whole == {"model.embed_tokens", "lm_head"}
+    assert any("vocabulary" in note for note in adapter.notes)
+
+
+def test_a_model_without_weights_can_be_given_an_adapter_for_counting():
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    _, counted = attached(model=model, use_dora=True, pissa_init=True)
+    _, real = attached(use_dora=True, pissa_init=True)
+    assert trainable_summary(counted) == trainable_summary(real)
+    assert all(p.is_meta for p in counted.parameters())
+
+
+def test_lora_plus_gives_b_its_own_learning_rate():
+    _, model = attached(lora_target=["q_proj", "embed_tokens"])
+    options = SimpleNamespace(loraplus_lr_ratio=16.0, loraplus_lr_embedding=1e-6, learning_rate=1e-4)
+    found = learning_rates(model, options)
+    assert {name.split(".lora_")[1].split(".")[0] for name in found} == {"B", "embedding_B"}
+    assert {value for name, value in found.items() if ".lora_B." in name} == {16 * 1e-4}
+    assert found["model.embed_tokens.lora_embedding_B.default"] == 1e-6
+    assert learning_rates(model, SimpleNamespace(loraplus_lr_ratio=None)) == {}
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+def trained_steps(model, steps):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model.train()
+    for step in range(steps):
+        model(token_ids(seed=step), labels=token_ids(seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_dropout": 0.3},
+        {"use_dora": True},
+        {"pissa_init": True, "pissa_iter": 4},
+        {"pissa_init": True, "pissa_iter": -1, "use_dora": True},
+        {"additional_target": ["embed_tokens", "lm_head"]},
+    ],
+)
+def test_a_state_put_into_a_new_model_gives_every_weight_back_to_the_bit(options):
+    torch.manual_seed(11)
+    adapter, model = attached("qwen2", **options)
+    trained_steps(model, 2)
+    state = {name: tensor.clone() for name, tensor in ModelState(model, adapter).state_dict().items()}
+    torch.manual_seed(11)
+    other_adapter, other = attached("qwen2", **options)
+    ModelState(other, other_adapter).load_state_dict(state)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_pissa_state_brings_its_own_beginning_where_the_decomposition_differs():
+    torch.manual_seed(1)
+    adapter, model = attached(pissa_init=True, pissa_iter=1)
+    shaken(model)
+    state = {name: tensor.clone() for name, tensor in adapter.state(model).items()}
+    torch.manual_seed(2)  # the fast decomposition draws; another machine rounds otherwise
+    other_adapter, other = attached(pissa_init=True, pissa_iter=1)
+    other_adapter.load_state(other, state)
+    torch.testing.assert_close(logits(other), logits(model), **CLOSE)
+
+
+def test_a_checkpoint_of_another_rank_is_refused_in_one_sentence():
+    state = attached(lora_rank=2)[0].state(attached(lora_rank=2)[1])
+    adapter, model = attached(lora_rank=4)
+    with pytest.raises(UserError, match="has rank 2, and this run's has rank 4") as caught:
+        adapter.load_state(model, state)
+    assert len(caught.value.problems) == 1
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def problems(family="llama", folders=(), **options):
+    return [str(p) for p in ADAPTERS["lora"](Options(**options), folders).check(tiny_model(family))]
+
+
+def test_a_target_that_is_not_there_is_refused_with_the_layers_there_are():
+    (found,) = problems("gpt2", lora_target=["Wqkv"])
+    assert '"Wqkv" matches no linear layer of GPT2LMHeadModel' in found
+    assert "c_attn, c_proj, c_fc" in found
+
+
+def test_each_target_that_matches_nothing_is_named_even_where_others_match():
+    found = problems(lora_target=["q_proj", "Wqkv", "k_porj", "input_layernorm"])
+    assert len(found) == 3
+    assert "Wqkv" in found[0]
+    assert 'Did you mean "k_proj"?' in found[1]
+    assert "is a LlamaRMSNorm" in found[2]
+
+
+def test_an_additional_target_that_is_not_there_is_refused():
+    (found,) = problems(additional_target=["lm_haed"])
+    assert 'Did you mean "lm_head"?' in found
+
+
+def test_a_rank_beyond_the_singular_values_is_refused_for_pissa():
+    assert "singular values" in problems(pissa_init=True, lora_rank=17)[0]
+
+
+@pytest.mark.parametrize(("value", "bound"), [(1.5, "less than 1"), (-0.1, "at least 0")])
+def test_dropout_out_of_range_is_refused(value, bound):
+    _, (problem,) = build(Options, {"lora_dropout": Given(value, "run.yaml, line 3")})
+    assert bound in str(problem)
+    assert "run.yaml, line 3" in str(problem)
+
+
+def test_an_adapter_for_a_wider_model_is_refused_in_one_sentence(tmp_path):
+    wide = tiny_model("llama", hidden_size=32)
+    adapter, model = attached(model=wide)
+    adapter.save(model, str(tmp_path))
+    (found,) = problems(folders=[tmp_path])
+    assert "does not fit this LlamaForCausalLM" in found
+    assert "x4 in the adapter, and would be" in found
+    assert found.count("\n") <= 2
+
+
+def test_an_adapter_for_other_layers_is_refused(tmp_path):
+    saved_adapter(tmp_path, 1, family="gpt2")
+    (found,) = problems(folders=[tmp_path])
+    assert "which LlamaForCausalLM does not have" in found
+
+
+def test_a_truncated_adapter_is_named_with_its_bytes(tmp_path):
+    weights = saved_adapter(tmp_path, 1) / "adapter_model.safetensors"
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[: size // 2])
+    (found,) = problems(folders=[tmp_path])
+    assert f"{size:,} bytes, and the file has {size // 2:,}" in found
+    assert "adapter_model.safetensors" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"peft_type": "IA3"}, "IA3"), ({"bias": "all"}, "bias: all"), ({"init_lora_weights": "olora"}, "olora")],
+)
+def test_an_adapter_of_another_method_is_sent_to_peft(change, named, tmp_path):
+    saved_adapter(tmp_path, 1)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    (found,) = problems(folders=[tmp_path])
+    assert named in found
+    assert "finetuning_type: peft" in found
+
+
+def test_a_whole_model_given_as_an_adapter_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    (found,) = problems(folders=[tmp_path])
+    assert "a whole model" in found
+
+
+def test_a_broken_adapter_is_not_merged(tmp_path):
+    _, model = attached()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    next(p for n, p in model.named_parameters() if "lora_B" in n).data[0, 0] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        merge_into_base(model)
+    assert any(isinstance(m, LoraLayer) and not m.is_merged for m in model.modules())
+    base = next(n for n in before if "base_layer.weight" in n)
+    assert torch.equal(dict(model.named_parameters())[base], before[base])
+
+
+def test_an_embedding_adapter_scales_as_its_embedding_does():
+    class Scaled(nn.Embedding):
+        embed_scale = torch.tensor(3.0)
+
+        def forward(self, ids):
+            return super().forward(ids) * self.embed_scale
+
+    layer = LoraEmbedding(Scaled(7, 4))
+    layer.add("one", LoraSettings(rank=2, alpha=2))
+    layer.factors("one")[0].data.normal_()
+    layer.active = ["one"]
+    ids = torch.tensor([[1, 5]])
+    a, b = layer.factors("one")
+    torch.testing.assert_close(layer(ids), 3 * (layer.weight[ids] + a.t()[ids] @ b.t()), **CLOSE)
