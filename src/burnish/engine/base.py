@@ -1,0 +1,175 @@
+"""The engine in plain torch, for one process and one device: the reference that every other engine is held to.
+
+In: a model, an optimizer, micro-batches, losses. Out: the same on the device, gradients, one update, or none where the
+loss or a gradient is not finite. The loop (``core/loop.py``) says when; nothing here knows what is learned.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from burnish.core.types import Batch, Engine, Stateful
+from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, uses_accelerate
+
+__all__ = ["EngineOptions", "SingleEngine", "check_engine", "create_engine", "set_seed"]
+
+
+def create_engine(options: Any) -> Engine:
+    """The engine that the options and the number of processes ask for."""
+    if uses_accelerate(options):
+        from burnish.engine.accelerate import AccelerateEngine
+
+        return AccelerateEngine(options)
+    return SingleEngine(options)
+
+
+class SingleEngine:
+    """One process, one device.
+
+    Args:
+        options: the flat options; those of ``EngineOptions`` are read.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.device = device_of(options)
+        self.dtype = autocast_dtype(options, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
+        self.scales_loss = self.scaler is not None
+        self.optimizer: Any = None
+        if options.tf32 is not None and self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What of the engine belongs into a checkpoint."""
+        return {"scaler": cast(Stateful, self.scaler)} if self.scaler else {}
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+        """The model on the device, checkpointed and compiled where asked, and the optimizer over its weights."""
+        self.optimizer = optimizer
+        model = model.to(self.device)
+        self._checkpoint_activations(model)
+        return self._compiled(model), optimizer
+
+    def to_device(self, batch: Batch) -> Batch:
+        return {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+
+    def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; one process has nobody to sync with."""
+        return nullcontext()
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Around a forward pass: autocast where the run has it."""
+        return torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss) if self.scaler else loss)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm`` as one vector; 0 leaves them.
+
+        Returns:
+            () the norm before clipping, on the device.
+        """
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = _total_norm(gradients, self.device)
+        if max_norm > 0 and gradients:
+            # The factor is 1 or less without asking the device which of the two it is. 1e-6 is torch's own guard.
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
+        """One update, unless ``is_finite`` () bool is false. See the protocol for what is returned."""
+        if self.scaler:
+            # Reads one number from the device, as torch's own GradScaler.step does.
+            applied = bool(is_finite)
+            if applied:
+                optimizer.step()
+            self.scaler.update()
+            return applied
+        if self.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # The kernel itself leaves the weights alone where found_inf is 1, so nothing has to be read.
+            optimizer.found_inf, optimizer.grad_scale = (~is_finite).float(), None  # type: ignore[attr-defined]
+            optimizer.step()
+            return True
+        # Free on a CPU. On a GPU an optimizer without fused kernels costs one wait for the device per step.
+        if not is_finite:
+            return False
+        optimizer.step()
+        return True
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def gather(self, value: Tensor) -> Tensor:
+        return value
+
+    def barrier(self) -> None:
+        return None
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """What was given to ``prepare``."""
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        return inner
+
+    def _checkpoint_activations(self, model: nn.Module) -> None:
+        if not self.options.gradient_checkpointing:
+            return
+        # Non-reentrant: it recomputes under the same autocast and random numbers, and needs no input that has a
+        # gradient, which frozen embeddings do not give.
+        arguments = {"use_reentrant": False, **(self.options.gradient_checkpointing_kwargs or {})}
+        able: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable")]
+        if not able:
+            raise ValueError(
+                f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
+                "Leave it out, or use a model of transformers."
+            )
+        able[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        if not self.options.torch_compile:
+            return model
+        compiled: nn.Module = torch.compile(  # type: ignore[assignment]
+            model, backend=self.options.torch_compile_backend or "inductor", mode=self.options.torch_compile_mode
+        )
+        return compiled
+
+
+def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """() the length of all gradients as one vector, in float32."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([length.to(device) for length in lengths]))
+    return norm
+
+
+def set_seed(seed: int, full_determinism: bool = False) -> None:
+    """Seed every generator that a run draws from: Python's, numpy's where it is loaded, torch's on all devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # else cuBLAS picks among kernels as it goes
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,180 @@
+"""What a person can ask of the engine, and what of it cannot be had.
+
+In: the flat options. Out: problems (``check_engine``), remarks (``engine_notes``), and the two decisions that both
+engines share: on which device, and in which number format the forward pass runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.core.errors import Problem
+from burnish.core.options import option
+
+
+@dataclass
+class EngineOptions:
+    """Where the run happens: processes, devices, number formats, seeds."""
+
+    engine: str = option(
+        "auto", "Plain torch (single), or accelerate; auto takes accelerate for several processes and for FSDP.",
+        choices=("auto", "single", "accelerate"),
+    )  # fmt: skip
+    use_cpu: bool = option(False, "Stay on the CPU where there is a GPU too.", aliases=("no_cuda",))
+    bf16: bool = option(False, "Forward and backward in bfloat16 under autocast; the weights stay float32.")
+    fp16: bool = option(False, "The same in float16, with a loss scale that finds its own size.")
+    pure_bf16: bool = option(False, "Weights, gradients and optimizer in bfloat16, without autocast.")
+    tf32: bool | None = option(
+        None, "float32 products on a GPU's TF32 units: a fifth of the time, 10 bits of mantissa."
+    )
+    bf16_full_eval: bool = option(False, "Evaluate with the weights in bfloat16, outside of training only.")
+    fp16_full_eval: bool = option(False, "Evaluate with the weights in float16, outside of training only.")
+    gradient_checkpointing: bool = option(
+        False, "Keep each layer's input only and compute the rest again in the backward pass.",
+        aliases=("activation_checkpointing",),
+    )  # fmt: skip
+    gradient_checkpointing_kwargs: dict[str, Any] | None = option(
+        None, "Arguments of torch.utils.checkpoint.", aliases=("activation_checkpointing_kwargs",)
+    )
+    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    torch_compile_backend: str | None = option(None, "torch.compile's backend; inductor where nothing is given.")
+    torch_compile_mode: str | None = option(None, 'torch.compile\'s mode, such as "reduce-overhead".')
+    ddp_backend: str | None = option(None, "nccl, gloo, ...; chosen by the device where nothing is given.")
+    ddp_timeout: int = option(1800, "How long a process waits for the others before it gives up.", unit="s", gt=0)
+    ddp_bucket_cap_mb: int | None = option(None, "Size of the parcels in which gradients are synced.", unit="MB", gt=0)
+    ddp_broadcast_buffers: bool | None = option(
+        None, "Sync buffers at each forward pass; False where nothing is given."
+    )
+    ddp_find_unused_parameters: bool | None = option(None, "Look for weights that a forward pass did not use.")
+    ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
+    fsdp: bool | str | list[str] | None = option(None, 'Shard weights over the processes (FSDP2): "full_shard".')
+    fsdp_config: dict[str, Any] | str | None = option(None, "Settings of FSDP, or the JSON file that holds them.")
+    deepspeed: dict[str, Any] | str | None = option(None, "DeepSpeed's configuration, or the JSON file that holds it.")
+    accelerator_config: dict[str, Any] | str | None = option(
+        None, "Settings of accelerate, or a JSON file.",
+        ignored="burnish deals rows to processes itself, which is all that they settle.",
+    )  # fmt: skip
+    seed: int = option(
+        42, "Of weights made anew, dropout, and the order of the rows where data_seed is not given.", ge=0
+    )
+    data_seed: int | None = option(None, "Of the order of the rows.", ge=0)
+    full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
+
+
+def check_engine(options: Any) -> list[Problem]:
+    """What the options ask for and this machine, or any machine, cannot give."""
+    return [*_formats(options), *_files(options), *_processes(options)]
+
+
+def _formats(options: Any) -> Iterator[Problem]:
+    asked = [name for name in ("bf16", "fp16", "pure_bf16") if getattr(options, name)]
+    if "fp16" in asked and len(asked) > 1:
+        yield Problem(
+            f'"{asked[0]}" and "{asked[1]}" are two number formats; a run has one.',
+            why="bfloat16 has the range of float32; float16 has not, and needs a loss scale.",
+            remedy="Keep bf16 where the device has it.",
+        )
+    if options.bf16_full_eval and options.fp16_full_eval:
+        yield Problem('"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.')
+    if options.bf16 and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
+        yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.")
+
+
+def _files(options: Any) -> Iterator[Problem]:
+    """A file that is named is looked for first, before the library that would read it."""
+    missing = False
+    for name in ("deepspeed", "fsdp_config"):
+        value = getattr(options, name)
+        if isinstance(value, str) and not Path(value).is_file():
+            missing = True
+            yield Problem(
+                f'"{name}" names a file that does not exist: {Path(value).absolute()}.',
+                remedy=_files_beside(Path(value)),
+            )
+    if options.deepspeed and not missing:
+        yield Problem(
+            '"deepspeed" is not part of burnish yet.',
+            why="DeepSpeed takes the optimizer step inside its backward pass, past burnish's guard against NaN.",
+            remedy='To shard weights over processes, set fsdp: "full_shard".',
+        )
+
+
+def _files_beside(path: Path) -> str:
+    there = sorted(str(found) for found in path.parent.glob("*.json")) if path.parent.is_dir() else []
+    return f"There are: {', '.join(there[:5])}." if there else ""
+
+
+def _processes(options: Any) -> Iterator[Problem]:
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.engine == "single" and (num_processes > 1 or shards(options)):
+        asked_by = f"{num_processes} processes were started" if num_processes > 1 else '"fsdp" is set'
+        yield Problem(f'"engine" is single, and {asked_by}.', remedy="Leave engine out.")
+    if options.fsdp_config and not shards(options):
+        yield Problem('"fsdp_config" has no effect without "fsdp".', remedy="Set fsdp: full_shard, or leave it out.")
+    if uses_accelerate(options) and find_spec("accelerate") is None:
+        yield Problem("This run needs the library accelerate, which is not installed.", remedy="pip install accelerate")
+
+
+def engine_notes(options: Any) -> list[str]:
+    """What a person should be told although it is not wrong."""
+    device, notes = device_of(options), []
+    if options.fp16 and device.type == "cpu":
+        instead = "bfloat16" if autocast_dtype(options, device) else "float32, because the processor has no bfloat16"
+        notes.append(f'"fp16" on a CPU runs in {instead}.')
+    if options.bf16 and device.type == "cpu" and not has_fast_bfloat16():
+        notes.append('"bf16" on this processor is emulated: it saves memory and costs time.')
+    if options.tf32 and device.type == "cpu":
+        notes.append('"tf32" has no effect on a CPU.')
+    return notes
+
+
+def uses_accelerate(options: Any) -> bool:
+    """Whether the run goes through accelerate: it is asked for, or there is more than one process, or FSDP."""
+    if options.engine == "auto":
+        return int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards(options)
+    return bool(options.engine == "accelerate")
+
+
+def shards(options: Any) -> bool:
+    return options.fsdp not in (None, False, "", [], "no_shard")
+
+
+def device_of(options: Any) -> torch.device:
+    """This process's device: its own of the machine's accelerators, or the CPU."""
+    accelerator = None if options.use_cpu else torch.accelerator.current_accelerator(check_available=True)
+    return (
+        torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0"))) if accelerator else torch.device("cpu")
+    )
+
+
+def autocast_dtype(options: Any, device: torch.device) -> torch.dtype | None:
+    """The format of products in the forward pass; None where it is that of the weights.
+
+    float16 on a CPU has no kernels worth using: bfloat16 stands in where the processor has it, else float32.
+    """
+    if options.fp16 and device.type == "cpu":
+        return torch.bfloat16 if has_fast_bfloat16() else None
+    if options.fp16:
+        return torch.float16
+    return torch.bfloat16 if options.bf16 and not options.pure_bf16 else None
+
+
+def full_eval_dtype(options: Any) -> torch.dtype | None:
+    """The format that the weights take for an evaluation outside of training; None leaves them."""
+    if options.bf16_full_eval:
+        return torch.bfloat16
+    return torch.float16 if options.fp16_full_eval else None
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX, Arm's BF16)."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # Arm
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
