@@ -141,9 +141,10 @@ def read_config(path: Path) -> dict[str, Given]:
             )
         )
     if not isinstance(root, yaml.MappingNode):
+        kind = "list" if isinstance(root, yaml.SequenceNode) else "text"
         raise UserError(
             Problem(
-                f'expected lines of the form "key: value". Received: a {"list" if isinstance(root, yaml.SequenceNode) else "text"}.',
+                f'expected lines of the form "key: value". Received: a {kind}.',
                 where=f"{path}, line {root.start_mark.line + 1}",
             )
         )

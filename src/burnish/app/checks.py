@@ -1,0 +1,118 @@
+"""Checks that belong to no single component, because they hold the options of several against each other.
+
+Each is ``check_<topic>(options) -> list[Problem]``; ``plan.py`` calls them all, with the components' own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from burnish.core.errors import Problem
+
+_CHECKPOINTS = "checkpoint-*"
+_LEFT_BY_A_FAILURE = (".lock",)
+
+
+def check_something_to_do(options: Any) -> list[Problem]:
+    if options.do_train or options.do_eval or options.do_predict:
+        return []
+    return [
+        Problem(
+            "Nothing would be done: do_train is false, and so are do_eval and do_predict.",
+            remedy="Leave do_train out: burnish train trains.",
+        )
+    ]
+
+
+def check_output_dir(options: Any) -> list[Problem]:
+    """A folder is given, it can be written, and it holds nothing that the run would mix with or overwrite."""
+    if not options.output_dir:
+        return [
+            Problem("output_dir is missing.", remedy="Name a folder for what the run writes: output_dir: saves/first")
+        ]
+    folder = Path(options.output_dir)
+    if folder.exists() and not folder.is_dir():
+        return [Problem(f'output_dir must be a folder. "{folder}" is a file.', remedy="Name another output_dir.")]
+    parent = _nearest_existing(folder)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return [Problem(f'output_dir "{folder}" cannot be written: no permission in "{parent}".')]
+    return _check_contents(folder, options) if folder.is_dir() else []
+
+
+def _check_contents(folder: Path, options: Any) -> list[Problem]:
+    inside = sorted(path.name for path in folder.iterdir() if path.name not in _LEFT_BY_A_FAILURE)
+    if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not options.do_train:
+        return []
+    has_checkpoints = any(folder.glob(_CHECKPOINTS))
+    if has_checkpoints and options.resume != "never":
+        return []  # the run goes on from there; the checkpoints themselves are verified when they are read
+    shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+    what = "an earlier run" if has_checkpoints else "other files"
+    return [
+        Problem(
+            f'output_dir "{folder}" holds {what}: {shown}.',
+            remedy="Name another output_dir, or set overwrite_output_dir: true to write over it.",
+        )
+    ]
+
+
+def _nearest_existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def check_evaluation_set(options: Any) -> list[Problem]:
+    """Whoever evaluates needs something to evaluate on."""
+    wanted = [f"eval_strategy: {options.eval_strategy}"] if options.eval_strategy != "no" else []
+    wanted += [f"{name}: true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)]
+    if not wanted or options.eval_dataset or options.val_size > 0:
+        return []
+    return [
+        Problem(
+            f"{' and '.join(wanted)} needs an evaluation set, and none is given.",
+            remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out a tenth of the training set.",
+        )
+    ]
+
+
+def check_best_model(options: Any) -> list[Problem]:
+    """The best model can only be found where evaluation and saving meet."""
+    if not options.load_best_model_at_end and options.save_strategy != "best":
+        return []
+    cause = "load_best_model_at_end" if options.load_best_model_at_end else "save_strategy: best"
+    if options.eval_strategy == "no":
+        return [
+            Problem(
+                f"{cause} needs evaluations to choose by, and eval_strategy is no.",
+                remedy="Set eval_strategy: steps and an evaluation set, or leave load_best_model_at_end out.",
+            )
+        ]
+    if options.save_strategy not in ("best", options.eval_strategy):
+        return [
+            Problem(
+                f"{cause} needs a checkpoint of each evaluation: eval_strategy is {options.eval_strategy}, "
+                f"save_strategy is {options.save_strategy}.",
+                remedy=f"Set save_strategy: {options.eval_strategy}.",
+            )
+        ]
+    return _check_meeting_steps(options, cause)
+
+
+def _check_meeting_steps(options: Any, cause: str) -> list[Problem]:
+    """Where both go by steps, every checkpoint falls on an evaluation."""
+    if options.eval_strategy != "steps" or options.save_strategy != "steps":
+        return []
+    every_eval = options.eval_steps if options.eval_steps is not None else options.logging_steps
+    if (every_eval < 1) != (options.save_steps < 1):
+        return [Problem(f"{cause} needs eval_steps and save_steps both as steps or both as shares.")]
+    scale = 1_000_000 if every_eval < 1 else 1
+    if round(options.save_steps * scale) % round(every_eval * scale) == 0:
+        return []
+    return [
+        Problem(
+            f"{cause} needs save_steps to be a multiple of eval_steps. "
+            f"Received: save_steps {options.save_steps}, eval_steps {every_eval}.",
+            remedy=f"Set save_steps: {every_eval}.",
+        )
+    ]

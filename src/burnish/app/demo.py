@@ -1,0 +1,111 @@
+"""``burnish demo``: fine-tune the carried model on the carried data, and show what it answers before and after.
+
+In: nothing; options may be overridden like those of ``train``. Out: ``./demo-run``, about thirty lines of text.
+The answers are asked of what lies in the folder, through transformers alone: what was saved works without burnish.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.app.config import read_config, split_arguments
+from burnish.app.plan import Plan, plan
+from burnish.core.options import Given
+
+CARRIED = Path(__file__).parents[1] / "demo"
+SHOWN = 6
+"""Held-out questions printed with their answers."""
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: str
+    answer: str
+
+
+def demo(words: list[str]) -> int:
+    """Train, ask before and after, print. Returns the exit status."""
+    from burnish.app.build import train_run
+
+    run = demo_plan(words)
+    questions = held_out()
+    print(f"A small model that has learned nothing yet answers {len(questions)} held-out questions ...", flush=True)
+    before = answers(CARRIED / "model", questions)
+    train_run(run)
+    after = answers(Path(run.options.output_dir), questions)
+    print(_report(questions, before, after))
+    print(_next_steps(run.options.output_dir))
+    return 0
+
+
+def demo_plan(words: list[str]) -> Plan:
+    """The carried configuration, its paths made those of the installed package, then what the command line says."""
+    given = read_config(CARRIED / "demo.yaml")
+    places = {"model_name_or_path": CARRIED / "model", "dataset_dir": CARRIED / "data"}
+    _, flags = split_arguments(words)
+    return plan({**given, **{name: Given(str(path), "burnish demo") for name, path in places.items()}, **flags})
+
+
+def held_out() -> list[Question]:
+    lines = (CARRIED / "data" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return [Question(f"{r['instruction']}\n{r['input']}".strip(), r["output"]) for r in records]
+
+
+def answers(folder: Path, questions: list[Question], batch_size: int = 50) -> list[str]:
+    """What the model in ``folder`` answers, greedily."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    found: list[str] = []
+    for start in range(0, len(questions), batch_size):
+        found += _answer_batch(model, tokenizer, [q.prompt for q in questions[start : start + batch_size]])
+    return found
+
+
+def _answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    inputs = tokenizer.apply_chat_template(
+        conversations, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    longest = 24  # the longest answer has 18 tokens
+    tokens = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
+    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def exact_match(questions: list[Question], found: list[str]) -> float:
+    """The share of answers that equal the right one, letter for letter. In [0, 1]."""
+    return sum(q.answer == text for q, text in zip(questions, found, strict=True)) / len(questions)
+
+
+def _report(questions: list[Question], before: list[str], after: list[str]) -> str:
+    """A table of some questions, spread over the set, and the two scores."""
+    lines = [f"\n{'question':<46}{'before':<16}{'after':<20}"]
+    for index in range(0, len(questions), max(1, len(questions) // SHOWN))[:SHOWN]:
+        question = questions[index]
+        mark = "right" if after[index] == question.answer else f"wrong, it is {question.answer}"
+        asked = _cut(question.prompt.replace("\n", " "), 44)
+        lines.append(f"{asked:<46}{_cut(before[index], 14):<16}{_cut(after[index], 18):<20}{mark}")
+    scores = f"{exact_match(questions, before):.2f} before, {exact_match(questions, after):.2f} after"
+    return "\n".join([*lines, f"\nexact match on {len(questions)} held-out questions: {scores}"])
+
+
+def _cut(text: str, width: int) -> str:
+    visible = " ".join(text.split())
+    return visible if len(visible) <= width else visible[: width - 1] + "…"
+
+
+def _next_steps(output_dir: str) -> str:
+    config = CARRIED / "demo.yaml"
+    return (
+        f"\nwritten: {output_dir}/model.safetensors, {output_dir}/README.md, {output_dir}/training_loss.png\n"
+        "\nnext:\n"
+        f"  burnish explain {config}   what this run does, and why, before it does it\n"
+        f"  burnish train {config} num_train_epochs=1 output_dir=again   the same, with your own values\n"
+        "  burnish train --help   every option; put yours and your data's path into a YAML file of your own"
+    )

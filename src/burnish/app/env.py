@@ -1,0 +1,52 @@
+"""Versions and devices: what a person copies into a report of a fault. Nothing secret, nothing about the user."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+_LIBRARIES = (
+    "torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "safetensors", "rich", "matplotlib",
+    "bitsandbytes", "deepspeed",
+)  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Name -> version or description, in the order in which to print them. Loads torch, to ask for devices."""
+    import torch
+
+    from burnish import __version__
+
+    libraries = {name: found for name in _LIBRARIES if (found := _version_of(name))}
+    return {
+        "burnish": __version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        **libraries,
+        "processor": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "memory": f"{_memory_bytes() / 2**30:.1f} GiB",
+        **_accelerators(),
+    }
+
+
+def _version_of(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _accelerators() -> dict[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"accelerator": "none"}
+    return {
+        f"cuda:{index}": f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}"
+        for index in range(torch.cuda.device_count())
+        if (properties := torch.cuda.get_device_properties(index))
+    }

@@ -1,0 +1,180 @@
+"""Options -> Plan: everything that can be decided, and refused, before data or weights are read.
+
+In: values with their places (``config.py``). Out: a ``Plan``: the flat options object that every component receives,
+who set each value, and what a person should be told. Nothing writes to the options afterwards.
+
+Refuses, all at once: unknown names, wrong types and ranges, options that burnish does not have, and whatever the
+components' own checks find. A component's check is a function ``check_<topic>(options) -> list[Problem]`` in the module
+that declares its options; it is found here by that name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from burnish.adapters.base import ADAPTERS, FinetuningOptions
+from burnish.app import checks
+from burnish.app.absent import take_absent
+from burnish.core.checkpoint import CheckpointOptions
+from burnish.core.early_stopping import EarlyStoppingOptions
+from burnish.core.errors import Problem
+from burnish.core.events import FlowOptions
+from burnish.core.loop import LoopOptions
+from burnish.core.options import Given, Spec, build, changed, convert, option, raise_if, specs, union
+from burnish.core.schedule import CurveOptions, StepOptions
+from burnish.data.batching import BatchingOptions
+from burnish.data.labels import LearnOptions
+from burnish.data.stream import StreamOptions
+from burnish.data.truncate import EncodingOptions
+from burnish.engine.options import EngineOptions
+from burnish.optim import badam as _badam  # noqa: F401 (registers itself)
+from burnish.optim.builtin import OPTIMIZERS, OptimOptions
+from burnish.report.options import ReportOptions
+
+Check = Callable[[Any], list[Problem]]
+
+
+@dataclass
+class TaskOptions:
+    """What the run does."""
+
+    stage: str = option("sft", "What is learned: answers to instructions (sft), or plain text (pt).")
+    do_train: bool = option(True, "Train; false only evaluates or predicts.")
+    do_eval: bool = option(False, "Evaluate after training.")
+    do_predict: bool = option(False, "Predict on the evaluation set after training.")
+
+
+GROUPS: tuple[type, ...] = (
+    TaskOptions,
+    FinetuningOptions,
+    EncodingOptions,
+    LearnOptions,
+    BatchingOptions,
+    StreamOptions,
+    StepOptions,
+    CurveOptions,
+    OptimOptions,
+    LoopOptions,
+    FlowOptions,
+    EarlyStoppingOptions,
+    CheckpointOptions,
+    ReportOptions,
+    EngineOptions,
+)
+"""What every run reads, in the order in which ``burnish train --help`` lists it."""
+MEMBER_GROUPS: tuple[type, ...] = (*ADAPTERS.option_groups(), *OPTIMIZERS.option_groups())
+"""What single members of a family read, plugins included."""
+RunOptions: type = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="Every option of a run, flat.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, decided.
+
+    Args:
+        options: an instance of ``RunOptions``; read only.
+        provenance: option -> who set it; only those that were given.
+        notes: what has no effect, and what was chosen where nothing was given.
+        world_size: processes that share the run, as the launcher says.
+    """
+
+    options: Any
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    world_size: int = 1
+
+    def changed(self) -> Iterator[tuple[Spec, Any, str]]:
+        """The options that are not at their default: declaration, value, who set it."""
+        declared = specs(type(self.options))
+        return ((declared[name], value, self.provenance.get(name, "")) for name, value in changed(self.options).items())
+
+
+def plan(given: Mapping[str, Given]) -> Plan:
+    """Decide a run.
+
+    Raises:
+        UserError: with every problem that the options alone can show.
+    """
+    present, problems = take_absent(given, {**specs(RunOptions), **aliases()})
+    options, wrong = build(RunOptions, present)
+    provenance = {aliases().get(key, key): item.where for key, item in present.items()}
+    found = [problem for check in component_checks() for problem in check(options)]
+    doubtful = _doubtful(present)
+    raise_if([*problems, *wrong, *(_placed(p, provenance) for p in found if not doubtful & _options_named(p))])
+    return Plan(
+        options=options,
+        provenance=MappingProxyType(provenance),
+        notes=tuple(_notes(present)),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Other name -> name of an option."""
+    return {alias: spec.name for spec in specs(RunOptions).values() for alias in spec.aliases}
+
+
+@cache
+def component_checks() -> tuple[Check, ...]:
+    """Every ``check_<topic>(options)`` of ``checks.py`` and of the modules that declare options."""
+    modules = dict.fromkeys([checks.__name__, *(group.__module__ for group in (*GROUPS, *MEMBER_GROUPS))])
+    found = (
+        function
+        for module in modules
+        for name, function in vars(sys.modules[module]).items()
+        if name.startswith("check_") and getattr(function, "__module__", "") == module
+    )
+    return tuple(function for function in found if list(inspect.signature(function).parameters) == ["options"])
+
+
+def _doubtful(present: Mapping[str, Given]) -> set[str]:
+    """Options that stand at their default only because what was given could not be read, or was misspelled.
+
+    A check that speaks of one of them would report a consequence beside its cause.
+    """
+    known = specs(RunOptions)
+    names: set[str] = set()
+    for key, item in present.items():
+        name = aliases().get(key, key)
+        if name not in known:
+            names.update(get_close_matches(name, known, n=1))
+            continue
+        try:
+            convert(known[name], item.value)
+        except ValueError:
+            names.add(name)
+    return names
+
+
+def _options_named(problem: Problem) -> set[str]:
+    """The options that a problem speaks of. A name that is an English word too counts only where it is quoted."""
+    words = re.findall(r'"(\w+)"|(\w+_\w+)', problem.what)
+    return {quoted or plain for quoted, plain in words if (quoted or plain) in specs(RunOptions)}
+
+
+def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
+    """``problem`` with the place of the first option it speaks of, where it has no place of its own."""
+    if problem.where:
+        return problem
+    places = [provenance[name] for name in sorted(_options_named(problem)) if name in provenance]
+    return replace(problem, where=places[0]) if places else problem
+
+
+def _notes(present: Mapping[str, Given]) -> Iterator[str]:
+    known = specs(RunOptions)
+    for key, item in present.items():
+        spec = known[aliases().get(key, key)]
+        if key != spec.name:
+            yield f'"{key}" ({item.where}) is another name of "{spec.name}".'
+        if spec.ignored:
+            yield f'"{key}" ({item.where}) has no effect: {spec.ignored}'

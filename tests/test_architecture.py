@@ -1,0 +1,218 @@
+"""The house: imports point down, each library has its door, nothing heavy is loaded to say hello, options are read by
+one component and written by none. Read from the syntax trees, so nothing is imported to be judged."""
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "burnish"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# From the top of the house to the bottom; a package imports from floors below its own, and from itself.
+FLOORS = (
+    {"cli", "web", "serve"},
+    {"hf"},
+    {"app"},
+    {"objectives", "optim", "adapters", "models", "data", "report"},
+    {"ops", "engine"},
+    {"core"},
+)
+FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
+# Files of the root and the floor they stand on: the entries are the command line's, the public names are nobody's.
+ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None}
+
+# Library -> the files or packages that may import it.
+DOORS = {
+    "accelerate": {"engine/accelerate.py"},
+    "datasets": {"data/sources.py", "data/prepare.py"},
+    "transformers": {"models", "hf", "app/demo.py"},
+    "peft": {"adapters/peft.py"},
+    "bitsandbytes": {"models", "optim"},
+    "yaml": {"app/config.py"},
+    "rich": {"app/explain.py", "app/demo.py", "report"},
+    "matplotlib": {"report"},
+    "wandb": {"report/trackers.py"},
+    "tensorboard": {"report/trackers.py"},
+    "mlflow": {"report/trackers.py"},
+    "swanlab": {"report/trackers.py"},
+    "gradio": {"web"},
+    "fastapi": {"serve"},
+}
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(SOURCE).as_posix()
+
+
+def package_of(file: Path) -> str | None:
+    first = file.relative_to(SOURCE).parts[0]
+    return ROOT_FILES[file.stem] if first.endswith(".py") else first
+
+
+def imports(file: Path) -> Iterator[tuple[str, int]]:
+    """Every module that a file imports, wherever in it, and the line."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(file)}:{node.lineno}: a relative import"
+            yield node.module or "", node.lineno
+            if node.module == "burnish":
+                yield from ((f"burnish.{alias.name}", node.lineno) for alias in node.names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_point_down_and_siblings_are_strangers(file: Path) -> None:
+    package = package_of(file)
+    if package is None:
+        return
+    for module, line in imports(file):
+        parts = module.split(".")
+        target = parts[1] if parts[0] == "burnish" and len(parts) > 1 else None
+        if target is None or target == package or target.startswith("__") or target not in FLOOR_OF:
+            continue
+        assert FLOOR_OF[target] > FLOOR_OF[package], (
+            f"{name_of(file)}:{line} imports {module}: {package} stands on floor {FLOOR_OF[package]}, "
+            f"{target} on floor {FLOOR_OF[target]}; imports point down"
+        )
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_each_library_is_entered_by_its_door(file: Path) -> None:
+    for module, line in imports(file):
+        doors = DOORS.get(module.split(".")[0])
+        if doors is None:
+            continue
+        allowed = any(name_of(file) == door or name_of(file).startswith(f"{door}/") for door in doors)
+        assert allowed, f"{name_of(file)}:{line} imports {module}; its door is {', '.join(sorted(doors))}"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if package_of(f) == "core"], ids=name_of)
+def test_core_imports_torch_safetensors_and_the_standard_library_only(file: Path) -> None:
+    for module, line in imports(file):
+        root = module.split(".")[0]
+        assert root in {"burnish", "torch", "safetensors"} | sys.stdlib_module_names, (
+            f"{name_of(file)}:{line}: {module}"
+        )
+
+
+def test_a_door_is_a_file_that_exists() -> None:
+    for library, doors in DOORS.items():
+        for door in doors:
+            assert (SOURCE / door).exists(), f"{library}: there is no {door}"
+
+
+HEAVY = ("torch", "transformers", "datasets", "peft", "accelerate", "matplotlib", "rich", "yaml", "numpy")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import burnish",
+        "from burnish.cli import main; main(['--help'])",
+        "from burnish.cli import main; main(['version'])",
+    ],
+)
+def test_saying_hello_loads_no_library(statement: str) -> None:
+    loaded = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{statement}\nprint('LOADED', *sys.modules)"],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SOURCE.parent)},
+    ).stdout  # fmt: skip
+    modules = loaded.split("LOADED ")[1].split()
+    assert "burnish" in modules
+    assert not [name for name in modules if name in HEAVY]
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+HOLDERS = {"options", "args", "_options", "training_args"}
+"""Names under which the flat options object travels."""
+
+
+def _is_options(node: ast.expr) -> bool:
+    """``options``, ``self.options``, ``plan.options``, ``run.args``."""
+    if isinstance(node, ast.Name):
+        return node.id in HOLDERS
+    return isinstance(node, ast.Attribute) and node.attr in HOLDERS
+
+
+def option_reads(file: Path) -> Iterator[tuple[str, int]]:
+    """The options that a file reads: ``options.name``, ``getattr(options, "name")``, and names listed for a getattr."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_options(node.value):
+            yield node.attr, node.lineno
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _is_options(node.args[0]):
+            if isinstance(node.args[1], ast.Constant):
+                yield str(node.args[1].value), node.lineno
+            else:
+                texts = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+                yield from ((text.value, node.lineno) for text in texts)
+
+
+def _readers() -> dict[str, set[str]]:
+    """Option -> the packages that read it."""
+    from burnish.app.plan import RunOptions
+    from burnish.core.options import specs
+
+    found: dict[str, set[str]] = defaultdict(set)
+    for file in FILES:
+        for name, _ in option_reads(file):
+            if name in specs(RunOptions):
+                found[name].add(package_of(file) or "")
+    return found
+
+
+def test_every_option_is_read_or_says_why_not() -> None:
+    from burnish.app.plan import RunOptions
+    from burnish.core.options import specs
+
+    readers = _readers()
+    unread = [name for name, spec in specs(RunOptions).items() if not spec.ignored and not readers[name]]
+    assert not unread, f"declared, and read by nobody: {unread}"
+    claimed = [name for name, spec in specs(RunOptions).items() if spec.ignored and readers[name] - {"app", "hf"}]
+    assert not claimed, f"declared as without effect, and read all the same: {claimed}"
+
+
+def test_every_option_is_read_by_one_component() -> None:
+    """The package that declares it; the app, which plans and builds, and the compatible face may look too."""
+    from burnish.app.plan import RunOptions
+    from burnish.core.options import specs
+
+    for name, packages in _readers().items():
+        home = specs(RunOptions)[name].group.__module__.split(".")[1]
+        strangers = packages - {home, "app", "hf", "cli"}
+        assert not strangers, f"{name} is declared in {home} and read in {strangers}"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if package_of(f) != "hf"], ids=name_of)
+def test_nobody_writes_to_the_options(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            written = isinstance(target, ast.Attribute) and _is_options(target.value)
+            assert not written, f"{name_of(file)}:{target.lineno} writes options.{target.attr}"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"setattr", "delattr"}:
+            assert not _is_options(node.args[0]), f"{name_of(file)}:{node.lineno} writes to the options"
+
+
+def test_every_group_of_options_belongs_to_the_run() -> None:
+    """A dataclass of options that nobody joined to the flat class could never be set."""
+    from burnish.app.plan import GROUPS, MEMBER_GROUPS
+
+    joined = {group.__name__ for group in (*GROUPS, *MEMBER_GROUPS)}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            is_group = isinstance(node, ast.ClassDef) and node.name.endswith("Options")
+            if is_group and any(_is_option_call(statement) for statement in node.body):
+                assert node.name in joined, f"{name_of(file)}: {node.name} is not part of RunOptions"
+
+
+def _is_option_call(statement: ast.stmt) -> bool:
+    value = getattr(statement, "value", None)
+    return isinstance(value, ast.Call) and getattr(value.func, "id", "") == "option"
