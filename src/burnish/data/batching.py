@@ -1,0 +1,267 @@
+"""Rows -> micro-batches: laid flat without padding, padded, or packed.
+
+In: rows (``input_ids`` and ``labels`` as plain lists; a pack says in ``seq_lengths`` which rows lie in it). Out: a
+``Batch`` of tensors on the CPU, and for packing, which rows go together.
+
+Laid flat, the sequences of a micro-batch lie end to end in one row: the linear layers see real tokens only, and
+``cu_seq_lens_q`` tells the attention where each sequence begins. Padding is for models that cannot keep neighbours
+apart. In a pack, however it was made, a document never sees another one; where the model cannot lie flat the packs are
+taken apart again. (LLaMA-Factory's plain ``packing`` lets documents attend to each other; that is not copied.)
+"""
+
+# R rows in a micro-batch, S sequences in it (in packs there are more than rows), T tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from burnish.core.errors import Problem
+from burnish.core.options import option
+from burnish.core.types import IGNORE_INDEX, Batch, Row
+
+
+@dataclass
+class BatchingOptions:
+    """How rows share a micro-batch."""
+
+    padding_free: bool = option(True, "Lay the rows of a micro-batch end to end instead of padding them.")
+    packing: bool | None = option(
+        None, "Put several rows into one of cutoff_len tokens; where nothing is given, for stage pt only."
+    )
+    neat_packing: bool = option(False, "LLaMA-Factory's name for packing in which rows do not see each other.")
+    packing_strategy: str = option(
+        "bfd", "How packs are filled: best fit, best fit with long rows split, or cut from one long text.",
+        choices=("bfd", "bfd_split", "wrapped"),
+    )  # fmt: skip
+    eval_packing: bool | None = option(None, "The same for evaluation; as packing where nothing is given.")
+    drop_incomplete_block: bool = option(False, "Drop the end of a text that fills no pack, as LLaMA-Factory does.")
+    group_by_length: bool = option(False, "Rows of similar length beside each other.")
+    pad_to_multiple_of: int | None = option(
+        None, "Pad to a multiple of this, where rows are padded.", unit="tokens", ge=1
+    )
+    ignore_pad_token_for_loss: bool = option(True, "Learn nothing from padding; false learns the padding token.")
+
+
+def check_batching(options: Any) -> list[Problem]:
+    problems = []
+    if not options.ignore_pad_token_for_loss and options.padding_free:
+        problems.append(
+            Problem(
+                '"ignore_pad_token_for_loss" is false, so padding is to be learned; with padding_free there is none.',
+                remedy="Set padding_free: false as well, or leave both out.",
+            )
+        )
+    if options.neat_packing and options.packing is False:
+        problems.append(Problem('"neat_packing" is true and "packing" is false.', remedy="Keep one of them."))
+    return problems
+
+
+def packs_rows(options: Any, stage: str, is_eval: bool = False) -> bool:
+    """Whether rows are packed: as asked, or for pretraining where nothing is asked."""
+    if is_eval and options.eval_packing is not None:
+        return bool(options.eval_packing)
+    if options.packing is None:
+        return bool(options.neat_packing or stage == "pt")
+    return bool(options.packing)
+
+
+# --- rows -> batch ----------------------------------------------------------------------------------------------------
+
+
+def collator(options: Any, pad_id: int, lies_flat: bool) -> Callable[[Sequence[Row]], Batch]:
+    """The function that makes a micro-batch of rows.
+
+    Args:
+        pad_id: the token that fills up rows, where they are padded.
+        lies_flat: whether the model keeps neighbours apart (``models.attention.lay_flat``).
+    """
+    if options.padding_free and lies_flat:
+        return collate_flat
+    return partial(
+        collate_padded,
+        pad_id=pad_id,
+        pad_to_multiple_of=options.pad_to_multiple_of,
+        learns_padding=not options.ignore_pad_token_for_loss,
+    )
+
+
+def collate_flat(rows: Sequence[Row]) -> Batch:
+    """All sequences end to end in one row.
+
+    Returns:
+        input_ids, labels: (1, T); the first label of each sequence is ``IGNORE_INDEX``, since nothing predicts it.
+        position_ids: (1, T), from 0 in each sequence.
+        cu_seq_lens_q, cu_seq_lens_k: (S + 1,) int32, where each sequence begins, and T.
+        max_length_q, max_length_k: int, tokens of the longest sequence.
+        loss_weights: (1, T) float32, only where a row has them.
+    """
+    lengths = [length for row in rows for length in lengths_of(row)]
+    begins = list(accumulate(lengths, initial=0))
+    labels = _concatenated(rows, "labels")
+    for begin in begins[:-1]:
+        labels[begin] = IGNORE_INDEX
+    cu_seq_lens = torch.tensor(begins, dtype=torch.int32)
+    batch: Batch = {
+        "input_ids": torch.tensor([_concatenated(rows, "input_ids")]),
+        "labels": torch.tensor([labels]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    if any("loss_weights" in row for row in rows):
+        batch["loss_weights"] = torch.tensor([[weight for row in rows for weight in _weights_of(row)]])
+    return batch
+
+
+def collate_padded(
+    rows: Sequence[Row], pad_id: int, pad_to_multiple_of: int | None = None, learns_padding: bool = False
+) -> Batch:
+    """One sequence per row, filled up on the right. Packs are taken apart.
+
+    Returns:
+        input_ids, labels: (S, T); labels of padding are ``IGNORE_INDEX``, or ``pad_id`` under ``learns_padding``.
+        attention_mask: (S, T) 1 for a token, 0 for padding.
+        loss_weights: (S, T) float32, only where a row has them.
+    """
+    sequences = [sequence for row in rows for sequence in sequences_of(row)]
+    multiple = pad_to_multiple_of or 1
+    width = -(-max(len(sequence["input_ids"]) for sequence in sequences) // multiple) * multiple
+
+    def filled(lists: Iterable[Sequence[Any]], filler: float) -> torch.Tensor:
+        return torch.tensor([[*values, *[filler] * (width - len(values))] for values in lists])
+
+    batch: Batch = {
+        "input_ids": filled((sequence["input_ids"] for sequence in sequences), pad_id),
+        "attention_mask": filled(([1] * len(sequence["input_ids"]) for sequence in sequences), 0),
+        "labels": filled((s["labels"] for s in sequences), pad_id if learns_padding else IGNORE_INDEX),
+    }
+    if any("loss_weights" in row for row in rows):
+        batch["loss_weights"] = filled((_weights_of(sequence) for sequence in sequences), 1.0)
+    return batch
+
+
+def lengths_of(row: Row) -> list[int]:
+    """Tokens of each sequence in a row: of its only one, or of those packed into it."""
+    return list(row.get("seq_lengths") or [len(row["input_ids"])])
+
+
+def sequences_of(row: Row) -> list[Row]:
+    """The rows that lie in a pack; a row itself where it is none."""
+    if not row.get("seq_lengths"):
+        return [row]
+    ends = list(accumulate(row["seq_lengths"]))
+    return [_slice(row, end - length, end) for length, end in zip(row["seq_lengths"], ends, strict=True)]
+
+
+def _slice(row: Row, begin: int, end: int) -> Row:
+    part: Row = {"input_ids": row["input_ids"][begin:end], "labels": row["labels"][begin:end]}
+    if "loss_weights" in row:
+        part["loss_weights"] = row["loss_weights"][begin:end]
+    return part
+
+
+def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
+    return [value for row in rows for value in row[name]]  # type: ignore[literal-required]
+
+
+def _weights_of(row: Row) -> Sequence[float]:
+    return row.get("loss_weights") or [1.0] * len(row["input_ids"])
+
+
+# --- rows -> packs ----------------------------------------------------------------------------------------------------
+
+
+def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incomplete: bool = False) -> list[Row]:
+    """Rows -> packs of at most ``capacity`` tokens, each of which says what lies in it.
+
+    Args:
+        strategy: "bfd" takes rows whole, best fit first; "bfd_split" first splits those that are longer than a pack;
+            "wrapped" cuts one long text, made of all rows in their order, every ``capacity`` tokens.
+        drop_incomplete: with "wrapped", leave out the last block where it is not full.
+    Raises:
+        ValueError: where a row is longer than a pack, under "bfd".
+    """
+    if strategy == "wrapped":
+        return list(_blocks(rows, capacity, drop_incomplete))
+    if strategy == "bfd_split":
+        rows = [part for row in rows for part in _split(row, capacity)]
+    plan = pack_best_fit([len(row["input_ids"]) for row in rows], capacity)
+    return [_joined([rows[index] for index in chosen]) for chosen in plan]
+
+
+def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Which rows share a pack: best-fit decreasing over the whole set.
+
+    The longest row first, each into the fullest pack that still has room for it. At most 11/9 of the best possible
+    number of packs, and 4 (Johnson et al. 1974, https://doi.org/10.1137/0203025). Sorting costs n log n; the fullest
+    pack with room is found in a set of bits, one per amount of free room: the lowest one set from the length on.
+
+    Returns:
+        Indices into ``lengths``, a list per pack, in an order that depends on the lengths alone.
+    """
+    packs: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # free room -> packs that have it
+    rooms = 0  # bit r is set where some pack has r tokens free
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(f"A row of {length} tokens does not fit into a pack of {capacity}.")
+        fitting = rooms >> length
+        room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+        if fitting:
+            chosen = with_room[room].pop()
+            rooms &= ~(0 if with_room[room] else 1 << room)
+        else:
+            chosen = len(packs)
+            packs.append([])
+        packs[chosen].append(index)
+        with_room[room - length].append(chosen)
+        rooms |= 1 << (room - length)
+    return packs
+
+
+def packing_efficiency(rows: Sequence[Row], capacity: int) -> float:
+    """The share of the packs' room that tokens fill: 1 where every pack is full, 0 where there is none."""
+    return sum(len(row["input_ids"]) for row in rows) / (capacity * len(rows)) if rows else 0.0
+
+
+def _blocks(rows: Sequence[Row], capacity: int, drop_incomplete: bool) -> Iterator[Row]:
+    """One long text cut every ``capacity`` tokens; each block says which documents have a part in it."""
+    parts: list[Row] = []
+    free = capacity
+    for row in rows:
+        begin, length = 0, len(row["input_ids"])
+        while begin < length:
+            end = min(begin + free, length)
+            parts.append(_slice(row, begin, end))
+            free -= end - begin
+            begin = end
+            if free == 0:
+                yield _joined(parts)
+                parts, free = [], capacity
+    if parts and not drop_incomplete:
+        yield _joined(parts)
+
+
+def _split(row: Row, capacity: int) -> Iterator[Row]:
+    length = len(row["input_ids"])
+    return (_slice(row, begin, min(begin + capacity, length)) for begin in range(0, length, capacity))
+
+
+def _joined(rows: Sequence[Row]) -> Row:
+    joined: Row = {
+        "input_ids": _concatenated(rows, "input_ids"),
+        "labels": _concatenated(rows, "labels"),
+        "seq_lengths": [len(row["input_ids"]) for row in rows],
+    }
+    if any("loss_weights" in row for row in rows):
+        joined["loss_weights"] = [weight for row in rows for weight in _weights_of(row)]
+    return joined

@@ -1,0 +1,195 @@
+"""Rows -> micro-batches: nothing is lost, nothing is added, and nobody sees a neighbour."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from burnish.core.types import IGNORE_INDEX
+from burnish.data.batching import (
+    BatchingOptions,
+    check_batching,
+    collate_flat,
+    collate_padded,
+    collator,
+    lengths_of,
+    pack,
+    pack_best_fit,
+    packing_efficiency,
+    packs_rows,
+    sequences_of,
+)
+
+
+def row(start, length, prompt=1):
+    ids = list(range(start, start + length))
+    return {"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]}
+
+
+def golden(shared, name):
+    cases = json.loads((shared / "spec" / "golden" / "truncation_packing_pretrain.json").read_text())
+    return [case for case in cases if case["fn"] == name]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_padded_on_the_right_and_padding_is_neither_seen_nor_learned():
+    batch = collate_padded([row(10, 3), row(20, 5)], pad_id=7)
+    assert batch["input_ids"].tolist() == [[10, 11, 12, 7, 7], [20, 21, 22, 23, 24]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert batch["labels"].tolist() == [[-100, 11, 12, -100, -100], [-100, 21, 22, 23, 24]]
+
+
+def test_padding_reaches_the_multiple_that_was_asked_for():
+    assert collate_padded([row(10, 3), row(20, 9)], 0, pad_to_multiple_of=8)["input_ids"].shape == (2, 16)
+    assert collate_padded([row(10, 8)], 0, pad_to_multiple_of=8)["input_ids"].shape == (1, 8)
+
+
+def test_padding_is_learned_only_by_request():
+    options = BatchingOptions(padding_free=False, ignore_pad_token_for_loss=False)
+    batch = collator(options, pad_id=7, lies_flat=True)([row(10, 2), row(20, 4)])
+    assert batch["labels"][0].tolist() == [-100, 11, 7, 7]
+
+
+def test_flat_rows_lie_end_to_end_and_each_begins_at_position_zero():
+    batch = collate_flat([row(10, 3, prompt=0), row(20, 2, prompt=0), row(30, 1, prompt=0)])
+    assert batch["input_ids"].tolist() == [[10, 11, 12, 20, 21, 30]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 6]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 3
+    assert "attention_mask" not in batch
+
+
+def test_the_first_token_of_a_flat_sequence_is_not_learned_from_its_neighbour():
+    batch = collate_flat([row(10, 3, prompt=0), row(20, 2, prompt=0)])
+    assert batch["labels"].tolist() == [[-100, 11, 12, -100, 21]]
+
+
+def test_a_pack_is_laid_flat_as_the_sequences_that_lie_in_it():
+    rows = [row(10, 3), row(20, 2), row(30, 4)]
+    (packed,) = pack(rows, 9)
+    flat, loose = collate_flat([packed]), collate_flat([rows[2], rows[0], rows[1]])
+    assert all(torch.equal(torch.as_tensor(flat[name]), torch.as_tensor(loose[name])) for name in loose)
+
+
+def test_a_pack_is_taken_apart_for_a_model_that_needs_padding():
+    (packed,) = pack([row(10, 3), row(20, 2)], 5)
+    batch = collator(BatchingOptions(packing=True), pad_id=0, lies_flat=False)([packed])
+    assert batch["input_ids"].tolist() == [[10, 11, 12], [20, 21, 0]]
+
+
+def test_loss_weights_follow_their_tokens_and_are_one_where_a_row_has_none():
+    weighted = {**row(10, 2), "loss_weights": [0.5, 2.0]}
+    flat = collate_flat([row(20, 1), weighted])
+    assert flat["loss_weights"].tolist() == [[1.0, 0.5, 2.0]]
+    padded = collate_padded([row(20, 3), weighted], 0)
+    assert padded["loss_weights"].tolist() == [[1, 1, 1], [0.5, 2.0, 1.0]]
+    assert "loss_weights" not in collate_flat([row(20, 1)])
+
+
+# --- packs ------------------------------------------------------------------------------------------------------------
+
+
+def test_known_answers_of_packing_by_size(shared):
+    for case in golden(shared, "greedy_knapsack"):
+        lengths, capacity = case["args"]
+        packs = [[lengths[index] for index in chosen] for chosen in pack_best_fit(lengths, capacity)]
+        assert packs == case["out"]
+
+
+def test_every_row_lies_in_exactly_one_pack_and_no_pack_overflows():
+    generator = random.Random(5)
+    for capacity in (16, 100, 4096):
+        lengths = [generator.randint(1, capacity) for _ in range(500)]
+        packs = pack_best_fit(lengths, capacity)
+        assert sorted(index for chosen in packs for index in chosen) == list(range(500))
+        assert max(sum(lengths[index] for index in chosen) for chosen in packs) <= capacity
+
+
+def test_a_row_goes_where_it_leaves_the_least_room():
+    # 6 and 5 open two packs of 10; 4 fits both and fills the first; 5 then fills the second.
+    assert pack_best_fit([5, 6, 4, 5], 10) == [[1, 2], [0, 3]]
+
+
+def test_best_fit_is_near_the_least_number_of_packs():
+    generator = random.Random(7)
+    lengths = [generator.randint(20, 900) for _ in range(2000)]
+    least = -(-sum(lengths) // 1024)
+    assert len(pack_best_fit(lengths, 1024)) <= 1.02 * least
+
+
+def test_a_row_longer_than_a_pack_is_refused_or_split():
+    with pytest.raises(ValueError, match="12 tokens does not fit into a pack of 8"):
+        pack([row(0, 12)], 8)
+    packs = pack([row(0, 12), row(50, 4)], 8, "bfd_split")
+    assert [lengths_of(p) for p in packs] == [[8], [4, 4]]
+    assert packs[0]["input_ids"] + packs[1]["input_ids"][:4] == list(range(12))
+
+
+def test_wrapped_packs_hold_the_whole_text_and_remember_where_documents_begin():
+    rows = [row(0, 5, prompt=0), row(100, 9, prompt=0), row(200, 2, prompt=0)]
+    packs = pack(rows, 6, "wrapped")
+    assert [lengths_of(p) for p in packs] == [[5, 1], [6], [2, 2]]
+    assert [token for p in packs for token in p["input_ids"]] == [token for r in rows for token in r["input_ids"]]
+    assert len(pack(rows, 6, "wrapped", drop_incomplete=True)) == 2
+
+
+def test_pretraining_blocks_are_those_of_llama_factory(shared):
+    whole = {case["template"]: case["out"]["input_ids"] for case in golden(shared, "pretrain") if not case["packing"]}
+    blocks = {case["template"]: case["out"]["input_ids"] for case in golden(shared, "pretrain") if case["packing"]}
+    for template, expected in blocks.items():
+        size = len(expected[0])
+        # The rows that were not packed are cut at cutoff_len; what is missing of the second is in the block.
+        first = whole[template][0]
+        second = (expected[0] + expected[1])[len(first) :]
+        made = pack([{"input_ids": ids, "labels": ids} for ids in (first, second)], size, "wrapped", True)
+        assert [p["input_ids"] for p in made] == expected
+
+
+def test_packs_are_as_few_as_those_of_llama_factory_and_hold_the_same_rows(shared):
+    for case in golden(shared, "packed"):
+        if not case["neat"]:
+            continue
+        packed = case["out"]
+        rows = [
+            ids for p in zip(*(packed[k] for k in ("input_ids", "attention_mask")), strict=True) for ids in _split(*p)
+        ]
+        made = pack([{"input_ids": ids, "labels": ids} for ids in rows], case["cutoff_len_used"])
+        assert len(made) <= len(packed["input_ids"])
+        assert Counter(str(s["input_ids"]) for p in made for s in sequences_of(p)) == Counter(map(str, rows))
+
+
+def _split(ids, segments):
+    """The documents of a golden pack: its mask counts them from 1; 0 is padding."""
+    return [[t for t, s in zip(ids, segments, strict=True) if s == n] for n in range(1, max(segments) + 1)]
+
+
+def test_efficiency_is_the_share_of_room_that_is_filled():
+    assert packing_efficiency(pack([row(0, 6), row(10, 3)], 10), 10) == pytest.approx(0.9)
+    assert packing_efficiency([], 10) == 0.0
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "stage", "expected"),
+    [({}, "sft", False), ({}, "pt", True), ({"packing": False}, "pt", False), ({"neat_packing": True}, "sft", True)],
+)
+def test_rows_are_packed_when_asked_or_for_pretraining(given, stage, expected):
+    assert packs_rows(BatchingOptions(**given), stage) is expected
+
+
+def test_evaluation_packs_as_training_does_unless_told_otherwise():
+    assert packs_rows(BatchingOptions(packing=True), "sft", is_eval=True)
+    assert not packs_rows(BatchingOptions(packing=True, eval_packing=False), "sft", is_eval=True)
+
+
+def test_options_that_contradict_each_other_are_named():
+    problems = check_batching(BatchingOptions(ignore_pad_token_for_loss=False, neat_packing=True, packing=False))
+    assert len(problems) == 2
+    assert not check_batching(BatchingOptions())
