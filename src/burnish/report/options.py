@@ -1,0 +1,91 @@
+"""What a run shows, what it leaves behind, and to whom it reports: the options of ``report/``.
+
+``ReportOptions`` also carries the three methods by which a tracker asks for the options of a run (``to_dict``,
+``to_json_string``, ``to_sanitized_dict``, transformers' names), so that transformers' callbacks run unchanged on the
+flat options object, which inherits from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.core.errors import Problem
+from burnish.core.options import option
+
+_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+
+
+@dataclass
+class ReportOptions:
+    """What a run shows, and to whom it reports."""
+
+    report_to: list[str] | None = option(
+        None, "Trackers that receive every log: tensorboard, wandb, mlflow, ...; all takes those that are installed."
+    )
+    run_name: str | None = option(None, "The name of the run in a tracker.")
+    project: str = option("huggingface", "The project of the run in Trackio.")
+    logging_dir: str | None = option(None, "The folder of TensorBoard's files; output_dir/runs if not given.")
+    trackio_space_id: str | None = option(None, "The Hugging Face Space that shows a Trackio project.")
+    trackio_bucket_id: str | None = option(None, "The Hugging Face bucket that keeps a Trackio project.")
+    trackio_static_space_id: str | bool | None = option(
+        None, "The static Space that keeps a Trackio project after the run; false for none."
+    )
+    hub_private_repo: bool | None = option(None, "Whether what a tracker makes on the Hugging Face hub is private.")
+    disable_tqdm: bool | None = option(None, "Print every log as a plain line instead of the live line.")
+    log_level: str = option("passive", "What libraries may say on the main process.", choices=_LEVELS)
+    log_level_replica: str = option("warning", "What libraries may say on the other processes.", choices=_LEVELS)
+    log_on_each_node: bool = option(True, "The first process of each node counts as a main process for log_level.")
+    plot_loss: bool = option(True, "Draw the loss into output_dir/training_loss.png.")
+    include_num_input_tokens_seen: bool | str = option(
+        False, "Write the tokens seen so far into every log.", choices=(True, False, "all", "non_padding", "no")
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option; the value of a token or key is left out."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: f"<{name.upper()}>" if is_secret(name) else value for name, value in values.items()}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Every option as a number or a text, which is all that some trackers store."""
+        return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self.to_dict().items()}
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds something that is not to be shown."""
+    return name.endswith(("_token", "_api_key", "_secret"))
+
+
+def counts_tokens(options: ReportOptions) -> bool:
+    """Whether every log carries ``num_input_tokens_seen``. Padding is never counted, so all and non_padding agree."""
+    return options.include_num_input_tokens_seen not in (False, "no")
+
+
+def check_trackers(options: ReportOptions) -> list[Problem]:
+    """Trackers that nobody knows, and trackers whose library is missing; before a model is loaded."""
+    from burnish.report.trackers import tracker_problems
+
+    return tracker_problems(options.report_to)
+
+
+_FOR_TRACKERS = (
+    "run_name", "project", "logging_dir", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "hub_private_repo",
+)  # fmt: skip
+
+
+def tracker_notes(options: ReportOptions) -> list[str]:
+    """What was given for a tracker and has no effect because there is none."""
+    from burnish.report.trackers import wanted_trackers
+
+    if wanted_trackers(options.report_to):
+        return []
+    given = [f.name for f in dataclasses.fields(ReportOptions) if f.name in _FOR_TRACKERS]
+    defaults = ReportOptions()
+    unused = [name for name in given if getattr(options, name) != getattr(defaults, name)]
+    return [f'"{name}" has no effect: report_to names no tracker.' for name in unused]

@@ -1,0 +1,281 @@
+"""What a person sees of a run: how it begins, where it stands, how it ended.
+
+In a terminal one live line: a bar, the step, the loss, the learning rate, tokens per second, the time left, the last
+evaluation's loss. Anywhere else (a file, a CI log) the same numbers as plain lines, at most ``TRAIN_LINES`` of them
+however often the run logs, so that a log stays readable. ``disable_tqdm`` prints every log as it comes.
+
+Nothing here reads the device: the numbers are those that were logged anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from burnish.core.events import TrainerCallback
+from burnish.report import console
+from burnish.report.options import ReportOptions
+from burnish.report.pace import Pace, short_loss, short_number, short_time
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+    from burnish.core.state import TrainerState
+
+TRAIN_LINES = 16
+EVAL_LINES = 8
+"""Most lines about training and about evaluation that one run prints."""
+
+_GAP = "  "
+_EVAL = "eval "
+_SHORTEST_BAR, _LONGEST_BAR = 5, 40
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the first lines of a run say."""
+
+    num_rows: int | None  # None where the training set has no length
+    num_train_epochs: float
+    per_device_batch_size: int
+    accumulation: int
+    world_size: int
+    max_steps: int
+    trainable_parameters: int
+    all_parameters: int
+
+    def sentences(self) -> list[str]:
+        """The numbers of transformers' "Running training" banner, in three lines."""
+        rows_per_step = self.per_device_batch_size * self.accumulation * self.world_size
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
+        of_rows = f": {self.num_train_epochs:g} epochs of {self.num_rows:,} rows" if self.num_rows is not None else ""
+        return [
+            f"Training for {self.max_steps:,} steps{of_rows}",
+            f"  {rows_per_step:,} rows a step = {self.per_device_batch_size} per device"
+            f" x {self.accumulation} accumulated x {processes}",
+            f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g} %)",
+        ]
+
+
+def progress_callback(options: ReportOptions, facts: RunFacts | None = None) -> TrainerCallback:
+    """What prints: the live line or its plain lines, or with ``disable_tqdm`` every log."""
+    return PrinterCallback(facts) if options.disable_tqdm else ProgressCallback(facts)
+
+
+class ProgressCallback(TrainerCallback):
+    """The live line in a terminal, few plain lines elsewhere; on the main process only."""
+
+    def __init__(self, facts: RunFacts | None = None, pace: Pace | None = None) -> None:
+        self.facts = facts
+        self.pace = pace or Pace()
+        self.seen = Seen()
+        self._is_training = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.pace.start(state.global_step, state.num_input_tokens_seen)
+        self.seen = Seen(state.global_step, state.max_steps)
+        self._train_lines = Thinned(TRAIN_LINES)
+        self._eval_lines = Thinned(EVAL_LINES)
+        self._stretch_has_begun = False
+        self._is_training = True
+        _print_facts(self.facts, state)
+        if console.is_terminal():
+            console.begin_live(_LiveLine(self.seen, self.pace))
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._is_training and not self._stretch_has_begun:
+            self._stretch_has_begun = True
+            self.pace.begin_stretch(state.num_input_tokens_seen)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.seen.step, self.seen.max_steps = state.global_step, state.max_steps
+        self.pace.end_step()
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.pace.leave_out()
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.seen.eval_batches += 1
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        if "train_runtime" in logs:
+            self.seen.summary = dict(logs)
+        elif "loss" in logs:
+            self._on_train_log(state, logs)
+
+    def _on_train_log(self, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        seen = self.seen
+        seen.step = state.global_step
+        seen.loss, seen.learning_rate = logs["loss"], logs.get("learning_rate", seen.learning_rate)
+        seen.tokens_per_second = self.pace.stretch_rate(state.num_input_tokens_seen)
+        self._stretch_has_begun = False
+        if not console.is_terminal() and self._train_lines.is_due(seen.step, seen.max_steps):
+            console.note(seen.plain_line(self.pace))
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.seen.eval_batches = 0
+        self.pace.leave_out()
+        if not state.is_world_process_zero or not metrics:
+            return
+        losses = _eval_losses(metrics)
+        if losses:
+            self.seen.eval_loss = next(iter(losses.values()))
+        if not self._is_training or self._eval_lines.is_due(state.global_step, state.max_steps):
+            console.note(_eval_line(state, losses or metrics))
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not self._is_training:
+            return
+        self._is_training = False
+        console.end_live()
+        for line in _closing(self.seen, state, self.pace):
+            console.note(line)
+
+
+class PrinterCallback(TrainerCallback):
+    """Every log as a line, as it comes; on the main process of each node."""
+
+    def __init__(self, facts: RunFacts | None = None) -> None:
+        self.facts = facts
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.is_local_process_zero:
+            _print_facts(self.facts, state)
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_local_process_zero or not logs:
+            return
+        words = (f"{k} {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in logs.items() if k != "total_flos")
+        console.note(f"step {state.global_step}/{state.max_steps}{_GAP}{_GAP.join(words)}")
+
+
+class Seen:
+    """The last numbers that were logged, as words. The live line is drawn from it, by a thread of its own."""
+
+    def __init__(self, step: int = 0, max_steps: int = 0) -> None:
+        self.step, self.max_steps = step, max_steps
+        self.loss: float | None = None
+        self.learning_rate: float | None = None
+        self.tokens_per_second: float | None = None
+        self.eval_loss: float | None = None
+        self.eval_batches = 0  # of the evaluation under way
+        self.summary: dict[str, float] = {}
+
+    @property
+    def share(self) -> float:
+        """Of the run that is done, in [0, 1]."""
+        return min(1.0, self.step / self.max_steps) if self.max_steps > 0 else 0.0
+
+    def words(self, pace: Pace) -> Iterator[tuple[str, str, str]]:
+        """Name, number and unit of each thing known, the most wanted first."""
+        yield "", f"{self.step:>{len(str(self.max_steps))}}/{self.max_steps}", ""
+        if self.loss is not None:
+            yield "loss ", short_loss(self.loss), ""
+        if self.eval_batches:
+            yield "evaluating ", f"batch {self.eval_batches}", ""
+        elif (left_s := pace.remaining_s(self.step, self.max_steps)) is not None and self.step < self.max_steps:
+            yield "", short_time(left_s), " left"
+        if self.learning_rate is not None:
+            yield "lr ", f"{self.learning_rate:.1e}", ""
+        if self.tokens_per_second:
+            yield "", short_number(self.tokens_per_second), " tok/s"
+        if self.eval_loss is not None:
+            yield _EVAL, short_loss(self.eval_loss), ""
+
+    def plain_line(self, pace: Pace) -> str:
+        """``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``; an evaluation has a line of its own."""
+        words = (name + number + unit for name, number, unit in self.words(pace) if name != _EVAL)
+        return f"step {_GAP.join(words)}"
+
+
+class Thinned:
+    """Lets through at most ``most`` events of a run, evenly spread, the first and the last among them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._passed = -1
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        mark = step * (self.most - 1) // max(max_steps, 1)
+        if mark <= self._passed:
+            return False
+        self._passed = mark
+        return True
+
+
+class _LiveLine:
+    """One line that fits the terminal: as many words as there is room for, and a bar in what is left."""
+
+    def __init__(self, seen: Seen, pace: Pace) -> None:
+        self.seen = seen
+        self.pace = pace
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield self.line(options.max_width, options.ascii_only)
+
+    def line(self, width: int, ascii_only: bool = False) -> Text:
+        from rich.text import Text
+
+        parts: list[Text] = []
+        left = width
+        for name, number, unit in self.seen.words(self.pace):
+            part = Text.assemble((name, "dim"), (number, "bold" if not parts else ""), (unit, "dim"))
+            needed = part.cell_len + (len(_GAP) if parts else 0)
+            if needed > left:
+                break
+            parts.append(part)
+            left -= needed
+        bar = self._bar(min(left - len(_GAP), _LONGEST_BAR), ascii_only)
+        return Text(_GAP, no_wrap=True, overflow="crop", end="").join([*bar, *parts])
+
+    def _bar(self, width: int, ascii_only: bool) -> list[Text]:
+        """Two kinds of line rather than two colours, so that it can be read without colour."""
+        from rich.text import Text
+
+        if width < _SHORTEST_BAR:
+            return []
+        done, to_do = ("#", "-") if ascii_only else ("━", "─")
+        filled = round(width * self.seen.share)
+        return [Text.assemble((done * filled, "green"), (to_do * (width - filled), "dim"))]
+
+
+def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
+    for line in facts.sentences() if facts else [f"Training for {state.max_steps:,} steps"]:
+        console.note(line)
+    if state.global_step:
+        console.note(f"  continued after step {state.global_step:,}")
+
+
+def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """``eval_loss``, or ``eval_<set>_loss`` of each set."""
+    return {name: value for name, value in metrics.items() if name.startswith("eval_") and name.endswith("_loss")}
+
+
+def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
+    words = (f"{name} {short_loss(value)}" for name, value in metrics.items() if isinstance(value, int | float))
+    return f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}{_GAP}{_GAP.join(words)}"
+
+
+def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
+    """How the run ended, in one or two lines."""
+    summary, tokens_per_second = seen.summary, pace.tokens_per_second(state.num_input_tokens_seen)
+    end = f"Trained {state.global_step:,} steps"
+    if state.global_step < state.max_steps:
+        end = f"Stopped after step {state.global_step:,} of {state.max_steps:,}"
+    words = [f"{end} in {short_time(summary.get('train_runtime', pace.elapsed_s))}"]
+    if "train_loss" in summary:
+        words.append(f"mean loss {short_loss(summary['train_loss'])}")
+    if seen.loss is not None:
+        words.append(f"last {short_loss(seen.loss)}")
+    if tokens_per_second > 0:
+        words.append(f"{short_number(tokens_per_second)} tokens/s")
+    yield ", ".join(words)
+    if state.best_metric is not None and state.best_global_step is not None:
+        yield f"Best evaluation: {short_loss(state.best_metric)} at step {state.best_global_step:,}"

@@ -1,0 +1,309 @@
+"""What a person sees of a run, in a terminal and elsewhere."""
+
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from burnish.core.errors import Problem
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.report import console
+from burnish.report.options import ReportOptions
+from burnish.report.pace import Pace, short_loss, short_number, short_time
+from burnish.report.progress import (
+    EVAL_LINES,
+    TRAIN_LINES,
+    PrinterCallback,
+    ProgressCallback,
+    RunFacts,
+    Thinned,
+    _LiveLine,
+    progress_callback,
+)
+
+FACTS = RunFacts(3200, 3.0, 4, 2, 1, 1200, 90_000, 9_000_000)
+
+
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def fake_run(callback, steps, log_every, eval_every=0, clock=None, first=0, state=None):
+    """The events of a run in the loop's order: a step takes 1 s and 100 tokens, an evaluation 10 s."""
+    clock = clock or Clock()
+    state = state or TrainerState(max_steps=steps, global_step=first)
+    control = TrainerControl()
+
+    def fire(event, **details):
+        getattr(callback, event)(SimpleNamespace(), state, control, **details)
+
+    fire("on_train_begin")
+    for step in range(first + 1, steps + 1):
+        fire("on_step_begin")
+        clock.now_s += 1
+        state.global_step = step
+        fire("on_step_end")
+        if step % log_every == 0:
+            state.num_input_tokens_seen += 100 * log_every
+            fire("on_log", logs={"loss": 4.0 / step, "learning_rate": 2e-4, "grad_norm": 1.0})
+        if eval_every and step % eval_every == 0:
+            clock.now_s += 10
+            fire("on_prediction_step")
+            fire("on_log", logs={"eval_loss": 3.0})
+            fire("on_evaluate", metrics={"eval_loss": 3.0, "eval_runtime": 10.0})
+    fire("on_log", logs={"train_runtime": float(steps), "train_loss": 1.5, "total_flos": 12})
+    fire("on_train_end")
+    return state
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 100])
+def test_a_log_file_gets_few_lines_however_often_a_run_logs(capsys, log_every):
+    fake_run(ProgressCallback(FACTS), 1000, log_every, eval_every=20)
+    lines = capsys.readouterr().out.splitlines()
+    train = [line for line in lines if " loss " in line and line.startswith("step")]
+    assert 5 <= len(train) <= TRAIN_LINES
+    assert len([line for line in lines if "eval_loss" in line]) == EVAL_LINES
+    assert len(lines) <= 30
+
+
+def test_a_plain_line_says_step_loss_time_left_rate_and_tokens_per_second(capsys):
+    clock = Clock()
+    fake_run(ProgressCallback(FACTS, Pace(clock)), 40, 10, clock=clock)
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 10/40  loss 0.4000  0:30 left  lr 2.0e-04  100 tok/s" in lines
+
+
+def test_the_last_step_is_among_the_lines(capsys):
+    fake_run(ProgressCallback(FACTS), 997, 1)
+    assert "step 997/997" in capsys.readouterr().out
+
+
+def test_a_run_begins_with_its_numbers_and_ends_with_a_summary(capsys):
+    fake_run(ProgressCallback(FACTS), 1200, 100)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "Training for 1,200 steps: 3 epochs of 3,200 rows",
+        "  8 rows a step = 4 per device x 2 accumulated x 1 process",
+        "  90,000 of 9,000,000 parameters are trained (1 %)",
+    ]
+    assert lines[-1].startswith("Trained 1,200 steps in 20:00, mean loss 1.5000, last 0.0033")
+
+
+def test_a_run_that_was_stopped_says_where(capsys):
+    callback = ProgressCallback()
+    state, control = TrainerState(max_steps=100), TrainerControl()
+    callback.on_train_begin(None, state, control)
+    state.global_step, state.best_metric, state.best_global_step = 40, 0.5, 20
+    callback.on_train_end(None, state, control)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "Stopped after step 40 of 100 in 0:00",
+        "Best evaluation: 0.5000 at step 20",
+    ]
+
+
+def test_a_continued_run_says_so_and_counts_its_own_steps_only(capsys):
+    clock = Clock()
+    fake_run(ProgressCallback(FACTS, Pace(clock)), 100, 10, clock=clock, first=50)
+    lines = capsys.readouterr().out.splitlines()
+    assert "  continued after step 50" in lines
+    assert any("step  60/100" in line and "0:40 left" in line for line in lines)
+
+
+def test_evaluations_do_not_slow_the_rate_down(capsys):
+    clock = Clock()
+    fake_run(ProgressCallback(FACTS, Pace(clock)), 60, 10, eval_every=15, clock=clock)
+    rates = re.findall(r"(\d+) tok/s", capsys.readouterr().out)
+    assert rates
+    assert set(rates) == {"100"}
+
+
+def test_other_processes_say_nothing(capsys):
+    fake_run(ProgressCallback(FACTS), 20, 1, state=TrainerState(max_steps=20, is_world_process_zero=False))
+    assert capsys.readouterr().out == ""
+
+
+def test_disable_tqdm_prints_every_log(capsys):
+    options = ReportOptions(disable_tqdm=True)
+    callback = progress_callback(options, FACTS)
+    assert isinstance(callback, PrinterCallback)
+    fake_run(callback, 200, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "grad_norm" in line]) == 200
+    assert isinstance(progress_callback(ReportOptions()), ProgressCallback)
+
+
+def test_thinning_lets_the_first_and_the_last_pass_and_spreads_the_rest():
+    thinned = Thinned(5)
+    passed = [step for step in range(1, 101) if thinned.is_due(step, 100)]
+    assert passed == [1, 25, 50, 75, 100]
+
+
+# --- the live line ----------------------------------------------------------------------------------------------------
+
+
+def live_line(step=523, max_steps=1200):
+    clock = Clock()
+    callback = ProgressCallback(pace=Pace(clock))
+    seen = callback.seen
+    seen.step, seen.max_steps = step, max_steps
+    seen.loss, seen.learning_rate, seen.tokens_per_second, seen.eval_loss = 0.43211, 1.8e-4, 12_345.0, 0.5123
+    clock.now_s += step
+    return _LiveLine(seen, callback.pace)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
+def test_the_live_line_fits_every_width(width):
+    text = live_line().line(width)
+    assert text.cell_len <= width
+    assert "523/1200" in text.plain
+    if width >= 80:
+        for word in ("loss 0.4321", "11:17 left", "lr 1.8e-04", "12.3k tok/s", "eval 0.5123"):
+            assert word in text.plain
+        assert "━" in text.plain
+
+
+def test_what_is_done_and_what_is_not_differ_without_colour():
+    plain = live_line(600, 1200).line(120).plain
+    assert plain.count("━") == plain.count("─") > 10
+
+
+def test_a_terminal_without_unicode_gets_a_bar_too():
+    file = io.StringIO()
+    Console(file=file, width=80, force_terminal=True, _environ={}).print(live_line().line(80, ascii_only=True))
+    assert "##" in file.getvalue()
+    assert file.getvalue().isascii()
+
+
+# Run in a terminal of its own: a child process that believes a person is looking.
+CHILD = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from test_report_progress import FACTS, ProgressCallback, fake_run
+from burnish.report import console
+class Slow(ProgressCallback):
+    def on_step_begin(self, *args, **kwargs):
+        time.sleep(0.03)
+        super().on_step_begin(*args, **kwargs)
+        if args[1].global_step == 5:
+            console.warn("said while the line is drawn")
+        if args[1].global_step == {fail}:
+            raise SystemExit("stopped")
+fake_run(Slow(FACTS), 20, 1, eval_every=10)
+"""
+
+
+def in_terminal(columns=80, fail=-1, **environment):
+    """What a terminal of that width receives."""
+    main, child = pty.openpty()
+    ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    source = str(Path(__file__).parents[1] / "src")
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(tests=str(Path(__file__).parent), fail=fail)],
+        stdin=child, stdout=child, stderr=child,
+        env={**kept, "PYTHONPATH": source, "TERM": "xterm-256color", **environment},
+    )  # fmt: skip
+    os.close(child)
+    received = b""
+    while True:
+        try:
+            chunk = os.read(main, 65536)
+        except OSError:  # Linux's way to say that the other side is closed
+            break
+        if not chunk:
+            break
+        received += chunk
+    process.wait()
+    os.close(main)
+    return received.decode()
+
+
+def test_a_terminal_gets_one_live_line_and_its_cursor_back():
+    shown = in_terminal()
+    assert "\x1b[?25l" in shown
+    assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1]
+    assert shown.count("/20") > 3  # drawn again and again
+    assert "Trained 20 steps" in shown
+    assert "\x1b[32m" in shown or "\x1b[92m" in shown  # the bar is green
+    assert "warning:" in shown
+    assert "said while the line is drawn" in shown
+    # What stays on the screen: the opening, the evaluations, the warning, the closing; no line per log.
+    assert shown.count("\n") < 20
+
+
+def test_no_color_leaves_no_colour():
+    shown = in_terminal(NO_COLOR="1")
+    assert not re.search(r"\x1b\[(\d;)?(3|9)\d", shown)
+    assert "━" in shown
+
+
+def test_a_run_that_fails_gives_the_cursor_back():
+    shown = in_terminal(fail=10)
+    assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1]
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_notes_go_to_output_and_what_is_wrong_to_error(capsys):
+    console.note("one")
+    console.warn("two")
+    console.problem(Problem("Three is wrong.", where="run.yaml, line 3", remedy="Write 3."))
+    captured = capsys.readouterr()
+    assert captured.out == "one\n"
+    assert captured.err == "warning: two\nerror: run.yaml, line 3: Three is wrong.\n  Write 3.\n"
+
+
+def test_words_with_brackets_are_printed_as_they_are(capsys, monkeypatch):
+    monkeypatch.setattr(console, "is_terminal", lambda stream=None: True)
+    console.problem('Received: [bold]["a", 1]')
+    assert '[bold]["a", 1]' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(873, "873"), (12_345, "12.3k"), (999_999, "1.00M"), (4_560_000, "4.56M"), (0.25, "0.2")]
+)
+def test_numbers_that_change_are_short(value, shown):
+    assert short_number(value) == shown
+
+
+def test_times_and_losses_are_as_long_as_they_have_to_be():
+    assert [short_time(s) for s in (5, 83, 7283, 273_600)] == ["0:05", "1:23", "2:01:23", "3 d 4 h"]
+    assert [short_loss(v) for v in (1.23456, 0.0000123)] == ["1.2346", "1.23e-05"]
+
+
+def test_log_levels_follow_the_process(monkeypatch):
+    import logging
+
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    monkeypatch.delenv("DATASETS_VERBOSITY", raising=False)
+    logger = logging.getLogger("burnish")
+    before = logger.level
+    options = ReportOptions(log_level="debug", log_level_replica="error")
+    try:
+        console.set_log_levels(options, is_main=True, is_node_main=True)
+        assert logger.level == logging.DEBUG
+        console.set_log_levels(options, is_main=False, is_node_main=False)
+        assert logger.level == logging.ERROR
+        console.set_log_levels(ReportOptions(), is_main=True, is_node_main=True)
+        assert logger.level == logging.ERROR  # passive leaves it
+    finally:
+        logger.setLevel(before)
+        os.environ.pop("TRANSFORMERS_VERBOSITY", None)
+        os.environ.pop("DATASETS_VERBOSITY", None)

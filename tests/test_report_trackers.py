@@ -1,0 +1,176 @@
+"""Trackers: names, missing libraries, and transformers' own callbacks on burnish's options."""
+
+import importlib.machinery
+import json
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+
+from burnish.core.checkpoint import CheckpointOptions
+from burnish.core.errors import UserError
+from burnish.core.events import CallbackHandler, FlowOptions
+from burnish.core.options import Given, build, union
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.report.options import ReportOptions, check_trackers, counts_tokens, tracker_notes
+from burnish.report.trackers import TRACKERS, tracker_callbacks, tracker_problems, wanted_trackers
+
+Options = union("Options", ReportOptions, CheckpointOptions, FlowOptions)
+
+
+def parsed(**given):
+    options, problems = build(Options, {name: Given(value) for name, value in given.items()})
+    assert not problems, problems
+    return options
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("none", []), ("", []), ("wandb, mlflow", ["wandb", "mlflow"]), (None, [])]
+)
+def test_report_to_is_a_list_of_names(given, wanted):
+    assert wanted_trackers(parsed(report_to=given).report_to) == wanted
+
+
+def test_an_unknown_tracker_gets_the_nearest_name():
+    (problem,) = check_trackers(parsed(report_to="wandbb"))
+    assert '"wandbb"' in problem.what
+    assert 'Did you mean "wandb"?' in problem.what
+    assert "tensorboard" in problem.remedy
+
+
+def test_a_tracker_that_is_not_installed_is_said_with_its_pip_line(monkeypatch):
+    monkeypatch.setattr("burnish.report.trackers.find_spec", lambda name: None)
+    (problem,) = check_trackers(parsed(report_to="wandb"))
+    assert "wandb needs the library wandb, which is not installed" in problem.what
+    assert "pip install wandb" in problem.remedy
+    assert len(str(problem).splitlines()) <= 4
+    with pytest.raises(UserError, match="not installed"):
+        tracker_callbacks("wandb")
+
+
+def test_all_that_is_wrong_is_said_at_once(monkeypatch):
+    monkeypatch.setattr("burnish.report.trackers.find_spec", lambda name: None)
+    assert len(tracker_problems(["wandbb", "mlflow", "swanlab"])) == 3
+
+
+def test_a_folder_that_bears_the_name_of_a_library_is_not_the_library(tmp_path, monkeypatch):
+    (tmp_path / "clearml").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "clearml", raising=False)
+    (problem,) = tracker_problems(["clearml"])
+    assert "not installed" in problem.what
+
+
+def test_the_names_are_those_that_transformers_knows():
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    assert set(TRACKERS) == set(INTEGRATION_TO_CALLBACK)
+
+
+def test_nothing_is_loaded_where_nobody_is_reported_to():
+    assert tracker_callbacks(None) == []
+    assert tracker_callbacks("none") == []
+
+
+def test_what_is_given_for_a_tracker_without_one_is_said():
+    assert tracker_notes(parsed(run_name="first")) == ['"run_name" has no effect: report_to names no tracker.']
+    assert tracker_notes(parsed(run_name="first", report_to="wandb")) == []
+    assert tracker_notes(parsed()) == []
+
+
+@pytest.mark.parametrize(("given", "counts"), [("no", False), ("true", True), ("all", True), (False, False)])
+def test_tokens_are_counted_into_the_logs_where_asked(given, counts):
+    assert counts_tokens(parsed(include_num_input_tokens_seen=given)) is counts
+
+
+def test_options_answer_a_tracker_without_their_secrets():
+    @dataclass
+    class More(ReportOptions):
+        hub_token: str = "secret"
+
+    options = More(run_name="first", report_to=["wandb"])
+    assert options.to_dict()["run_name"] == "first"
+    assert json.loads(options.to_json_string())["hub_token"] == "<HUB_TOKEN>"
+    assert options.to_sanitized_dict()["report_to"] == "['wandb']"
+    assert "secret" not in str(options.to_sanitized_dict())
+
+
+# --- transformers' callbacks, unchanged -------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands in for a tracking library: remembers what it was told."""
+
+    def __init__(self):
+        self.logged, self.config, self.run = [], {}, None
+
+    def module(self, name):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin="here")
+        return module
+
+
+def fire_a_run(callbacks, options):
+    state, control = TrainerState(max_steps=2), TrainerControl()
+    handler = CallbackHandler(callbacks, options, state, control, model=None)
+    handler.fire("on_init_end")
+    handler.fire("on_train_begin")
+    state.global_step = 1
+    handler.fire("on_log", logs={"loss": 1.5, "learning_rate": 0.1})
+    handler.fire("on_log", logs={"eval_loss": 1.0})
+    handler.fire("on_evaluate", metrics={"eval_loss": 1.0})
+    handler.fire("on_save")
+    handler.fire("on_train_end")
+
+
+def test_the_tensorboard_callback_of_transformers_runs_on_these_options(tmp_path, monkeypatch):
+    recorder = Recorder()
+
+    class SummaryWriter:
+        def __init__(self, log_dir):
+            recorder.run = log_dir
+
+        def add_text(self, tag, text, step=0):
+            recorder.config[tag] = text
+
+        def add_scalar(self, tag, value, step):
+            recorder.logged.append((tag, value, step))
+
+        def flush(self): ...
+        def close(self): ...
+
+    fake = recorder.module("tensorboardX")
+    fake.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    options = parsed(report_to="tensorboard", output_dir=str(tmp_path), logging_dir=str(tmp_path / "tb"))
+    fire_a_run(tracker_callbacks(options.report_to, options.logging_dir), options)
+    assert recorder.run == str(tmp_path / "tb")
+    assert json.loads(recorder.config["args"])["output_dir"] == str(tmp_path)
+    assert recorder.logged == [("train/loss", 1.5, 1), ("train/learning_rate", 0.1, 1), ("eval/loss", 1.0, 1)]
+
+
+def test_the_trackio_callback_of_transformers_runs_on_these_options(tmp_path, monkeypatch):
+    """It reads more of the options than any other: project, run name, Space, bucket, privacy."""
+    recorder = Recorder()
+
+    class Config(dict):
+        def update(self, values, allow_val_change):
+            super().update(values)
+
+    fake = recorder.module("trackio")
+    fake.__version__ = "1.0.0"
+    fake.config = Config()
+    fake.init = lambda **given: setattr(recorder, "run", given)
+    fake.log = recorder.logged.append
+    fake.finish = lambda: recorder.logged.append("finished")
+    fake.context_vars = types.SimpleNamespace(current_space_id=types.SimpleNamespace(get=lambda: None))
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    options = parsed(report_to="trackio", output_dir=str(tmp_path), run_name="first", project="burnish")
+    fire_a_run(tracker_callbacks(options.report_to), options)
+    assert recorder.run["project"] == "burnish"
+    assert recorder.run["name"] == "first"
+    assert fake.config["output_dir"] == str(tmp_path)
+    assert recorder.logged[0] == {"train/loss": 1.5, "train/learning_rate": 0.1, "train/global_step": 1}
+    assert recorder.logged[-1] == "finished"
