@@ -1,0 +1,215 @@
+"""The model card: ``README.md`` beside the weights, which says what they are and how to load them.
+
+In: what the app knows of the run (``CardFacts``). Out: markdown under a YAML header that the Hugging Face hub accepts
+(https://huggingface.co/docs/hub/model-cards). Nothing is claimed that is not known: no licence unless it is given, no
+base model or data set by a name that exists on one machine only, no local folder, no secret.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import burnish
+from burnish.report.options import is_secret
+from burnish.report.results import write_whole
+
+CARD_NAME = "README.md"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LOCAL_OPTIONS = {"output_dir", "dataset_dir", "cache_dir", "resume_from_checkpoint", "logging_dir", "config_name"}
+"""Options that name a place on one machine and say nothing about the model."""
+_YAML_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
+_STAGES = {"sft": "supervised fine-tuning", "pt": "continued pretraining"}
+_PRODUCTS = {"full": "A model", "freeze": "A model", "lora": "A LoRA adapter"}
+_FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says.
+
+    Args:
+        name: of the model: the last part of ``output_dir``.
+        base_model: ``model_name_or_path`` as given; "" when trained from scratch.
+        datasets: names or files as given.
+        stage: "sft" or "pt".
+        method: ``finetuning_type``.
+        options: those that are not at their default.
+        results: the final metrics.
+        tally: a sentence per reason why rows were dropped or cut.
+        has_chat_template: whether the saved tokenizer renders conversations.
+        picture: file name of a picture beside the card.
+        license: of the weights, where it is known.
+    """
+
+    name: str
+    base_model: str
+    datasets: Sequence[str]
+    stage: str
+    method: str
+    trainable_parameters: int
+    all_parameters: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, float] = field(default_factory=dict)
+    tally: Sequence[str] = ()
+    has_chat_template: bool = True
+    picture: str = ""
+    license: str = ""
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.method not in ("full", "freeze")
+
+
+def write_card(folder: str | Path, facts: CardFacts) -> Path:
+    path = Path(folder) / CARD_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, card_text(facts))
+    return path
+
+
+def card_text(facts: CardFacts) -> str:
+    """The whole card."""
+    sections = [_opening(facts), _use(facts), _training(facts), _results(facts), _rows(facts), _versions()]
+    return _header(facts) + "\n" + "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _header(facts: CardFacts) -> str:
+    """The YAML that the hub reads. A JSON text is a YAML text, so quoting is JSON's."""
+    on_hub = is_hub_id(facts.base_model)
+    entries: dict[str, Any] = {
+        "library_name": "peft" if facts.is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "license": facts.license,
+        "base_model": facts.base_model if on_hub else "",
+        "base_model_relation": ("adapter" if facts.is_adapter else "finetune") if on_hub else "",
+        "datasets": [name for name in facts.datasets if is_hub_id(name)],
+        "tags": list(dict.fromkeys(["burnish", facts.stage, facts.method])),
+    }
+    lines = [line for name, value in entries.items() if value for line in _yaml(name, value)]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _yaml(name: str, value: str | list[str]) -> Iterator[str]:
+    if isinstance(value, list):
+        yield f"{name}:"
+        yield from (f"- {_yaml_text(item)}" for item in value)
+    else:
+        yield f"{name}: {_yaml_text(value)}"
+
+
+def _yaml_text(value: Any) -> str:
+    """Plain where YAML reads it back as the same text, quoted elsewhere."""
+    text = str(value)
+    is_plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) and text.lower() not in _YAML_WORDS
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
+def is_hub_id(name: str) -> bool:
+    """``owner/name``, and no file or folder of this machine."""
+    return bool(_HUB_ID.fullmatch(name)) and not name.endswith(_FILE_ENDINGS) and not Path(name).exists()
+
+
+def _opening(facts: CardFacts) -> str:
+    product = _PRODUCTS.get(facts.method, "An adapter")
+    relation = "for" if facts.is_adapter else "made from"
+    origin = f"{relation} {_shown(facts.base_model)}" if facts.base_model else "that began with random weights"
+    share = 100 * facts.trainable_parameters / max(facts.all_parameters, 1)
+    lines = [
+        f"# {facts.name}",
+        f"{product} {origin}, by {_STAGES.get(facts.stage, facts.stage)} on {_listed(facts.datasets)}. "
+        f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g} %).",
+    ]
+    if facts.picture:
+        lines.append(f"![The loss of each step]({facts.picture})")
+    return "\n\n".join(lines)
+
+
+def _shown(name: str) -> str:
+    """A hub id as a link's text, and of a local path its last part, which says what it is and not where."""
+    return f"`{name}`" if is_hub_id(name) else f"`{Path(name).name or name}`"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if not names:
+        return "data that was not named"
+    *others, last = [_shown(name) for name in names]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _use(facts: CardFacts) -> str:
+    kind = "AutoPeftModelForCausalLM" if facts.is_adapter else "AutoModelForCausalLM"
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if facts.is_adapter:
+        imports = [f"from peft import {kind}", "from transformers import AutoTokenizer"]
+    load = [
+        f'folder = "{facts.name}"  # where this file lies, or its name on the hub',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"model = {kind}.from_pretrained(folder)",
+    ]
+    code = [*imports, "", *load, "", *_generate(facts.stage == "sft" and facts.has_chat_template)]
+    return "\n".join(["## How to use it", "", "```python", *code, "```"])
+
+
+def _generate(is_chat: bool) -> list[str]:
+    inputs = (
+        [
+            'messages = [{"role": "user", "content": "Hello"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
+            ")",
+        ]
+        if is_chat
+        else ['inputs = tokenizer("Once upon a time", return_tensors="pt")']
+    )
+    return [
+        *inputs,
+        "answer = model.generate(**inputs, max_new_tokens=100)",
+        'print(tokenizer.decode(answer[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+
+
+def _training(facts: CardFacts) -> str:
+    """The options of the run, as a YAML file that ``burnish train`` takes."""
+    shown = {k: v for k, v in facts.options.items() if k not in _LOCAL_OPTIONS and not is_secret(k)}
+    if not shown:
+        return ""
+    opening = ["## How it was trained", "", "Every option that was not at its default:", ""]
+    return "\n".join([*opening, "```yaml", *(f"{name}: {_yaml_value(value)}" for name, value in shown.items()), "```"])
+
+
+def _yaml_value(value: Any) -> str:
+    value = _without_folders(value)
+    return _yaml_text(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _without_folders(value: Any) -> Any:
+    """An absolute path is cut to its last part: where it lay is nobody else's business."""
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~/")) else value
+
+
+def _results(facts: CardFacts) -> str:
+    rows = [f"| {name} | {_number(value)} |" for name, value in facts.results.items()]
+    return "\n".join(["## Results", "", "| metric | value |", "|---|---|", *rows]) if rows else ""
+
+
+def _number(value: Any) -> str:
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1e6 else f"{value:,.0f}"
+
+
+def _rows(facts: CardFacts) -> str:
+    lines = [f"- {sentence}" for sentence in facts.tally]
+    return "\n".join(["## What happened to the data", "", *lines]) if lines else ""
+
+
+def _versions() -> str:
+    return f"Made with burnish {burnish.__version__}."

@@ -1,0 +1,127 @@
+"""Pictures of a run: ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``.
+
+In: the log history. Out: PNG files beside the model, one per metric that was logged. matplotlib is loaded when the
+first picture is drawn, and draws without a screen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BLUE, _GREY = "#1f6fb4", "#5f6b76"
+_COLOURS = (_BLUE, "#d1603d", "#3d8f5f", "#8a5fb0", "#b08a1f", _GREY)
+_INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The values of one metric and the steps at which they were logged."""
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title: str = "") -> list[Path]:
+    """Draw what ``history`` (``state.log_history``) holds.
+
+    Args:
+        title: what was trained, for the top of each picture.
+    Returns:
+        the files written; none where nothing was logged.
+    """
+    pictures = (
+        ("training_loss.png", "training loss", curves(history, ["loss"]), True),
+        ("training_eval_loss.png", "evaluation loss", curves(history, _eval_names(history, "loss")), False),
+        ("training_eval_accuracy.png", "evaluation accuracy", curves(history, _eval_names(history, "accuracy")), False),
+    )
+    return [
+        _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in pictures if found
+    ]
+
+
+def curves(history: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[Curve]:
+    """The metrics of these names that were logged. A value that is not finite leaves a gap."""
+    found = []
+    for name in names:
+        points = [(row["step"], float(row[name])) for row in history if name in row]
+        if points:
+            steps, values = zip(*points, strict=True)
+            found.append(Curve(name, steps, tuple(v if math.isfinite(v) else math.nan for v in values)))
+    return found
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The exponential moving average of ``values``, the heavier the more of them there are.
+
+    s_0 = x_0, s_t = w s_(t-1) + (1 - w) x_t, with w = 1.8 (sigmoid(n / 20) - 1/2) for n values: 0 for few, 0.9 for
+    hundreds. The average is TensorBoard's, the weight LLaMA-Factory's (``extras/ploting.py``), so that pictures of the
+    two can be laid side by side. A gap stays a gap and does not end the average.
+    """
+    weight = 1.8 * (1 / (1 + math.exp(-len(values) / 20)) - 0.5)
+    averages: list[float] = []
+    last = math.nan
+    for value in values:
+        if not math.isnan(value):
+            last = value if math.isnan(last) else weight * last + (1 - weight) * value
+        averages.append(math.nan if math.isnan(value) else last)
+    return averages
+
+
+def _eval_names(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
+    """``eval_loss``, or ``eval_<set>_loss`` of each evaluation set, in the order in which they were first logged."""
+    names = dict.fromkeys(name for row in history for name in row)
+    return [name for name in names if name.startswith("eval_") and name.endswith(f"_{metric}")]
+
+
+def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: bool) -> Path:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # The figure is made without pyplot, which keeps a global list of figures and chooses a backend for the process.
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for curve, colour in zip(found, _COLOURS * (1 + len(found) // len(_COLOURS)), strict=False):
+        if is_noisy:
+            _draw_noisy(axes, curve, colour)
+        else:
+            axes.plot(curve.steps, curve.values, color=colour, marker="o", markersize=4, label=_set_name(curve.name))
+    _dress(axes, label, title, has_legend=is_noisy or len(found) > 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": "burnish"})
+    return path
+
+
+def _draw_noisy(axes: Axes, curve: Curve, colour: str) -> None:
+    marker = "o" if len(curve.values) == 1 else ""
+    axes.plot(curve.steps, curve.values, color=colour, alpha=0.35, linewidth=1, marker=marker, label="original")
+    axes.plot(curve.steps, smoothed(curve.values), color=colour, linewidth=1.8, label="smoothed")
+
+
+def _set_name(name: str) -> str:
+    """``eval_news_loss`` is the curve of the set "news"."""
+    return "_".join(name.split("_")[1:-1]) or name
+
+
+def _dress(axes: Axes, label: str, title: str, has_legend: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(f"{title}: {label}" if title else label, loc="left", fontsize=11, color="#22272b")
+    axes.set_xlabel("step", color=_GREY)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(True, color="#e3e7ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_GREY, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#c4cbd1")
+    if has_legend:
+        axes.legend(frameon=False)

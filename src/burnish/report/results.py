@@ -1,0 +1,120 @@
+"""The numbers that a run leaves: ``train_results.json``, ``eval_results.json``, ``all_results.json``,
+``trainer_state.json``; and the words and figures made from them.
+
+Names of files and keys are transformers' (``Trainer.save_metrics``, ``speed_metrics``, ``floating_point_ops``).
+"""
+
+# D parameters without embeddings
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.core.state import STATE_NAME
+from burnish.report.pace import clock_time
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from burnish.core.state import TrainerState
+
+ALL_RESULTS = "all_results.json"
+
+
+def save_metrics(split: str, metrics: Mapping[str, Any], folder: str | Path, combined: bool = True) -> Path:
+    """Write ``<split>_results.json`` and, where ``combined``, merge the metrics into ``all_results.json``.
+
+    Args:
+        split: "train", "eval", "test" or "predict".
+    Returns:
+        the file of the split.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{split}_results.json"
+    _write_json(path, metrics)
+    if combined:
+        together = folder / ALL_RESULTS
+        before = json.loads(together.read_text(encoding="utf-8")) if together.is_file() else {}
+        _write_json(together, {**before, **metrics})
+    return path
+
+
+def save_state(state: TrainerState, folder: str | Path) -> Path:
+    """Write ``trainer_state.json``: where the run stands and all that it logged."""
+    path = Path(folder) / STATE_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state.save_to_json(str(path))
+    return path
+
+
+def speed_metrics(
+    split: str, start_time: float, num_samples: float | None = None, num_steps: float | None = None,
+    num_tokens: float | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """The runtime since ``start_time`` (of ``time.time()``) in s, and what was done per second."""
+    runtime_s = time.time() - start_time
+    metrics = {f"{split}_runtime": round(runtime_s, 4)}
+    done = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
+    if runtime_s > 0:
+        metrics |= {f"{split}_{k}_per_second": round(n / runtime_s, 3) for k, n in done.items() if n is not None}
+    return metrics
+
+
+def format_metrics(split: str, metrics: Mapping[str, Any]) -> str:
+    """The metrics as a block of aligned lines under a headline, sorted by name."""
+    words = {name: _word(name, value) for name, value in sorted(metrics.items())}
+    names, values = max(map(len, words), default=0), max(map(len, words.values()), default=0)
+    lines = [f"  {name:<{names}} = {word:>{values}}" for name, word in words.items()]
+    return "\n".join([f"***** {split} metrics *****", *lines])
+
+
+def floating_point_ops(model: nn.Module, num_tokens: int) -> int:
+    """Operations of forward and backward over ``num_tokens``: 6 N D.
+
+    Source: Kaplan et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2001.08361: 2 D for the forward pass
+    of one token, twice as much for the backward pass, attention's own products left out.
+    """
+    return 6 * num_tokens * parameters_without_embeddings(model)
+
+
+def parameters_without_embeddings(model: nn.Module) -> int:
+    """D. An output layer that shares the embedding's weight is the embedding."""
+    from torch import nn
+
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(_numel(parameter) for parameter in model.parameters() if id(parameter) not in embeddings)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    # bitsandbytes packs two 4-bit weights into each byte of its storage.
+    packed = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
+    return parameter.numel() * packed
+
+
+def _word(name: str, value: Any) -> str:
+    if name.endswith("_runtime"):
+        return clock_time(value)
+    if name == "total_flos":
+        return f"{value / 1e9:,.0f} GF"
+    return f"{value:.4f}" if isinstance(value, float) else f"{value}"
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(data, indent=4, sort_keys=True) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it holds the old text or the new one and never a part, even if the disk fills up."""
+    temporary = path.with_name(f".{path.name}.incomplete")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

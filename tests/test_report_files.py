@@ -1,0 +1,334 @@
+"""What files a run leaves: the log, the results, the pictures, the card."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.report.card import CardFacts, card_text, is_hub_id, write_card
+from burnish.report.jsonl import JsonlCallback
+from burnish.report.pace import Pace
+from burnish.report.plots import curves, plot_history, smoothed
+from burnish.report.results import (
+    floating_point_ops,
+    format_metrics,
+    save_metrics,
+    save_state,
+    speed_metrics,
+)
+
+# --- trainer_log.jsonl ------------------------------------------------------------------------------------------------
+
+
+def steps(folder, first, last, max_steps=10, ends=True):
+    """Train from ``first`` to ``last``, a log per step, an evaluation at every fourth."""
+    clock = SimpleNamespace(now_s=0.0)
+    callback = JsonlCallback(folder, Pace(lambda: clock.now_s))
+    state, control = TrainerState(global_step=first, max_steps=max_steps), TrainerControl()
+    state.num_input_tokens_seen = first * 50
+    callback.on_train_begin(None, state, control)
+    for step in range(first + 1, last + 1):
+        clock.now_s += 2
+        state.global_step, state.epoch = step, step / 5
+        state.num_input_tokens_seen += 50
+        callback.on_log(None, state, control, logs={"loss": 1 / step, "learning_rate": 0.1, "epoch": step / 5})
+        if step % 4 == 0:
+            callback.on_log(None, state, control, logs={"eval_loss": 2 / step, "eval_runtime": 1.0, "epoch": step / 5})
+    if ends:
+        callback.on_log(None, state, control, logs={"train_runtime": 1.0, "train_loss": 0.5})
+        callback.on_train_end(None, state, control)
+    return callback
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "trainer_log.jsonl").read_text().splitlines()]
+
+
+def test_a_row_has_the_keys_and_numbers_that_llama_factory_writes(tmp_path):
+    steps(tmp_path, 0, 4)
+    first, evaluation = rows(tmp_path)[0], rows(tmp_path)[4]
+    assert first == {
+        "current_steps": 1, "total_steps": 10, "loss": 1.0, "lr": 0.1, "epoch": 0.2, "percentage": 10.0,
+        "elapsed_time": "0:00:02", "remaining_time": "0:00:18", "throughput": 25.0, "total_tokens": 50,
+    }  # fmt: skip
+    assert evaluation["eval_loss"] == 0.5
+    assert "loss" not in evaluation
+    assert "lr" not in evaluation
+
+
+def test_a_continued_run_has_every_step_once(tmp_path):
+    steps(tmp_path, 0, 7, ends=False)  # killed after step 7; the last checkpoint is of step 4
+    steps(tmp_path, 4, 10)
+    trained = [row["current_steps"] for row in rows(tmp_path) if "loss" in row]
+    assert trained == list(range(1, 11))
+    assert [row["current_steps"] for row in rows(tmp_path) if "eval_loss" in row] == [4, 8]
+
+
+def test_a_continued_run_drops_the_closing_row_of_the_part_before(tmp_path):
+    steps(tmp_path, 0, 4)
+    steps(tmp_path, 4, 10)
+    assert [row["current_steps"] for row in rows(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
+
+
+def test_a_row_that_was_torn_by_a_kill_does_not_stop_a_continuation(tmp_path):
+    steps(tmp_path, 0, 4, ends=False)
+    with (tmp_path / "trainer_log.jsonl").open("a") as file:
+        file.write('{"current_steps": 5, "lo')
+    steps(tmp_path, 4, 6)
+    assert [row["current_steps"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_new_run_starts_a_new_log(tmp_path):
+    steps(tmp_path, 0, 8)
+    steps(tmp_path, 0, 2)
+    assert len([row for row in rows(tmp_path) if "loss" in row]) == 2
+
+
+def test_an_evaluation_after_training_is_not_a_row_of_the_training(tmp_path):
+    callback = steps(tmp_path, 0, 4)
+    before = rows(tmp_path)
+    callback.on_log(None, TrainerState(global_step=4, max_steps=4), TrainerControl(), logs={"eval_loss": 1.0})
+    assert rows(tmp_path) == before
+
+
+def test_only_the_main_process_writes_the_log(tmp_path):
+    callback = JsonlCallback(tmp_path)
+    state = TrainerState(max_steps=2, is_world_process_zero=False)
+    callback.on_train_begin(None, state, TrainerControl())
+    callback.on_log(None, state, TrainerControl(), logs={"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_named_evaluation_sets_have_rows_of_their_own_names(tmp_path):
+    callback = steps(tmp_path, 0, 1, ends=False)
+    callback.on_log(None, TrainerState(global_step=1, max_steps=4), TrainerControl(), logs={"eval_news_loss": 1.5})
+    assert rows(tmp_path)[-1]["eval_news_loss"] == 1.5
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_each_split_have_a_file_and_all_of_them_one(tmp_path):
+    save_metrics("train", {"train_loss": 1.5, "epoch": 3.0}, tmp_path)
+    save_metrics("eval", {"eval_loss": 1.2, "epoch": 3.0}, tmp_path)
+    assert json.loads((tmp_path / "train_results.json").read_text()) == {"epoch": 3.0, "train_loss": 1.5}
+    assert json.loads((tmp_path / "eval_results.json").read_text()) == {"epoch": 3.0, "eval_loss": 1.2}
+    everything = (tmp_path / "all_results.json").read_text()
+    assert json.loads(everything) == {"train_loss": 1.5, "eval_loss": 1.2, "epoch": 3.0}
+    assert everything.index("epoch") < everything.index("eval_loss") < everything.index("train_loss")
+
+
+def test_a_full_disk_leaves_the_results_of_before(tmp_path, monkeypatch):
+    save_metrics("train", {"train_loss": 1.5}, tmp_path)
+    full = OSError(28, "No space left on device")
+
+    def write_text(self, text, encoding):
+        raise full
+
+    monkeypatch.setattr("pathlib.Path.write_text", write_text)
+    with pytest.raises(OSError, match="No space"):
+        save_metrics("train", {"train_loss": 9.0}, tmp_path)
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "train_results.json").read_text()) == {"train_loss": 1.5}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all_results.json", "train_results.json"]
+
+
+def test_the_state_is_saved_as_transformers_reads_it(tmp_path):
+    save_state(TrainerState(global_step=3, log_history=[{"loss": 1.0, "step": 3}]), tmp_path)
+    text = (tmp_path / "trainer_state.json").read_text()
+    assert text.endswith("}\n")
+    from transformers import TrainerState as Theirs
+
+    assert Theirs.load_from_json(str(tmp_path / "trainer_state.json")).log_history == [{"loss": 1.0, "step": 3}]
+
+
+def test_speed_metrics_are_those_of_transformers(monkeypatch):
+    from transformers.trainer_utils import speed_metrics as theirs
+
+    monkeypatch.setattr("time.time", lambda: 110.0)
+    given = {"num_samples": 30, "num_steps": 7, "num_tokens": 12345}
+    assert speed_metrics("train", 100.0, **given) == theirs("train", 100.0, **given)
+    assert speed_metrics("eval", 110.0, **given) == {"eval_runtime": 0.0}
+
+
+def test_metrics_are_shown_in_aligned_lines():
+    shown = format_metrics("train", {"train_runtime": 83.2, "train_loss": 1.5, "total_flos": 2e12})
+    assert shown.splitlines() == [
+        "***** train metrics *****",
+        "  total_flos    = 2,000 GF",
+        "  train_loss    =   1.5000",
+        "  train_runtime =  0:01:23",
+    ]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_floating_point_operations_are_those_that_transformers_counts(tied):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    assert floating_point_ops(model, 100) == 600 * model.num_parameters(exclude_embeddings=True)
+
+
+def test_a_module_without_embeddings_counts_whole():
+    assert floating_point_ops(nn.Linear(3, 4), 1) == 6 * 16
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+HISTORY = [
+    *({"loss": 3 * math.exp(-s / 50), "step": s} for s in range(1, 101)),
+    *({"eval_loss": 3.0 - s / 100, "eval_accuracy": s / 100, "step": s} for s in (50, 100)),
+    {"train_loss": 1.0, "step": 100},
+]
+
+
+def test_pictures_are_drawn_of_what_was_logged_and_of_nothing_else(tmp_path):
+    from matplotlib.image import imread
+
+    drawn = plot_history(HISTORY, tmp_path)
+    assert [path.name for path in drawn] == [
+        "training_loss.png", "training_eval_loss.png", "training_eval_accuracy.png",
+    ]  # fmt: skip
+    picture = imread(drawn[0])
+    assert picture.shape[0] > 400
+    assert picture.shape[1] > 800
+    assert picture[..., :3].std() > 0.02  # something is drawn
+    assert plot_history([{"train_loss": 1.0, "step": 1}], tmp_path / "none") == []
+
+
+def test_the_average_is_the_one_of_llama_factory():
+    """Reference values: an exponential average with w = 1.8 (1 / (1 + e^(-n / 20)) - 1/2), worked by hand for n = 4."""
+    weight = 1.8 * (1 / (1 + math.exp(-0.2)) - 0.5)
+    expected = [4.0, 4.0 * weight + 2.0 * (1 - weight)]
+    expected.append(expected[-1] * weight + 3.0 * (1 - weight))
+    expected.append(expected[-1] * weight + 1.0 * (1 - weight))
+    assert smoothed([4.0, 2.0, 3.0, 1.0]) == pytest.approx(expected, rel=1e-12)
+    assert smoothed([]) == []
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap_and_the_average_goes_on():
+    history = [{"loss": 1.0, "step": 1}, {"loss": math.inf, "step": 2}, {"loss": 1.0, "step": 3}]
+    (curve,) = curves(history, ["loss"])
+    assert math.isnan(curve.values[1])
+    averages = smoothed(curve.values)
+    assert math.isnan(averages[1])
+    assert averages[2] == 1.0
+
+
+def test_drawing_changes_no_backend_and_keeps_no_figure(tmp_path):
+    import matplotlib
+
+    before = matplotlib.rcParams._get_backend_or_none()
+    plot_history(HISTORY, tmp_path)
+    assert matplotlib.rcParams._get_backend_or_none() == before
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
+
+
+def facts(**changes):
+    known = {
+        "name": "first", "base_model": "Qwen/Qwen2-0.5B", "datasets": ["tatsu-lab/alpaca", "data/mine.json"],
+        "stage": "sft", "method": "lora", "trainable_parameters": 1000, "all_parameters": 100_000,
+        "options": {"learning_rate": 1e-4, "output_dir": "/home/me/out", "hub_token": "secret",
+                    "model_name_or_path": "/home/me/models/Qwen2-0.5B", "note": "a: b"},
+        "results": {"eval_loss": 1.25}, "tally": ["dropped: no answer: 2 of 10 rows (mine.json: 3, 4)"],
+    }  # fmt: skip
+    return CardFacts(**{**known, **changes})
+
+
+def header(text):
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_the_header_is_what_the_hub_reads(tmp_path):
+    from huggingface_hub import ModelCard
+
+    path = write_card(tmp_path, facts())
+    data = ModelCard.load(path).data
+    assert data.base_model == "Qwen/Qwen2-0.5B"
+    assert data.library_name == "peft"
+    assert data.datasets == ["tatsu-lab/alpaca"]
+    assert data.tags == ["burnish", "sft", "lora"]
+    assert data.license is None
+
+
+def test_a_licence_is_named_only_where_it_is_known():
+    assert "license" not in header(card_text(facts()))
+    assert header(card_text(facts(license="apache-2.0")))["license"] == "apache-2.0"
+
+
+def test_names_that_exist_on_one_machine_only_are_not_given_to_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("owner/mine")
+    assert not is_hub_id("models/mine")
+    read = header(card_text(facts(base_model="models/mine", datasets=["a.json"])))
+    assert "base_model" not in read
+    assert "datasets" not in read
+
+
+def test_a_card_tells_no_secret_and_no_folder():
+    text = card_text(facts())
+    assert "/home/me" not in text
+    assert "secret" not in text
+    assert "hub_token" not in text
+    assert "model_name_or_path: Qwen2-0.5B" in text
+
+
+def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
+    text = card_text(facts())
+    assert (
+        "A LoRA adapter for `Qwen/Qwen2-0.5B`, by supervised fine-tuning on `tatsu-lab/alpaca` and `mine.json`" in text
+    )
+    assert "1,000 of 100,000 parameters were trained (1 %)" in text
+    assert "| eval_loss | 1.25 |" in text
+    assert "dropped: no answer: 2 of 10 rows" in text
+    block = text.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(block)["note"] == "a: b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "loader"),
+    [({"method": "lora"}, "AutoPeftModelForCausalLM"), ({"method": "full"}, "AutoModelForCausalLM")],
+)
+def test_the_code_on_the_card_loads_the_model(changes, loader):
+    code = card_text(facts(**changes)).split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert f"{loader}.from_pretrained(folder)" in code
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt"])
+def test_the_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["Hello", "Once", "upon", "a", "time", "<unk>"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=6, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=256, eos_token_id=None,
+    )  # fmt: skip
+    folder = tmp_path / "first"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_card(folder, facts(method="full", stage=stage))
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "card", "exec"), {})
+    said = capsys.readouterr().out.split()
+    assert len(said) > 10
+    assert set(said) <= set(words)
