@@ -1,0 +1,117 @@
+"""Stop a run whose evaluations no longer get better.
+
+Meaning and names are transformers' ``EarlyStoppingCallback``; the option is LLaMA-Factory's: after
+``early_stopping_steps`` evaluations in a row that are not better than the best so far by more than
+``early_stopping_threshold``, training stops. What "best" means is said by ``metric_for_best_model`` and
+``greater_is_better``. The count is part of a checkpoint, so a run that goes on stops where the other would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.events import TrainerCallback
+from burnish.core.options import option, raise_if
+from burnish.core.state import TrainerControl, TrainerState
+
+
+@dataclass
+class EarlyStoppingOptions:
+    """When a run stops by itself."""
+
+    early_stopping_steps: int | None = option(
+        None, "Stop after this many evaluations in a row without improvement.", unit="evaluations", ge=1
+    )
+    early_stopping_threshold: float = option(0.0, "An improvement must be larger than this to count.", ge=0)
+
+
+def check_early_stopping(options: Any) -> list[Problem]:
+    return [] if options.early_stopping_steps is None else _what_is_missing(options)
+
+
+def _what_is_missing(options: Any) -> list[Problem]:
+    """Without evaluations, or a metric to judge them by, a run would never stop early."""
+    problems = []
+    if options.eval_strategy == "no":
+        problems.append(
+            Problem(
+                "Early stopping needs evaluations to judge by, and eval_strategy is no.",
+                remedy="Set eval_strategy: steps and an evaluation set, or leave early_stopping_steps out.",
+            )
+        )
+    if not (options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == "best"):
+        problems.append(
+            Problem(
+                "Early stopping needs to know which evaluation is the best, and metric_for_best_model is not given.",
+                remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true.",
+            )
+        )
+    return problems
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Counts evaluations without improvement.
+
+    Args:
+        early_stopping_patience: evaluations without improvement that are waited for.
+        early_stopping_threshold: how much better an evaluation must be.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_patience_counter = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        raise_if(_what_is_missing(args))
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """``state.best_metric`` is still that of the evaluations before this one."""
+        name, metrics = metric_name(args), metrics or {}
+        if name not in metrics:
+            guess = did_you_mean(name, metrics)
+            raise UserError(
+                Problem(
+                    f'metric_for_best_model "{name}" is not among the metrics of the evaluation.{guess}',
+                    remedy=f"Known: {', '.join(sorted(metrics))}.",
+                )
+            )
+        if self._is_improvement(metrics[name], state.best_metric, is_higher_better(args)):
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def _is_improvement(self, value: float, best: float | None, higher: bool) -> bool:
+        if best is None:
+            return True
+        gain = value - best if higher else best - value  # NaN is never a gain
+        return gain > self.early_stopping_threshold
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, in the form of transformers' ``ExportableState``."""
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }
+
+
+def metric_name(options: Any) -> str:
+    """The metric that decides which evaluation is the best, as evaluations call it."""
+    name: str = options.metric_for_best_model or "loss"
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def is_higher_better(options: Any) -> bool:
+    """As given, and otherwise not for a loss."""
+    if options.greater_is_better is not None:
+        return bool(options.greater_is_better)
+    return not metric_name(options).endswith("loss")
