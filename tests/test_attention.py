@@ -1,0 +1,131 @@
+"""Attention over sequences laid end to end: each gets what it would get alone."""
+
+import pytest
+import torch
+
+from burnish.ops import attention
+from burnish.ops.attention import Scores, flat_attention, masked_attention
+
+LENGTHS = [5, 1, 140, 33]
+
+
+def inputs(heads=4, keys=2, size=8, value_size=8, dtype=torch.float32, lengths=LENGTHS):
+    torch.manual_seed(3)
+    shapes = [(heads, size), (keys, size), (keys, value_size)]
+    return [torch.randn(sum(lengths), *shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def cu_seq_lens(lengths=LENGTHS):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+def whole(query, key, value, scores, lengths=LENGTHS):
+    """The same from one (T, T) matrix of scores, in float64: a token sees those of its own sequence before it."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    where = torch.arange(len(owner))
+    distance = where[:, None] - where[None, :]
+    seen = (owner[:, None] == owner[None, :]) & (distance >= 0) & (distance < (scores.window or len(owner)))
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
+    made = torch.einsum("thd,shd->hts", q, k) * (scores.scale or q.shape[-1] ** -0.5)
+    if scores.softcap:
+        made = scores.softcap * torch.tanh(made / scores.softcap)
+    made = made.masked_fill(~seen, float("-inf"))
+    if scores.sinks is not None:
+        made = torch.cat([made, scores.sinks.double()[:, None, None].expand(-1, len(owner), 1)], -1)
+    return torch.einsum("hts,shd->thd", made.softmax(-1)[..., : len(owner)], v)
+
+
+CASES = {
+    "plain": Scores(),
+    "scaled": Scores(scale=0.5),
+    "window": Scores(window=4),
+    "window as long as a sequence": Scores(window=140),
+    "softcap": Scores(softcap=2.0),
+    "sinks": Scores(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "softcap and window": Scores(softcap=2.0, window=7),
+}
+
+
+@pytest.mark.parametrize("scores", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("keys", [4, 2, 1], ids=["own keys", "shared keys", "one key"])
+def test_each_sequence_gets_what_it_would_get_alone(scores, keys):
+    tensors = inputs(keys=keys)
+    mixed = flat_attention(*tensors, cu_seq_lens(), max(LENGTHS), scores)
+    expected = whole(*tensors, scores)
+    assert (mixed - expected).abs().max() < 1e-5
+    grad = torch.randn_like(mixed)
+    for ours, theirs in zip(
+        torch.autograd.grad(mixed, tensors, grad), torch.autograd.grad(expected, tensors, grad.double()), strict=True
+    ):
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_a_value_may_have_another_size_than_a_key():
+    tensors = inputs(keys=4, value_size=6)
+    assert (flat_attention(*tensors, cu_seq_lens(), 140, Scores()) - whole(*tensors, Scores())).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [100, 600], ids=["in products", "in the fused kernel"])
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_attention_written_down(length):
+    lengths = [length]
+    tensors = inputs(dtype=torch.bfloat16, lengths=lengths)
+    truth = whole(*tensors, Scores(), lengths)
+    query, key, value = (t.transpose(0, 1).repeat_interleave(4 // t.shape[1], 0) for t in tensors)
+    made = (query @ key.transpose(1, 2) * 8**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    written_down = (made.softmax(-1, dtype=torch.float32).bfloat16() @ value).transpose(0, 1)
+    ours = flat_attention(*tensors, cu_seq_lens(lengths), length, Scores())
+    assert (ours - truth).abs().mean() < 1.05 * (written_down - truth).abs().mean()
+
+
+def test_autocast_decides_the_dtype_even_where_queries_and_values_differ():
+    query, key, value = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = flat_attention(query, key, value.bfloat16(), cu_seq_lens(), 140, Scores())
+    assert mixed.dtype == torch.bfloat16
+
+
+def test_dropout_zeroes_weights_and_keeps_the_mean():
+    ones = [torch.ones(4000, 1, 1), torch.zeros(4000, 1, 1), torch.ones(4000, 1, 1)]
+    torch.manual_seed(0)
+    mixed = flat_attention(*ones, cu_seq_lens([100] * 40), 100, Scores(dropout=0.3))
+    assert mixed.mean() == pytest.approx(1, abs=0.02)
+    assert mixed.std() > 0.01
+
+
+def test_masked_attention_takes_a_mask_of_either_kind():
+    query, key, value = (whole_.transpose(0, 1) for whole_ in inputs())
+    seen = torch.rand(query.shape[1], query.shape[1]) > 0.3
+    seen.fill_diagonal_(True)
+    added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+    by_truth = masked_attention(query, key, value, seen, Scores())
+    assert torch.equal(by_truth, masked_attention(query, key, value, added, Scores()))
+
+
+# --- the kernels of a GPU, as far as a CPU can tell -------------------------------------------------------------------
+
+
+def test_the_kernel_is_chosen_by_what_it_can_do(monkeypatch):
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    assert attention.kernel_for(torch.bfloat16, Scores(window=4)) is attention._torch_varlen
+    assert attention.kernel_for(torch.float32, Scores()) is None
+    assert attention.kernel_for(torch.bfloat16, Scores(softcap=30.0)) is None
+    assert attention.kernel_for(torch.bfloat16, Scores(dropout=0.1)) is None
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    assert attention.kernel_for(torch.float16, Scores(softcap=30.0, dropout=0.1)) is attention._flash_attn
+    assert attention.kernel_for(torch.float16, Scores(sinks=torch.zeros(4))) is None
+
+
+@pytest.mark.parametrize("shares_keys", [True, False], ids=["torch 2.12", "torch 2.11"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_torchs_kernel_is_asked_for_the_same_attention(monkeypatch, shares_keys, window):
+    def stand_in(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        assert (query.shape[1] != key.shape[1]) == enable_gqa
+        assert window_size == (-1 if window is None else window - 1, 0)
+        left = window_size[0] + 1 if window_size[0] >= 0 else None
+        return whole(query, key, value, Scores(scale, left)).float()
+
+    monkeypatch.setattr(attention, "_varlen_attn", lambda: (stand_in, shares_keys))
+    tensors, scores = inputs(), Scores(window=window)
+    made = attention._torch_varlen(*tensors, cu_seq_lens(), 140, scores)
+    assert (made - flat_attention(*tensors, cu_seq_lens(), 140, scores)).abs().max() < 1e-5
