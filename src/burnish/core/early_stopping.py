@@ -51,6 +51,13 @@ def _what_is_missing(options: Any) -> list[Problem]:
     return problems
 
 
+def early_stopping_callbacks(options: Any) -> list[EarlyStoppingCallback]:
+    """The callback, where ``early_stopping_steps`` asks for it."""
+    if options.early_stopping_steps is None:
+        return []
+    return [EarlyStoppingCallback(options.early_stopping_steps, options.early_stopping_threshold)]
+
+
 class EarlyStoppingCallback(TrainerCallback):
     """Counts evaluations without improvement.
 

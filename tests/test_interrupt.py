@@ -1,0 +1,143 @@
+"""Ctrl-C, SIGTERM and SIGHUP: a checkpoint, a clean end, and a run that goes on as if nothing had happened."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from burnish.app.interrupt import SIGNALS, InterruptCallback
+from burnish.core.checkpoint import load
+from burnish.core.events import TrainerCallback
+from burnish.core.loop import train
+from toy import make_run, same, weights, without_times
+
+
+class Kill(TrainerCallback):
+    """Sends this process a signal while a step (or an evaluation) runs."""
+
+    def __init__(self, step, *numbers, event="on_optimizer_step"):
+        self.step, self.numbers, self.event = step, numbers, event
+
+    def _send(self, state):
+        # on_optimizer_step comes before the step is counted.
+        if state.global_step == self.step - (self.event == "on_optimizer_step"):
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if self.event == "on_optimizer_step":
+            self._send(state)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self.event == "on_prediction_step":
+            self._send(state)
+
+
+def interrupted(folder, kill, **given):
+    interrupt = InterruptCallback()
+    run, options = make_run(folder, [kill, interrupt], **given)
+    with interrupt:
+        train(run, options)
+    run.checkpoints.wait()
+    return run, interrupt
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_ends_the_step_saves_and_gives_its_exit_status(tmp_path, capfd, number):
+    before = [signal.getsignal(each) for each in SIGNALS]
+    run, interrupt = interrupted(tmp_path, Kill(5, number), save_strategy="no")
+    assert run.state.global_step == 5
+    assert [path.name for path in run.checkpoints.all()] == ["checkpoint-5"]
+    assert interrupt.exit_code == 128 + number
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert f"{number.name}: stopping after this step, with a checkpoint." in capfd.readouterr().err
+
+
+EVALUATED = {"eval_rows": 5, "eval_strategy": "epoch", "save_strategy": "epoch"}
+VARIANTS = {
+    "in the middle of an epoch": (5, EVALUATED),
+    "at the last step of an epoch": (11, EVALUATED),
+    "with evaluations by steps": (
+        6,
+        {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no"},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_interrupted_run_goes_on_to_the_same_weights_and_log(tmp_path, variant):
+    step, given = VARIANTS[variant]
+    whole, options = make_run(tmp_path / "whole", **given)
+    train(whole, options)
+    interrupted(tmp_path / "cut", Kill(step, signal.SIGTERM), **given)
+    second, options = make_run(tmp_path / "cut", **given)
+    load(tmp_path / "cut" / f"checkpoint-{step}", second.parts)
+    train(second, options)
+    assert same(weights(second), weights(whole))
+    assert without_times(second.state.log_history)[:-1] == without_times(whole.state.log_history)[:-1]
+
+
+def test_a_signal_during_an_evaluation_does_not_wait_for_another_step(tmp_path):
+    kill = Kill(3, signal.SIGTERM, event="on_prediction_step")
+    run, interrupt = interrupted(tmp_path, kill, eval_rows=5, eval_strategy="steps", eval_steps=3, save_strategy="no")
+    assert run.state.global_step == 3
+    assert interrupt.exit_code == 143
+    assert [path.name for path in run.checkpoints.all()] == ["checkpoint-3"]
+
+
+def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path, Kill(5, signal.SIGINT, signal.SIGINT), save_strategy="no")
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_scheduler_may_repeat_itself(tmp_path):
+    run, interrupt = interrupted(tmp_path, Kill(5, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP), save_strategy="no")
+    assert interrupt.exit_code == 143
+    assert run.state.global_step == 5
+
+
+def test_a_run_that_is_at_its_end_has_not_been_cut_short(tmp_path):
+    run, interrupt = interrupted(tmp_path, Kill(22, signal.SIGTERM), save_strategy="no")
+    assert run.state.global_step == run.state.max_steps == 22
+    assert interrupt.exit_code is None
+
+
+def test_a_signal_that_the_starter_ignores_stays_ignored(tmp_path):
+    """nohup sets SIGHUP so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run, interrupt = interrupted(tmp_path, Kill(5, signal.SIGHUP), save_strategy="no")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert interrupt.exit_code is None
+    assert run.state.global_step == 22
+
+
+def test_another_thread_leaves_signals_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work():
+        with InterruptCallback():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_processes_stop_at_the_same_step(tmp_path):
+    """This one has received nothing; another one has, at step 7."""
+    asked = iter(range(1, 100))
+    interrupt = InterruptCallback(agree=lambda mine: mine or next(asked) >= 7)
+    run, options = make_run(tmp_path, [interrupt], save_strategy="no")
+    with interrupt:
+        train(run, options)
+    assert run.state.global_step == 7
+    assert interrupt.exit_code == 143
