@@ -1,0 +1,270 @@
+"""What a person is told when a command fails, and the exit status.
+
+    2          what the user gave is wrong: options, data, models, folders; its sentences are printed
+    1          the machine: disk, permissions, memory; a loss that is not finite; a fault in burnish
+    128 + n    signal n: 130 after Ctrl-C
+
+In: the exception that reached the command line. Out: at most four lines (what, where, why, what to try) on standard
+error, and the status. The traceback is nobody's answer: it goes to a file, or with ``--debug`` to the terminal.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from burnish.core.errors import NonFiniteError, Problem, UserError
+from burnish.report import console
+
+TRACEBACK_NAME = "traceback.txt"
+"""Left in ``output_dir`` by a failure; not a file that another run would overwrite."""
+
+
+def explain_failure(error: BaseException, output_dir: str | None, debug: bool = False) -> int:
+    """Say what went wrong. Returns the exit status.
+
+    Args:
+        output_dir: of the run, where it is known; names what is safe, and takes the traceback.
+        debug: print the traceback too.
+    """
+    console.end_live()
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        return _interrupted(output_dir)
+    if isinstance(error, BrokenPipeError):
+        return _nobody_listens()
+    for cause in causes(error):
+        if isinstance(cause, UserError):
+            for problem in cause.problems:
+                console.problem(problem)
+            return 2
+        found = explained(cause, output_dir)
+        if found is not None:
+            return _said(found, error, output_dir, debug)
+    return _said(_unexpected(error), error, output_dir, debug)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception, and those from which it was raised: a library may wrap a full disk in an error of its own."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        yield current
+        seen.append(current)
+        current = current.__cause__
+
+
+def explained(error: BaseException, output_dir: str | None) -> Problem | None:
+    """What the machine did, in a sentence; None for a fault that nobody foresaw."""
+    if isinstance(error, NonFiniteError):
+        return Problem(str(error), why=what_is_safe(output_dir))
+    if is_out_of_memory(error):
+        return _out_of_memory(error)
+    number = error_number(error)
+    return _DISK[number](error, output_dir) if number in _DISK else None
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+def error_number(error: BaseException) -> int | None:
+    """The operating system's number. Libraries in Rust (safetensors) give it in their text: "(os error 28)"."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+def _disk_full(error: BaseException, output_dir: str | None) -> Problem:
+    return Problem(
+        f"The disk is full: {_place(error, output_dir)} could not be written.",
+        why=what_is_safe(output_dir),
+        remedy="Free some space or set save_total_limit: 1, then run the same command to go on.",
+    )
+
+
+def _file_too_large(error: BaseException, output_dir: str | None) -> Problem:
+    return Problem(
+        f"A file would be larger than this system allows: {_place(error, output_dir)} could not be written.",
+        why=what_is_safe(output_dir),
+        remedy="Raise the limit (ulimit -f), or write to another file system with output_dir.",
+    )
+
+
+def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
+    file = getattr(error, "filename", None)
+    is_ours = output_dir is not None and (file is None or str(file).startswith(str(output_dir)))
+    return Problem(
+        f"{_place(error, output_dir)} cannot be {'written' if is_ours else 'opened'}: {_reason(error)}.",
+        why=what_is_safe(output_dir) if is_ours else "",
+        remedy="Change its permissions, or name another output_dir." if is_ours else "Change its permissions.",
+    )
+
+
+_DISK = {
+    errno.ENOSPC: _disk_full,
+    errno.EDQUOT: _disk_full,
+    errno.EFBIG: _file_too_large,
+    errno.EACCES: _not_permitted,
+    errno.EPERM: _not_permitted,
+    errno.EROFS: _not_permitted,
+}
+
+
+def _place(error: BaseException, output_dir: str | None) -> str:
+    file = getattr(error, "filename", None)
+    return f'"{file}"' if file else f'a file in "{output_dir}"' if output_dir else "a file"
+
+
+def _reason(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error).rstrip(".").lower()
+
+
+def what_is_safe(output_dir: str | None) -> str:
+    """The newest checkpoint that was finished. Its files are not read again here: a folder of that name is whole."""
+    if output_dir is None:
+        return ""
+    # Imported here: they load torch, and a misspelled command is answered by this file too.
+    from burnish.core.checkpoint import Checkpoints
+    from burnish.core.manifest import MANIFEST_NAME
+
+    whole = [path for path in Checkpoints(output_dir).all() if (path / MANIFEST_NAME).is_file()]
+    return f"Safe: {whole[-1]}." if whole else "No checkpoint had been saved."
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_MEMORY_TEXTS = ("DefaultCPUAllocator", "not enough memory", "out of memory", "Cannot allocate memory")
+_BYTES = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's error for an accelerator is known by name, so that nothing is imported where memory is short."""
+    if isinstance(error, MemoryError) or error_number(error) == errno.ENOMEM:
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "OutOfMemoryError" in names or ("RuntimeError" in names and any(t in str(error) for t in _MEMORY_TEXTS))
+
+
+def _out_of_memory(error: BaseException) -> Problem:
+    needed, free = _requested(str(error)), _free(str(error))
+    words = [f"{_size(needed)} more were needed" if needed else "", f"{_size(free)} were free" if free else ""]
+    figures = " and ".join(word for word in words if word)
+    return Problem(
+        f"Out of memory{': ' + figures if figures else ''}.",
+        why="Needed are weights, gradients, optimizer states, and activations that grow with the tokens of a batch.",
+        remedy="Try a smaller per_device_train_batch_size with as many more gradient_accumulation_steps (the same "
+        "update), gradient_checkpointing: true, a shorter cutoff_len, or finetuning_type: lora.",
+    )
+
+
+def _requested(text: str) -> int | None:
+    """``you tried to allocate 4398046511104 bytes``, ``Tried to allocate 20.00 GiB``."""
+    return _amount(re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text))
+
+
+def _free(text: str) -> int | None:
+    """``... of which 3.00 GiB is free``, or what the system has available."""
+    return _amount(re.search(r"of which ([\d.]+) (\w+) is free", text)) or _available_bytes()
+
+
+def _amount(match: re.Match[str] | None) -> int | None:
+    if match is None or match[2] not in _BYTES:
+        return None
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
+def _available_bytes() -> int | None:
+    """Of the host's memory: the least of what is free and what the process's control group leaves."""
+    found = [_meminfo_bytes(), _cgroup_bytes()]
+    return min((value for value in found if value is not None), default=None)
+
+
+def _meminfo_bytes() -> int | None:
+    text = _read("/proc/meminfo")
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return int(match[1]) * 1024 if match else None
+
+
+def _cgroup_bytes() -> int | None:
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:  # not this kind of system
+        return ""
+
+
+def _size(count: int) -> str:
+    for unit in ("TiB", "GiB", "MiB"):
+        if count >= _BYTES[unit]:
+            return f"{count / _BYTES[unit]:.1f} {unit}"
+    return f"{count} bytes"
+
+
+# --- signals, and what nobody foresaw ---------------------------------------------------------------------------------
+
+
+def _interrupted(output_dir: str | None) -> int:
+    console.warn(f"Stopped by Ctrl-C. {what_is_safe(output_dir)}".strip())
+    return 128 + signal.SIGINT
+
+
+def _nobody_listens() -> int:
+    """``burnish explain | head``: the reader has gone, which is not a failure worth a word."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())  # or Python complains once more when it flushes at exit
+    os.close(devnull)
+    return 128 + signal.SIGPIPE
+
+
+def _unexpected(error: BaseException) -> Problem:
+    """The kind of error, the first line of its text, and the deepest place in burnish that it passed."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    what = f"{type(error).__name__}: {_cut(first, 300)}" if first else type(error).__name__
+    inside = f"{os.sep}burnish{os.sep}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if inside in frame.filename]
+    if not frames:
+        return Problem(_sentence(what))
+    deepest = frames[-1]
+    file = deepest.filename.rpartition(inside)[2]
+    return Problem(_sentence(what), why=f"It came up in burnish/{file}, line {deepest.lineno}, {deepest.name}().")
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def _said(problem: Problem, error: BaseException, output_dir: str | None, debug: bool) -> int:
+    where = "" if debug else write_traceback(error, output_dir)
+    console.problem(f"{problem}\n  The traceback is in {where}; --debug prints it." if where else problem)
+    return 1
+
+
+def write_traceback(error: BaseException, output_dir: str | None) -> str:
+    """Into ``output_dir`` where the run has made it, else a temporary file. Returns the path, "" where none could be."""
+    text = "".join(traceback.format_exception(error))
+    folders = [Path(output_dir)] if output_dir and Path(output_dir).is_dir() else []
+    for folder in [*folders, Path(tempfile.gettempdir())]:
+        name = TRACEBACK_NAME if folder in folders else f"burnish-{os.getpid()}-{TRACEBACK_NAME}"
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+        except OSError:  # the disk may be what failed; the next folder may lie on another
+            continue
+        return str(folder / name)
+    return ""

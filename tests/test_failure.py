@@ -1,0 +1,258 @@
+"""What a person is told when a command fails: a sentence and a status, never a traceback."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from burnish.app.failure import TRACEBACK_NAME, error_number, explain_failure
+from burnish.core.errors import NonFiniteError, Problem, UserError
+
+
+def raised(action, *args):
+    """The exception of a real failure, with its traceback."""
+    try:
+        action(*args)
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing failed")
+
+
+def told(capsys, error, output_dir=None, debug=False):
+    status = explain_failure(error, str(output_dir) if output_dir else None, debug)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert debug or "Traceback" not in captured.err
+    return status, captured.err
+
+
+def checkpoint(folder, step, is_whole=True):
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    if is_whole:
+        (path / "manifest.json").write_text("{}")
+    return path
+
+
+# --- what the user gave -----------------------------------------------------------------------------------------------
+
+
+def test_every_problem_that_the_user_can_mend_is_printed_and_nothing_is_written(tmp_path, capsys):
+    error = UserError([Problem("One is wrong.", where="run.yaml, line 1", remedy="Mend it."), Problem("Two is wrong.")])
+    status, text = told(capsys, error, tmp_path)
+    assert status == 2
+    assert text == "error: run.yaml, line 1: One is wrong.\n  Mend it.\nerror: Two is wrong.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_prints_the_traceback_of_a_user_error_too(tmp_path, capsys):
+    status, text = told(capsys, raised(_complain), tmp_path, debug=True)
+    assert status == 2
+    assert "Traceback (most recent call last)" in text
+    assert "error: It is wrong." in text
+
+
+def _complain():
+    raise UserError("It is wrong.")
+
+
+def test_a_user_error_is_found_under_the_error_of_a_library(capsys):
+    def wrapped():
+        try:
+            _complain()
+        except UserError as error:
+            raise RuntimeError("a worker failed") from error
+
+    assert told(capsys, raised(wrapped)) == (2, "error: It is wrong.\n")
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def _fill_the_disk():
+    with open("/dev/full", "w") as file:  # a file that is always full
+        file.write("x" * 100_000)
+
+
+def test_a_full_disk_is_one_sentence_and_what_is_safe(tmp_path, capsys):
+    checkpoint(tmp_path, 20)
+    checkpoint(tmp_path, 100)
+    checkpoint(tmp_path, 120, is_whole=False)
+    status, text = told(capsys, raised(_fill_the_disk), tmp_path)
+    assert status == 1
+    assert "The disk is full" in text
+    assert f"Safe: {tmp_path / 'checkpoint-100'}." in text
+    assert "save_total_limit" in text
+    assert len(text.splitlines()) <= 4
+
+
+def test_a_full_disk_before_the_first_checkpoint_says_that_there_is_none(tmp_path, capsys):
+    _, text = told(capsys, raised(_fill_the_disk), tmp_path)
+    assert "No checkpoint had been saved." in text
+
+
+SAVE_PAST_A_LIMIT = """
+import resource, sys
+import torch
+from safetensors.torch import save_file
+from burnish.app.failure import explain_failure
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save_file({"a": torch.zeros(100_000)}, sys.argv[1] + "/model.safetensors")
+except BaseException as error:
+    sys.exit(explain_failure(error, sys.argv[1]))
+"""
+
+
+def test_a_file_that_may_not_grow_is_recognised_in_the_words_of_safetensors(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE_PAST_A_LIMIT, str(tmp_path)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "A file would be larger than this system allows" in done.stderr
+    assert "No checkpoint had been saved." in done.stderr
+    assert (tmp_path / TRACEBACK_NAME).is_file()
+
+
+def test_a_full_disk_is_found_under_the_error_of_a_library(capsys):
+    def wrapped():
+        try:
+            _fill_the_disk()
+        except OSError as error:
+            raise ValueError("An error occurred while generating the dataset") from error
+
+    assert "The disk is full" in told(capsys, raised(wrapped))[1]
+
+
+def test_a_place_that_may_not_be_written_is_named(tmp_path, capsys):
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "model.safetensors"))
+    status, text = told(capsys, error, tmp_path)
+    assert status == 1
+    assert f'"{tmp_path}/model.safetensors" cannot be written: permission denied.' in text
+    assert "another output_dir" in text
+    elsewhere = PermissionError(errno.EACCES, "Permission denied", "data/train.json")
+    assert '"data/train.json" cannot be opened' in told(capsys, elsewhere, tmp_path)[1]
+
+
+def test_the_number_of_the_operating_system_is_read_from_either_kind_of_error():
+    assert error_number(OSError(28, "No space left on device")) == 28
+    assert error_number(Exception("I/O error: No space left on device (os error 28)")) == 28
+    assert error_number(ValueError("28")) is None
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_not_there_is_told_in_figures_with_what_to_try(tmp_path, capsys):
+    error = raised(torch.empty, 2**50)
+    assert "DefaultCPUAllocator" in str(error)
+    status, text = told(capsys, error, tmp_path)
+    assert status == 1
+    assert "4096.0 TiB more were needed" in text
+    assert "were free" in text
+    assert "gradient_accumulation_steps" in text
+    assert len(text.splitlines()) <= 4
+
+
+def test_an_accelerator_out_of_memory_is_told_with_its_own_figures(capsys):
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.00 GiB of which 3.50 GiB "
+        "is free. Including non-PyTorch memory, this process has 135.00 GiB memory in use."
+    )
+    _, text = told(capsys, error)
+    assert "20.0 GiB more were needed and 3.5 GiB were free" in text
+
+
+def test_python_out_of_memory_is_memory_too(capsys):
+    status, text = told(capsys, raised(bytearray, 2**60))
+    assert status == 1
+    assert text.startswith("error: Out of memory")
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_says_its_own_sentence(tmp_path, capsys):
+    checkpoint(tmp_path, 4)
+    status, text = told(capsys, NonFiniteError("The loss of step 7 is not finite."), tmp_path)
+    assert status == 1
+    assert "The loss of step 7 is not finite." in text
+    assert "checkpoint-4" in text
+
+
+def test_ctrl_c_is_a_line_and_its_status(tmp_path, capsys):
+    checkpoint(tmp_path, 8)
+    status, text = told(capsys, KeyboardInterrupt(), tmp_path)
+    assert status == 130
+    assert text == f"warning: Stopped by Ctrl-C. Safe: {tmp_path / 'checkpoint-8'}.\n"
+
+
+def test_what_nobody_foresaw_is_a_line_and_a_traceback_in_the_folder_of_the_run(tmp_path, capsys):
+    def fault():
+        raise KeyError("q_proj")
+
+    status, text = told(capsys, raised(fault), tmp_path)
+    assert status == 1
+    assert text.startswith("error: KeyError: 'q_proj'.\n")
+    assert f"The traceback is in {tmp_path / TRACEBACK_NAME}" in text
+    written = (tmp_path / TRACEBACK_NAME).read_text()
+    assert "Traceback (most recent call last)" in written
+    assert "in fault" in written
+
+
+def test_a_fault_inside_burnish_names_its_file(tmp_path, capsys):
+    from burnish.core.options import union
+
+    text = told(capsys, raised(union, "Options", int), tmp_path)[1]
+    assert "It came up in burnish/core/options.py, line " in text
+
+
+def test_a_failure_makes_no_output_folder(tmp_path, capsys):
+    folder = tmp_path / "never-made"
+    _, text = told(capsys, ZeroDivisionError("by zero"), folder)
+    assert not folder.exists()
+    place = text.split("The traceback is in ")[1].split(";")[0]
+    assert "by zero" in Path(place).read_text()
+    Path(place).unlink()
+
+
+def test_debug_prints_the_traceback_and_writes_none(tmp_path, capsys):
+    status, text = told(capsys, raised(lambda: 1 / 0), tmp_path, debug=True)
+    assert status == 1
+    assert "Traceback (most recent call last)" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+PIPE = """
+import sys
+from burnish.app.failure import explain_failure
+try:
+    for _ in range(100_000):
+        print("a line")
+except BaseException as error:
+    sys.exit(explain_failure(error, None))
+"""
+
+
+def test_a_reader_that_has_gone_is_no_failure_worth_a_word():
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    writer = subprocess.Popen([sys.executable, "-c", PIPE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    writer.stdout.close()
+    assert writer.wait() == 141
+    assert writer.stderr is not None
+    assert writer.stderr.read() == b""
+
+
+def test_a_misspelled_command_is_answered_without_loading_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; import burnish.app.failure; print('torch' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+    )  # fmt: skip
+    assert done.stdout == "False\n"
