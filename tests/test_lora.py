@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from tiny_models import CONFIGS, tiny_model, token_ids
 from torch import nn
 
 from burnish.adapters.base import (
@@ -28,12 +27,13 @@ from burnish.adapters.switch import TrainedCopy
 from burnish.core.errors import UserError
 from burnish.core.options import Given, build, union
 from burnish.ops.lora import lora_update
+from tiny_models import CONFIGS, tiny_model, token_ids
 
 Options = union("Options", FinetuningOptions, LoraOptions)
 # float32 sums in another order: a few units in the last place of numbers near 1
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
-# What a user asks of burnish -> what the same is to peft. Alpha is given, since the defaults differ (twice the rank here).
+# What a user asks of burnish -> what the same is to peft. Alpha is given: the default here is twice the rank.
 KINDS = {
     "lora": ({"lora_alpha": 8}, {"lora_alpha": 8}),
     "rslora": ({"lora_alpha": 8, "use_rslora": True}, {"lora_alpha": 8, "use_rslora": True}),
@@ -204,7 +204,7 @@ def test_factors_in_float32_over_a_bfloat16_base_are_multiplied_in_float32():
 
 
 def test_autocast_decides_the_dtype_of_the_product_where_it_is_on():
-    result, x, a, b = product_case()
+    _, x, a, b = product_case()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = lora_update(F.linear(x, torch.ones(5, 8)), x, a, b, 0.7)
         plain = lora_update(F.linear(x, torch.ones(5, 8)), x, a, b, 0.7, plain=True)
@@ -430,7 +430,7 @@ def test_the_names_in_a_file_are_those_of_peft(tmp_path):
     names = {}
     for who in ("ours", "theirs"):
         with safe_open(tmp_path / who / "adapter_model.safetensors", "pt") as file:
-            names[who] = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+            names[who] = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     assert names["ours"] == names["theirs"]
 
 

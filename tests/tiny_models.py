@@ -1,8 +1,21 @@
 """Causal language models small enough to be made in a test, one of each shape that burnish has to get along with."""
 
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GemmaConfig, GPT2Config, GPTNeoXConfig
-from transformers import LlamaConfig, MistralConfig, MixtralConfig, PhiConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCABULARY = 64
 _COMMON = {
@@ -51,3 +64,22 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes) -> PreTrainedMod
 def token_ids(rows: int = 2, length: int = 6, seed: int = 0) -> torch.Tensor:
     """(rows, length) random token ids."""
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_tokenizer(**special):
+    """A tokenizer of as many words as the tiny models have rows; with an end, a beginning and padding unless told."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 4))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    known = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **special}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{k: v for k, v in known.items() if v is not None})
+
+
+def saved_model(folder, family: str = "llama", tokenizer=None, **changes):
+    """A folder with a tiny model and tokenizer in it, as they are published."""
+    tiny_model(family, **changes).save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+    return folder

@@ -67,13 +67,24 @@ class PeftAdapter:
             self.notes.append(f"The adapter {folder} was merged.")
         self._base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         if self.folders:
-            wrapped: nn.Module = PeftModel.from_pretrained(model, str(self.folders[-1]), is_trainable=True)
-            return wrapped
+            return self._continued(model, str(self.folders[-1]))
         config = self._config()
         try:
-            wrapped = get_peft_model(model, config)
+            wrapped: nn.Module = get_peft_model(model, config)
         except ValueError as error:  # what peft says of a config that does not suit the model
             raise UserError(Problem(f"peft_config does not suit this model: {error}")) from error
+        return wrapped
+
+    def _continued(self, model: nn.Module, folder: str) -> nn.Module:
+        """The adapter in ``folder``, training on. peft saves and loads a learned prompt as a table of vectors, for use
+        only; it trains on as that table, also where a network computed it before."""
+        from peft import PeftConfig, PeftModel
+
+        is_prompt = PeftConfig.from_pretrained(folder).is_prompt_learning
+        wrapped: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=not is_prompt)
+        if is_prompt:
+            wrapped.prompt_encoder.requires_grad_(True)
+            self.notes.append(f"Training goes on with the prompt in {folder} as a table of vectors.")
         return wrapped
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:

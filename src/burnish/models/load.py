@@ -1,0 +1,316 @@
+"""From a name to a causal language model in memory: config, weights, precision, attention.
+
+In:  ``ModelOptions``, and from the engine a dtype and a device. Out: transformers' own model, ready to be given an
+     adapter. Without weights: its shapes (``meta_model``), for counting and checking.
+Refuses: weights that are missing, of another shape, or pickled. What can be known from files alone has been refused
+     before (check.py); this is the last word.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from burnish.core.errors import Problem, UserError
+from burnish.models.patches import apply_patches
+from burnish.models.source import find_source, hub_arguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+"""flash_attn -> what transformers calls it; None leaves the choice to the model."""
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Sizes of a model, from its shapes.
+
+    Args:
+        total: all parameters, a tied weight once.
+        embedding: those of them that are looked up and not multiplied with.
+        head: those of the output layer, tied or not.
+    """
+
+    total: int
+    embedding: int
+    head: int
+
+
+def load_config(options: Any, max_length: int | None = None, notes: list[str] | None = None) -> PreTrainedConfig:
+    """The model's config.
+
+    Args:
+        max_length: the longest row of the run; ``rope_scaling`` stretches the model's context to it.
+    Raises:
+        UserError: where there is none, or its values contradict each other.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    source = find_source(options.model_name_or_path, options)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(Problem(f"its config cannot be used: {_first_line(error)}", where=source.name)) from error
+    if options.rope_scaling and max_length:
+        note = scale_rope(config, options.rope_scaling, max_length)
+        if notes is not None:
+            notes.append(note)
+    return config
+
+
+def load_model(
+    options: Any, *, dtype: torch.dtype | str = "auto", attn_implementation: str | None = None,
+    device: torch.device | str | None = None, config: PreTrainedConfig | None = None, notes: list[str] | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """The model with its weights, in evaluation mode, all of its parameters requiring gradients.
+
+    Args:
+        dtype: of every parameter; "auto" for the one the weights were saved in.
+        attn_implementation: overrides ``flash_attn``.
+        device: where it is loaded to; the CPU where not given.
+        config: what ``load_config`` gave; loaded again where not given.
+        notes: receives sentences for a person: weights in the files that the model has no use for, patches.
+    Raises:
+        UserError: where weights are missing or do not fit.
+    """
+    notes = [] if notes is None else notes
+    config = load_config(options) if config is None else config
+    attention = attn_implementation or ATTENTION[options.flash_attn]
+    arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
+    if options.train_from_scratch:
+        model = _random_model(options, config, arguments, device)
+    else:
+        model = _pretrained_model(options, config, arguments, device, notes)
+    model.config.use_cache = options.use_cache
+    if options.upcast_layernorm:
+        upcast_norms(model)
+    notes += [f"Patched: {patch.reason}" for patch in apply_patches(model)]
+    return model
+
+
+def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without weights: every parameter on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), quiet():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def count_parameters(config: PreTrainedConfig, trust_remote_code: bool = False) -> ParameterCount:
+    """How large the model of that config is; no weight is read or made."""
+    model = meta_model(config, trust_remote_code)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    sizes = [0 if module is None else module.weight.numel() for module in (embedding, head)]
+    return ParameterCount(sum(p.numel() for p in model.parameters()), *sizes)
+
+
+def find_non_finite(model: nn.Module) -> list[str]:
+    """The names of the weights that hold NaN or infinity. Reads every weight once."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [n for n, t in tensors if not t.is_meta and t.is_floating_point() and not bool(torch.isfinite(t).all())]
+
+
+def raise_if_not_finite(model: nn.Module, name: str) -> None:
+    """Raise UserError where a weight is NaN or infinite: every loss would be."""
+    found = find_non_finite(model)
+    if found:
+        raise UserError(
+            Problem(
+                f"{len(found)} of the model's weights hold NaN or infinity: {_few(found)}.",
+                where=name,
+                why="Every loss would be NaN.",
+                remedy="Fetch the model again, or load it in a dtype with a wider range (bfloat16 for float16).",
+            )
+        )
+
+
+def enable_checkpointing(model: nn.Module, arguments: Mapping[str, Any] | None = None) -> None:
+    """Keep only the inputs of layers and compute the rest again in the backward pass.
+
+    Args:
+        arguments: of ``torch.utils.checkpoint``. Not reentrant unless said: that one follows frozen inputs too, and
+            takes part in hooks. The reentrant one needs an input that requires a gradient, so it gets one.
+    """
+    chosen = {"use_reentrant": False, **(arguments or {})}
+    # transformers 5.23 renamed the method; 5.0 has the old name only.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(chosen)  # type: ignore[operator]
+    if chosen["use_reentrant"]:
+        model.enable_input_require_grads()  # type: ignore[operator]
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """The longest sequence the model was made for, or None where the config does not say or sets no limit."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
+        length = getattr(text, name, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return None
+
+
+def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
+    """Stretch the rotary positions so that ``wanted`` tokens fit, by the smallest whole factor; say what was done.
+
+    Sources: linear, Chen et al. 2023, https://arxiv.org/abs/2306.15595; yarn, Peng et al. 2023,
+    https://arxiv.org/abs/2309.00071; dynamic and llama3 as transformers' ``modeling_rope_utils`` has them.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    length = context_length(config)
+    if not isinstance(rope, dict) or length is None or "rope_theta" not in rope:
+        raise UserError(
+            Problem(
+                f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has no single table of rotary '
+                "positions.",
+                remedy="Leave rope_scaling out, and keep cutoff_len within the model's context.",
+            )
+        )
+    original = rope.get("original_max_position_embeddings") or length
+    if wanted <= length:
+        return f"rope_scaling has no effect: {wanted} tokens fit into the model's context of {length}."
+    factor = float(math.ceil(wanted / original))
+    changed = {**rope, "rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    if kind == "llama3":
+        changed |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    text.rope_parameters = changed
+    text.max_position_embeddings = int(original * factor)
+    return (
+        f"The context is stretched from {length} to {text.max_position_embeddings} tokens ({kind}, factor {factor:g})."
+    )
+
+
+def upcast_norms(model: nn.Module) -> None:
+    """The weights of norms in float32."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and re.search(r"norm|ln_", name):
+            parameter.data = parameter.data.float()
+
+
+def _random_model(
+    options: Any, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None
+) -> PreTrainedModel:
+    """Random weights from the generator as the run seeded it: drawn on the CPU in float32, the same everywhere."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = arguments.pop("dtype")
+    wanted = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    code = options.trust_remote_code
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, trust_remote_code=code, dtype=torch.float32, **arguments
+    )
+    model.config.dtype = wanted
+    return model.to(device=device or "cpu", dtype=wanted).eval()
+
+
+def _pretrained_model(
+    options: Any, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None,
+    notes: list[str],
+) -> PreTrainedModel:  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    source = find_source(options.model_name_or_path, options)
+    with quiet(), refused_conversions(source.name):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source.name,
+            config=config,
+            use_safetensors=True,
+            device_map=None if device is None else {"": device},
+            ignore_mismatched_sizes=True,  # reported below, in one sentence
+            output_loading_info=True,
+            **hub_arguments(options),
+            **arguments,
+        )
+    problems = weight_problems(source.name, type(model).__name__, found)
+    if problems:
+        raise UserError(problems)
+    if found["unexpected_keys"]:
+        unused = sorted(found["unexpected_keys"])
+        notes.append(f"{len(unused)} tensors in the files are not part of {type(model).__name__}: {_few(unused)}.")
+    return model
+
+
+def weight_problems(where: str, class_name: str, found: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the weights that transformers found for a model: its ``loading_info`` as problems."""
+    problems = []
+    missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
+    if missing:
+        is_headless = all(re.search(r"(lm_head|embed_out|output)\.", name) for name in missing)
+        problems.append(
+            Problem(
+                f"the weights have no {_few(missing)}, which {class_name} needs."
+                + (" This is a model without an output head." if is_headless else ""),
+                where=where,
+                why="They would start from random numbers.",
+                remedy="Fetch the model again, check its config.json, or set train_from_scratch: true."
+                if not is_headless
+                else "Use the model that has its head (its class ends in ForCausalLM).",
+            )
+        )
+    if mismatched:
+        name, held, needed = mismatched[0]
+        more = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
+        problems.append(
+            Problem(
+                f"{name} is {_times(held)} in the weights and {_times(needed)} by the config{more}.",
+                where=where,
+                remedy="config.json and the weights belong to different models; fetch both again.",
+            )
+        )
+    return problems
+
+
+@contextmanager
+def refused_conversions(where: str) -> Iterator[None]:
+    """What transformers says of tensors that it cannot put together, as a sentence about the files."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):
+            raise
+        problem = Problem(
+            "a tensor in memory is made of several in the files (experts, say), and some of those are missing or of "
+            "another shape.",
+            where=where,
+            remedy="Fetch the model again.",
+        )
+        raise UserError(problem) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bar and report: what it would say is said by burnish, once."""
+    from transformers.utils import logging
+
+    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _few(names: list[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _times(shape: Any) -> str:
+    return "x".join(map(str, shape))

@@ -1,0 +1,43 @@
+"""The options of the model and of its tokenizer. Names and meanings are LLaMA-Factory's and transformers'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from burnish.core.options import option
+
+
+@dataclass
+class ModelOptions:
+    """Which model is trained, and how it is loaded."""
+
+    model_name_or_path: str | None = option(None, "The model: a local folder, or an id on the Hugging Face hub.")
+    adapter_name_or_path: list[str] | None = option(
+        None, "Adapters to begin with, folders or hub ids: merged in order, the last goes on training."
+    )
+    model_revision: str = option("main", "Branch, tag or commit of the model on the hub.")
+    cache_dir: str | None = option(None, "Where models from the hub are kept; the hub's own place if not given.")
+    hf_hub_token: str | None = option(None, "The token for private models on the Hugging Face hub.")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model. It can do anything you can.")
+    train_from_scratch: bool = option(False, "Start from random weights, drawn with seed; only the config is read.")
+    use_fast_tokenizer: bool = option(True, "Use the tokenizer written in Rust, where there is one.")
+    add_tokens: list[str] | None = option(None, "New tokens for the tokenizer; implies resize_vocab.")
+    add_special_tokens: list[str] | None = option(
+        None, "New special tokens for the tokenizer, never split and not part of text; implies resize_vocab.",
+        aliases=("new_special_tokens", "additional_special_tokens"),
+    )  # fmt: skip
+    resize_vocab: bool = option(False, "Grow the embedding where the tokenizer has more tokens than it has rows.")
+    flash_attn: str = option(
+        "auto", "How attention is computed; auto leaves the choice to the model.",
+        choices=("auto", "disabled", "sdpa", "fa2", "fa3"),
+    )  # fmt: skip
+    rope_scaling: str | None = option(
+        None, "Stretch rotary positions where cutoff_len is beyond the model's context.",
+        choices=("linear", "dynamic", "yarn", "llama3"),
+    )  # fmt: skip
+    upcast_layernorm: bool = option(False, "Keep the weights of norms in float32.")
+    use_cache: bool = option(False, "Keep keys and values in the forward passes of training, which do not need them.")
+    print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
+    low_cpu_mem_usage: bool = option(
+        True, "Load without a second copy in memory.", ignored="transformers 5 always loads so"
+    )

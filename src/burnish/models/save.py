@@ -1,0 +1,109 @@
+"""What training leaves behind for other programs: a folder that ``AutoModelForCausalLM`` or peft loads.
+
+In:  the model, its tokenizer, where to. Out: safetensors (in shards with an index where they are large), config,
+     generation config, tokenizer with its chat template; of an adapter, the adapter's files and the tokenizer.
+Refuses: a whole model with an adapter still in it. Nothing is pickled.
+
+Checkpoints are another matter: they hold the weights in the precision in which they are trained
+(``adapters.base.ModelState``); here they leave in the precision in which they came.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.core.types import Adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHARD_SIZE = "5GB"
+
+
+def save_model(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, *, adapter: Adapter | None = None,
+    dtype: torch.dtype | None = None, max_shard_size: str | int = SHARD_SIZE, stop_token_ids: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Write what was trained.
+
+    Args:
+        adapter: where it is an addition to a model, what writes that addition; None writes the whole model.
+        dtype: of the weights in the files; the one they were loaded in if not given.
+        stop_token_ids: tokens that end an answer beside the tokenizer's end token; generation stops at each.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if adapter is not None:
+        adapter.save(model, str(folder))
+    else:
+        if tokenizer is not None:
+            align_special_tokens(model, tokenizer, stop_token_ids)
+        _save_whole(model, folder, dtype, max_shard_size)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def save_config(model: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """``config.json`` and ``generation_config.json``, which make a folder of weights a model. For generation, which
+    wants the cache that training does without."""
+    config: Any = copy.deepcopy(model.config)
+    config.dtype = dtype or config.dtype
+    config.architectures = [type(model).__name__]
+    if hasattr(config, "use_cache"):
+        config.use_cache = True
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+
+
+def align_special_tokens(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] = ()
+) -> None:
+    """Let the model's configs end, begin and pad with the tokens that it was trained with.
+
+    An end token that the generation config names already still stops generation.
+    """
+    config: Any = model.config
+    generation: Any = getattr(model, "generation_config", None)
+    rows = config.get_text_config().vocab_size
+    for holder in (config, generation):
+        if holder is not None:
+            for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
+                if name != "eos_token_id" or holder is config:
+                    setattr(holder, name, getattr(tokenizer, name))
+    if generation is not None:
+        before = generation.eos_token_id
+        ends = [tokenizer.eos_token_id, *stop_token_ids, *(before if isinstance(before, list) else [before])]
+        ends = list(dict.fromkeys(end for end in ends if end is not None and end < rows))
+        generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+
+
+def _save_whole(model: nn.Module, folder: Path, dtype: torch.dtype | None, max_shard_size: str | int) -> None:
+    config: Any = model.config
+    loaded_in = config.dtype
+    wanted = dtype or loaded_in
+    state = state_in(model, wanted)
+    if any(".base_layer." in name or ".original_module." in name for name in state):
+        raise RuntimeError("An adapter is still in the model; merge it, or save the adapter.")
+    # transformers undoes its own conversions (experts), leaves out tied weights and makes the shards.
+    model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[operator]
+    config.dtype = loaded_in  # save_pretrained writes the dtype of the parameters in memory here
+    save_config(model, folder, wanted)
+
+
+def state_in(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The state dict with its floating tensors in ``dtype``; names that share a tensor still share one."""
+    converted: dict[int, Tensor] = {}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in converted:
+            is_float = tensor.is_floating_point() and dtype is not None
+            converted[id(tensor)] = tensor.detach().to(dtype) if is_float else tensor.detach()
+        found[name] = converted[id(tensor)]
+    return found

@@ -1,0 +1,193 @@
+"""Where a model lies: in a local folder, in the hub's cache, or on the hub, and what to say where it is nowhere.
+
+In:  a name, and the options that say how the hub is asked. Out: a ``Source``.
+Refuses: a folder that is not there, an id that is neither cached nor reachable; within seconds, without retries.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from burnish.core.errors import Problem, UserError
+
+CONNECT_TIMEOUT_S = 5.0
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?$")
+_YES = {"1", "true", "yes", "on"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found.
+
+    Args:
+        name: what transformers is given: a folder, or an id.
+        folder: where its files are on this machine; None where they have to be fetched.
+    """
+
+    name: str
+    folder: Path | None
+
+
+def find_source(name: str | None, options: Any, option_name: str = "model_name_or_path") -> Source:
+    """Where ``name`` is.
+
+    Args:
+        options: read for ``cache_dir``, ``model_revision`` and ``hf_hub_token``.
+    Raises:
+        UserError: where it is nowhere, with what is near.
+    """
+    if not name or not name.strip():
+        raise UserError(_no_name(option_name))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Source(str(path), path)
+    if path.exists():
+        raise UserError(Problem(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it."))
+    if not _may_be_hub_id(name):
+        raise UserError(_no_folder(name, option_name))
+    cached = _cached_folder(name, options)
+    if cached is not None:
+        return Source(name, cached)
+    if is_offline():
+        raise UserError(_offline(name, option_name, "the hub is switched off (HF_HUB_OFFLINE)"))
+    _raise_unless_on_hub(name, options, option_name)
+    return Source(name, None)
+
+
+def local_folder(name: str, options: Any, option_name: str, patterns: Sequence[str]) -> Path:
+    """The folder with the files of ``name`` that match ``patterns``, fetched from the hub where they are not here yet.
+
+    Raises:
+        UserError: where it is nowhere.
+    """
+    source = find_source(name, options, option_name)
+    if source.folder is not None and (source.name == str(source.folder) or is_offline()):
+        return source.folder
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            name,
+            revision=options.model_revision,
+            cache_dir=options.cache_dir,
+            token=options.hf_hub_token,
+            allow_patterns=list(patterns),
+        )
+    )
+
+
+def adapter_folders(options: Any) -> list[Path]:
+    """The local folders of ``adapter_name_or_path``, in order.
+
+    Raises:
+        UserError: with every one that is nowhere.
+    """
+    folders: list[Path] = []
+    problems: list[Problem] = []
+    for name in options.adapter_name_or_path or []:
+        try:
+            folders.append(local_folder(name, options, "adapter_name_or_path", ("adapter_*",)))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return folders
+
+
+def is_offline() -> bool:
+    """Whether the person has switched the hub off."""
+    return any(os.environ.get(name, "").lower() in _YES for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+def hub_arguments(options: Any) -> dict[str, Any]:
+    """What transformers is told about the hub."""
+    return {
+        "revision": options.model_revision,
+        "cache_dir": options.cache_dir,
+        "token": options.hf_hub_token,
+        "trust_remote_code": options.trust_remote_code,
+        "local_files_only": is_offline() or Path(options.model_name_or_path).expanduser().is_dir(),
+    }
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """``gpt2`` and ``org/model`` may be; a path by its form, or under a folder that is here, is not."""
+    if not _HUB_ID.match(name) or name.startswith("."):
+        return False
+    parent, _, _ = name.partition("/")
+    return "/" not in name or not Path(parent).is_dir()
+
+
+def _cached_folder(name: str, options: Any) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in ("config.json", "adapter_config.json"):
+        found = try_to_load_from_cache(name, file, cache_dir=options.cache_dir, revision=options.model_revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _raise_unless_on_hub(name: str, options: Any, option_name: str) -> None:
+    """One request, one answer. The libraries' own clients try again for a minute before they give up."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    request = urllib.request.Request(f"{endpoint}/api/models/{name}/revision/{options.model_revision}")  # noqa: S310
+    if options.hf_hub_token:
+        request.add_header("Authorization", f"Bearer {options.hf_hub_token}")
+    try:
+        urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S).close()  # noqa: S310 (the hub, or HF_ENDPOINT)
+    except urllib.error.HTTPError as error:
+        raise UserError(_refused(name, option_name, endpoint, error.code)) from None
+    except OSError as error:  # urllib's own errors, time-outs and refused connections are all of this kind
+        why = getattr(error, "reason", error)
+        raise UserError(_offline(name, option_name, f"{endpoint} cannot be reached ({why})")) from None
+
+
+def _no_name(option_name: str) -> Problem:
+    return Problem(
+        f"{option_name} is not given.", remedy="Name a local folder with a model in it, or a model on the hub."
+    )
+
+
+def _no_folder(name: str, option_name: str) -> Problem:
+    near = _nearest_folders(Path(name).expanduser())
+    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    return Problem(f'{option_name} "{name}" is no folder.{guess}')
+
+
+def _nearest_folders(path: Path, limit: int = 3) -> list[str]:
+    """Folders beside the place where ``path`` leaves what exists, those with a similar name first."""
+    missing = path
+    while not missing.parent.is_dir() and missing.parent != missing:
+        missing = missing.parent
+    beside = sorted(item.name for item in missing.parent.iterdir() if item.is_dir() and not item.name.startswith("."))
+    near = get_close_matches(missing.name, beside, n=limit, cutoff=0.5)
+    models = [item for item in beside if (missing.parent / item / "config.json").is_file()]
+    found = list(dict.fromkeys(near + models))[:limit]
+    rest = path.relative_to(missing)
+    whole = (missing.parent / item / rest for item in found)
+    return [str(place if place.is_dir() else missing.parent / item) for place, item in zip(whole, found, strict=True)]
+
+
+def _offline(name: str, option_name: str, why: str) -> Problem:
+    return Problem(
+        f'{option_name} "{name}" is no local folder, is not in the hub\'s cache, and {why}.',
+        remedy="Give the path of a folder, or fetch the model first where there is a network.",
+    )
+
+
+def _refused(name: str, option_name: str, endpoint: str, code: int) -> Problem:
+    if code in {401, 403, 404}:
+        return Problem(
+            f'{option_name} "{name}" is no local folder, and {endpoint} has no such model, or not for you ({code}).',
+            remedy="Check the name and model_revision; for a private or gated model give hf_hub_token.",
+        )
+    return Problem(f'{option_name} "{name}" is no local folder, and {endpoint} answered {code}.', remedy="Try later.")

@@ -1,0 +1,297 @@
+"""What a person is told when the model they name is missing, damaged or not for burnish: early, short, by name.
+
+``check_model`` reads JSON files and headers only; each case here ends before a weight is read.
+"""
+
+import json
+import socket
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from burnish.core.errors import UserError
+from burnish.models import source
+from burnish.models.check import check_model
+from burnish.models.load import load_model
+from burnish.models.options import ModelOptions
+from burnish.models.source import adapter_folders, find_source
+from tiny_models import saved_model, tiny_model
+
+
+def told(name, **given):
+    """The problems as they are printed, each within the four lines it may have."""
+    texts = [str(problem) for problem in check_model(ModelOptions(model_name_or_path=str(name), **given))]
+    assert all(len(text.splitlines()) <= 4 for text in texts)
+    return texts
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# --- where it is ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [None, "", "  "])
+def test_no_name_is_refused(name):
+    (problem,) = check_model(ModelOptions(model_name_or_path=name))
+    assert "model_name_or_path is not given" in str(problem)
+
+
+def test_a_folder_that_is_not_there_is_refused_in_one_line_with_the_nearest(tmp_path, monkeypatch):
+    saved_model(tmp_path / "models" / "qwen-tiny")
+    (found,) = told(tmp_path / "models" / "qwen-tniy")
+    assert found.count("\n") == 0
+    assert "qwen-tniy" in found
+    assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in found
+    (found,) = told(tmp_path / "modles" / "qwen-tiny")
+    assert f"Did you mean {tmp_path / 'models' / 'qwen-tiny'}?" in found
+    monkeypatch.chdir(tmp_path)  # looks like a hub id, but its parent is a folder here
+    (found,) = told("models/qwen-tniy")
+    assert "Did you mean models/qwen-tiny?" in found
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "is a file" in told(tmp_path / "model.safetensors")[0]
+
+
+def test_a_hub_id_that_is_not_cached_is_refused_at_once_where_the_hub_is_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    begin = time.perf_counter()
+    (found,) = told("nobody/no-such-model", cache_dir=str(tmp_path))
+    assert time.perf_counter() - begin < 5
+    assert found.count("\n") == 1
+    assert "is no local folder, is not in the hub's cache, and the hub is switched off" in found
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        begin = time.perf_counter()
+        (found,) = told("nobody/no-such-model", cache_dir=str(tmp_path))
+    assert time.perf_counter() - begin < 5
+    assert "cannot be reached (" in found
+
+
+def test_a_hub_that_does_not_answer_is_given_up_after_the_time_limit(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(source, "CONNECT_TIMEOUT_S", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert "cannot be reached" in told("nobody/no-such-model", cache_dir=str(tmp_path))[0]
+
+
+def test_a_cached_model_is_found_where_the_hub_is_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    saved_model(snapshot)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
+    asked = ModelOptions(model_name_or_path="some/model", cache_dir=str(tmp_path))
+    assert find_source("some/model", asked).folder == snapshot
+    assert check_model(asked) == []
+    assert load_model(asked).config.model_type == "llama"
+
+
+def test_every_adapter_that_is_nowhere_is_named(tmp_path):
+    asked = ModelOptions(adapter_name_or_path=[str(tmp_path / "one"), str(tmp_path), str(tmp_path / "two")])
+    with pytest.raises(UserError) as caught:
+        adapter_folders(asked)
+    assert len(caught.value.problems) == 2
+    assert 'adapter_name_or_path "' in str(caught.value)
+
+
+# --- what it is -----------------------------------------------------------------------------------------------------
+
+
+def test_a_corrupt_config_is_named_with_line_and_column(tmp_path):
+    path = saved_model(tmp_path) / "config.json"
+    path.write_text('{\n  "model_type": "llama",\n  "hidden_size": 16,,\n}')
+    (found,) = told(tmp_path)
+    assert f"{path}, line 3, column 21: not valid JSON" in found
+
+
+def test_a_corrupt_tokenizer_file_is_found_too(tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    (found,) = told(tmp_path)
+    assert "tokenizer.json, line 1" in found
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path):
+    saved_model(tmp_path / "here")
+    (found,) = told(tmp_path)
+    assert "no config.json" in found
+    assert str(tmp_path / "here") in found
+
+
+def test_an_adapter_is_no_model_and_names_its_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    (found,) = told(tmp_path)
+    assert "this is an adapter, not a model" in found
+    assert "model_name_or_path to org/base" in found
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path):
+    change_json(saved_model(tmp_path) / "config.json", model_type="qwen22")
+    (found,) = told(tmp_path)
+    assert 'no model_type "qwen22". Did you mean "qwen2"?' in found
+
+
+def test_a_model_that_generates_nothing_is_refused(tmp_path):
+    change_json(saved_model(tmp_path) / "config.json", model_type="vit")
+    assert 'of type "vit" is no causal language model' in told(tmp_path)[0]
+
+
+def test_a_config_that_contradicts_itself_is_refused(tmp_path):
+    change_json(saved_model(tmp_path) / "config.json", hidden_size="sixteen")
+    (found,) = told(tmp_path)
+    assert "its config cannot be used" in found
+    assert "hidden_size" in found
+
+
+def test_code_of_the_model_is_not_run_unless_the_flag_is_set(tmp_path):
+    code = tmp_path / "modeling_own.py"
+    code.write_text("raise SystemExit('this must not run')")
+    auto_map = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+    change_json(saved_model(tmp_path) / "config.json", model_type="own", auto_map=auto_map)
+    (found,) = told(tmp_path)
+    assert "modeling_own.py" in found
+    assert "trust_remote_code: true" in found
+    assert told(tmp_path, trust_remote_code=True) == []
+
+
+@pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])
+def test_an_attention_library_that_is_not_installed_is_named(flash_attn, package, tmp_path):
+    saved_model(tmp_path)
+    (found,) = told(tmp_path, flash_attn=flash_attn)
+    assert f"needs the library {package}" in found
+
+
+# --- its weights ----------------------------------------------------------------------------------------------------
+
+
+def test_a_truncated_weight_file_is_named_with_its_bytes(tmp_path):
+    path = saved_model(tmp_path) / "model.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2])
+    (found,) = told(tmp_path)
+    assert f"{path}: its header speaks of {size:,} bytes, and the file has {size // 2:,}" in found
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\x10" + b"\0" * 7 + b"not json at all!", b"\xff" * 64])
+def test_a_file_that_is_no_safetensors_is_said_to_be_none(content, tmp_path):
+    path = saved_model(tmp_path) / "model.safetensors"
+    path.write_bytes(content)
+    assert "no safetensors file" in told(tmp_path)[0]
+
+
+def test_a_file_cut_within_its_header_is_said_to_be_cut(tmp_path):
+    path = saved_model(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    assert "and the file has 100" in told(tmp_path)[0]
+
+
+def without(folder, *parts):
+    path = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if not any(p in k for p in parts)}, path, {"format": "pt"})
+
+
+def test_missing_tensors_are_fatal_and_a_few_are_named(tmp_path):
+    without(saved_model(tmp_path), "layers.1.mlp")
+    (found,) = told(tmp_path)
+    assert "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight" in found
+    assert "LlamaForCausalLM" in found
+    assert "random" in found
+    with pytest.raises(UserError, match=r"layers\.1\.mlp"):
+        load_model(ModelOptions(model_name_or_path=str(tmp_path)))
+
+
+def test_more_layers_in_the_config_than_in_the_weights_is_fatal(tmp_path):
+    change_json(saved_model(tmp_path) / "config.json", num_hidden_layers=4)
+    (found,) = told(tmp_path)
+    assert "model.layers.2." in found
+    assert "and 15 more" in found
+
+
+def test_a_shape_that_is_not_the_configs_is_named_with_both(tmp_path):
+    change_json(saved_model(tmp_path) / "config.json", intermediate_size=32)
+    (found,) = told(tmp_path)
+    assert "model.layers.0.mlp.down_proj.weight is 16x24 in the weights and 16x32 by the config, and 5 more" in found
+    with pytest.raises(UserError, match="16x24 in the weights"):
+        load_model(ModelOptions(model_name_or_path=str(tmp_path)))
+
+
+def test_tied_weights_are_not_missing_and_an_absent_head_is(tmp_path):
+    saved_model(tmp_path / "tied", "qwen2")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    assert told(tmp_path / "tied") == []
+    tiny_model("llama").model.save_pretrained(tmp_path / "headless")
+    (found,) = told(tmp_path / "headless")
+    assert "have no lm_head.weight" in found
+    assert "without an output head" in found
+
+
+def test_weights_named_without_the_base_models_prefix_are_the_models(tmp_path):
+    saved_model(tmp_path, "gpt2")
+    path = tmp_path / "model.safetensors"
+    old = {k.removeprefix("transformer."): v for k, v in load_file(path).items()}
+    save_file(old, path, {"format": "pt"})
+    assert told(tmp_path) == []
+    torch.testing.assert_close(
+        load_model(ModelOptions(model_name_or_path=str(tmp_path))).state_dict(), tiny_model("gpt2").state_dict()
+    )
+
+
+def test_an_expert_that_is_missing_is_missed_though_memory_has_another_form(tmp_path):
+    without(saved_model(tmp_path, "mixtral"), "block_sparse_moe.experts.1.w1")
+    assert told(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    tiny_model().save_pretrained(tmp_path, max_shard_size=20_000)
+    next(tmp_path.glob("model-00002-*")).unlink()
+    assert "model-00002-of-" in told(tmp_path)[0]
+
+
+def test_pickled_weights_are_refused_and_not_opened(tmp_path):
+    import os
+    import pickle
+
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "trapped"),)
+
+    saved_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    (found,) = told(tmp_path)
+    assert "pytorch_model.bin" in found
+    assert "run any code" in found
+    with pytest.raises((UserError, OSError)):
+        load_model(ModelOptions(model_name_or_path=str(tmp_path)))
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_folder_without_weights_can_be_trained_from_scratch(tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (found,) = told(tmp_path)
+    assert "there are no weights" in found
+    assert "train_from_scratch: true" in found
+
+
+def test_everything_wrong_is_said_at_once(tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert len(told(tmp_path, flash_attn="fa2")) == 3

@@ -1,0 +1,199 @@
+"""Which weights move in freeze training, in full training, and with the methods of the peft library."""
+
+import pytest
+import torch
+
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, ModelState, trainable_summary
+from burnish.adapters.freeze import FreezeOptions, decoder_layers
+from burnish.adapters.lora import LoraOptions
+from burnish.adapters.peft import PeftOptions
+from burnish.core.errors import UserError
+from burnish.core.options import union
+from tiny_models import CONFIGS, tiny_model, token_ids
+
+Options = union("Options", FinetuningOptions, FreezeOptions, LoraOptions, PeftOptions)
+
+
+def trained(family="llama", model=None, **options):
+    """The names of what trains."""
+    adapter = ADAPTERS["freeze"](Options(finetuning_type="freeze", **options), [])
+    model = adapter.attach(tiny_model(family, num_hidden_layers=4) if model is None else model)
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def layers_of(names):
+    return sorted({int(name.split(".")[2]) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(2, [2, 3]), (1, [3]), (-1, [0]), (-3, [0, 1, 2]), (9, [0, 1, 2, 3]), (-9, [0, 1, 2, 3])]
+)
+def test_layers_are_counted_from_the_end_or_from_the_beginning(count, expected):
+    names = trained(freeze_trainable_layers=count)
+    assert layers_of(names) == expected
+    assert all(name.startswith("model.layers.") for name in names)
+
+
+def test_the_default_is_the_last_two_layers_with_all_their_modules():
+    whole = {
+        n
+        for n, _ in tiny_model(num_hidden_layers=4).named_parameters()
+        if n.startswith(("model.layers.2", "model.layers.3"))
+    }
+    assert trained() == whole
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (["mlp"], {"mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"}),
+        (["q_proj", "input_layernorm"], {"self_attn.q_proj.weight", "input_layernorm.weight"}),
+    ],
+)
+def test_only_the_modules_named_train_in_a_layer(modules, expected):
+    names = trained(freeze_trainable_layers=1, freeze_trainable_modules=modules)
+    assert {name.removeprefix("model.layers.3.") for name in names} == expected
+
+
+def test_extra_modules_train_beside_the_layers():
+    names = trained(
+        freeze_trainable_layers=1, freeze_trainable_modules=["mlp"], freeze_extra_modules=["norm", "lm_head"]
+    )
+    assert {"model.norm.weight", "lm_head.weight"} < names
+    assert "model.embed_tokens.weight" not in names
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_layers_of_every_family_are_found_and_learn(family):
+    model = tiny_model(family)
+    path, layers = decoder_layers(model)
+    assert (len(layers), bool(path)) == (2, True)
+    names = trained(model=model, freeze_trainable_layers=1)
+    assert names
+    assert all(name.startswith(f"{path}.1.") for name in names)
+    model(token_ids(), labels=token_ids()).loss.backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == names
+
+
+def test_a_frozen_run_is_resumed_to_the_bit():
+    adapter = ADAPTERS["freeze"](Options(finetuning_type="freeze", freeze_trainable_layers=1), [])
+    model = adapter.attach(tiny_model())
+    model(token_ids(), labels=token_ids()).loss.backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    state = {name: tensor.clone() for name, tensor in ModelState(model, adapter).state_dict().items()}
+    other = adapter.attach(tiny_model())
+    ModelState(other, adapter).load_state_dict(state)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def problems(kind="freeze", folders=(), **options):
+    adapter = ADAPTERS[kind](Options(finetuning_type=kind, **options), folders)
+    return [str(problem) for problem in adapter.check(tiny_model())]
+
+
+def test_modules_that_are_not_there_are_refused_all_at_once():
+    found = problems(freeze_trainable_modules=["mpl", "mlp"], freeze_extra_modules=["lm_haed", "norm"])
+    assert len(found) == 2
+    assert 'freeze_trainable_modules "mpl"' in found[0]
+    assert 'Did you mean "mlp"?' in found[0]
+    assert 'freeze_extra_modules "lm_haed"' in found[1]
+    assert "embed_tokens, lm_head, norm" in found[1]
+
+
+def test_zero_layers_are_refused():
+    assert "freeze_trainable_layers is 0" in problems(freeze_trainable_layers=0)[0]
+
+
+@pytest.mark.parametrize("kind", ["full", "freeze"])
+def test_an_adapter_cannot_go_on_in_training_of_the_model_itself(kind, tmp_path):
+    (found,) = problems(kind, folders=[tmp_path])
+    assert f"finetuning_type {kind} trains the model itself" in found
+    assert str(tmp_path) in found
+
+
+@pytest.mark.parametrize("kind", ["full", "freeze"])
+def test_training_the_model_itself_keeps_no_reference_and_says_so(kind):
+    adapter = ADAPTERS[kind](Options(finetuning_type=kind), [])
+    with pytest.raises(UserError, match="ref_model"):
+        adapter.reference(tiny_model())
+
+
+def test_an_unknown_finetuning_type_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match="Known: freeze, full, lora, peft"):
+        ADAPTERS["loar"]
+
+
+# --- the peft library -----------------------------------------------------------------------------------------------
+
+METHODS = {
+    "prompt tuning": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3},
+    "ia3": {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "oft": {"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["q_proj"]},
+    "p-tuning": {"peft_type": "P_TUNING", "num_virtual_tokens": 3, "encoder_hidden_size": 8},
+}
+
+
+def with_peft(config, folders=()):
+    adapter = ADAPTERS["peft"](Options(finetuning_type="peft", peft_config=config), folders)
+    return adapter, adapter.attach(tiny_model())
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=token_ids(), attention_mask=torch.ones_like(token_ids())).logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_of_the_peft_library_trains_is_saved_and_goes_on(method, tmp_path):
+    torch.manual_seed(3)
+    adapter, model = with_peft(METHODS[method])
+    before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    model(input_ids=token_ids(), attention_mask=torch.ones_like(token_ids()), labels=token_ids()).loss.backward()
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    model.eval()
+    adapter.save(model, str(tmp_path))
+    assert not list(tmp_path.glob("*.bin"))
+    _, loaded = with_peft(None, folders=[tmp_path])
+    torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=1e-5, atol=2e-6)
+    loaded(input_ids=token_ids(), attention_mask=torch.ones_like(token_ids()), labels=token_ids()).loss.backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in loaded.parameters())
+    state = {name: tensor.clone() for name, tensor in adapter.state(model).items()}
+    torch.manual_seed(4)
+    other_adapter, other = with_peft(METHODS[method])
+    other_adapter.load_state(other, state)
+    assert torch.equal(logits(other.eval()), logits(model))
+    assert len(state) < len(model.state_dict())
+
+
+def test_inside_reference_a_peft_model_is_its_base():
+    adapter, model = with_peft(METHODS["prompt tuning"])
+    assert logits(model).shape[1] == token_ids().shape[1] + 3
+    with adapter.reference(model):
+        assert torch.equal(logits(model), logits(tiny_model()))
+
+
+def test_a_model_that_peft_wrapped_already_is_taken_as_it_is():
+    import peft
+
+    made = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapter = ADAPTERS["peft"](Options(finetuning_type="peft"), [])
+    assert adapter.check(made) == []
+    assert adapter.attach(made) is made
+    assert len(adapter.state(made)) == 4
+    assert trainable_summary(made) == made.get_nb_trainable_parameters()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, "finetuning_type peft needs peft_config"),
+        ({"peft_type": "PROMT_TUNING"}, 'no peft_type "PROMT_TUNING". Did you mean "PROMPT_TUNING"?'),
+        ({"peft_type": "IA3", "nonsense": 1}, "nonsense"),
+        ("nowhere.json", "is no file"),
+    ],
+)
+def test_a_peft_config_that_cannot_be_is_refused(config, expected):
+    (found,) = problems("peft", peft_config=config)
+    assert expected in found

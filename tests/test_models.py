@@ -1,0 +1,356 @@
+"""Loading a model and its tokenizer, counting it, saving it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from burnish.adapters.base import ADAPTERS, ModelState, set_precision
+from burnish.core.errors import UserError
+from burnish.core.options import Given, build
+from burnish.models.check import check_model
+from burnish.models.load import (
+    context_length,
+    count_parameters,
+    enable_checkpointing,
+    find_non_finite,
+    load_config,
+    load_model,
+    raise_if_not_finite,
+)
+from burnish.models.options import ModelOptions
+from burnish.models.patches import PATCHES
+from burnish.models.save import save_model
+from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
+from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
+
+
+def options(folder, **given):
+    return ModelOptions(model_name_or_path=str(folder), **given)
+
+
+def full(model):
+    adapter = ADAPTERS["full"](SimpleNamespace(finetuning_type="full"), [])
+    return adapter, adapter.attach(model)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(token_ids()).logits
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, "mixtral"])
+def test_every_family_is_checked_loaded_trained_a_step_saved_and_loaded_again(family, tmp_path):
+    saved_model(tmp_path / "base", family)
+    assert check_model(options(tmp_path / "base")) == []
+    _, model = full(load_model(options(tmp_path / "base")))
+    torch.testing.assert_close(logits(model), logits(tiny_model(family)), rtol=0, atol=0)
+    model(token_ids(), labels=token_ids()).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    save_model(model, tiny_tokenizer(), tmp_path / "trained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert not torch.allclose(logits(again), logits(tiny_model(family)))
+    torch.testing.assert_close(logits(again), logits(model.eval()), rtol=0, atol=0)
+
+
+def test_the_dtype_asked_for_is_the_dtype_loaded(tmp_path):
+    saved_model(tmp_path)
+    assert load_model(options(tmp_path)).dtype == torch.float32
+    assert load_model(options(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
+    norms = {
+        p.dtype
+        for n, p in load_model(options(tmp_path, upcast_layernorm=True), dtype=torch.bfloat16).named_parameters()
+        if "norm" in n
+    }
+    assert norms == {torch.float32}
+
+
+@pytest.mark.parametrize(("flash_attn", "expected"), [("auto", "sdpa"), ("sdpa", "sdpa"), ("disabled", "eager")])
+def test_flash_attn_names_an_implementation(flash_attn, expected, tmp_path):
+    model = load_model(options(saved_model(tmp_path), flash_attn=flash_attn))
+    assert model.config._attn_implementation == expected
+
+
+def test_an_engine_may_bring_its_own_attention(tmp_path):
+    model = load_model(options(saved_model(tmp_path)), attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_from_scratch_is_random_under_the_seed_and_reads_no_weights(tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert check_model(options(tmp_path, train_from_scratch=True)) == []
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(logits(load_model(options(tmp_path, train_from_scratch=True))))
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+    torch.manual_seed(1)
+    small = load_model(options(tmp_path, train_from_scratch=True), dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    wide = load_model(options(tmp_path, train_from_scratch=True))
+    assert torch.equal(small.lm_head.weight, wide.lm_head.weight.to(torch.bfloat16))
+
+
+def test_tensors_that_the_model_has_no_use_for_are_said(tmp_path):
+    saved_model(tmp_path, num_hidden_layers=2)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1}))
+    notes = []
+    load_model(options(tmp_path), notes=notes)
+    assert any("9 tensors in the files are not part of LlamaForCausalLM" in note for note in notes)
+
+
+def test_the_cache_is_off_while_training_and_on_in_what_is_saved(tmp_path):
+    model = load_model(options(saved_model(tmp_path / "base")))
+    assert model.config.use_cache is False
+    save_model(model, tiny_tokenizer(), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is True
+
+
+def test_a_generation_config_that_cannot_be_saved_is_patched_and_said(tmp_path):
+    saved_model(tmp_path / "base")
+    raw = {"temperature": 0.6, "do_sample": False, "eos_token_id": 2}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(raw))
+    notes = []
+    model = load_model(options(tmp_path / "base"), notes=notes)
+    assert any(PATCHES[0].reason in note for note in notes)
+    save_model(model, tiny_tokenizer(), tmp_path / "out", stop_token_ids=[5])
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_new_special_tokens_is_another_name_of_add_special_tokens():
+    made, problems = build(ModelOptions, {"new_special_tokens": Given("<a>,<b>", "")})
+    assert problems == []
+    assert made.add_special_tokens == ["<a>", "<b>"]
+
+
+# --- the tokenizer --------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_pads_on_the_right_and_reads_no_weights(tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    notes = []
+    tokenizer = load_tokenizer(options(tmp_path), notes)
+    assert tokenizer.padding_side == "right"
+    assert (tokenizer.eos_token, tokenizer.pad_token, notes) == ("</s>", "<pad>", [])
+
+
+def test_a_missing_padding_token_is_chosen_and_said(tmp_path):
+    saved_model(tmp_path, tokenizer=tiny_tokenizer(pad_token=None))
+    notes = []
+    assert load_tokenizer(options(tmp_path), notes).pad_token == "</s>"
+    assert "no padding token; </s> pads" in notes[0]
+
+
+def test_a_missing_end_token_is_found_in_the_vocabulary_and_said(tmp_path):
+    saved_model(tmp_path, tokenizer=tiny_tokenizer(pad_token=None, eos_token=None))
+    notes = []
+    tokenizer = load_tokenizer(options(tmp_path), notes)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("</s>", "</s>")
+    assert len(tokenizer) == VOCABULARY
+    assert len(notes) == 2
+
+
+def test_new_tokens_get_rows_and_old_rows_stay(tmp_path):
+    asked = options(saved_model(tmp_path), add_special_tokens=["<think>"], add_tokens=["w60000"])
+    notes = []
+    tokenizer = load_tokenizer(asked, notes)
+    assert len(tokenizer) == VOCABULARY + 2
+    assert tokenizer.encode("w5 <think> w60000") == [9, VOCABULARY + 1, VOCABULARY]
+    model = load_model(asked)
+    before = model.get_input_embeddings().weight.detach().clone()
+    fit_vocabulary(model, tokenizer, asked, notes)
+    after = model.get_input_embeddings().weight
+    assert after.shape[0] == 2 * VOCABULARY  # the next multiple of 64
+    assert torch.equal(after[:VOCABULARY], before)
+    assert model.has_new_tokens
+    assert any("grew from 64 to 128" in note for note in notes)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_unless_it_may_grow(tmp_path):
+    saved_model(tmp_path, vocab_size=60)
+    tokenizer, config = load_tokenizer(options(tmp_path)), load_config(options(tmp_path))
+    (problem,) = check_vocabulary(tokenizer, config, options(tmp_path))
+    assert "64 tokens and the model's embedding has 60 rows" in str(problem)
+    assert "resize_vocab: true" in str(problem)
+    with pytest.raises(UserError, match="64 tokens"):
+        fit_vocabulary(load_model(options(tmp_path)), tokenizer, options(tmp_path))
+    assert check_vocabulary(tokenizer, config, options(tmp_path, resize_vocab=True)) == []
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_is_counted_without_its_weights(family):
+    model = tiny_model(family)
+    count = count_parameters(CONFIGS[family]())
+    assert count.total == sum(p.numel() for p in model.parameters())
+    assert count.embedding == model.get_input_embeddings().weight.numel()
+    assert count.head == model.get_output_embeddings().weight.numel()
+    assert context_length(CONFIGS[family]()) == (64 if family != "bloom" else None)
+
+
+def test_rope_scaling_stretches_the_context_to_the_longest_row(tmp_path):
+    asked = options(saved_model(tmp_path), rope_scaling="linear")
+    notes = []
+    config = load_config(asked, max_length=100, notes=notes)
+    assert context_length(config) == 128
+    assert "from 64 to 128 tokens (linear, factor 2)" in notes[0]
+    stretched = load_model(asked, config=config).model.rotary_emb.inv_freq
+    torch.testing.assert_close(stretched, load_model(options(tmp_path)).model.rotary_emb.inv_freq / 2)
+    assert "no effect" in _notes_of(asked, 50)[0]
+    saved_model(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(UserError, match="rope_scaling"):
+        load_config(options(tmp_path / "gpt2", rope_scaling="yarn"), max_length=100)
+
+
+def _notes_of(asked, max_length):
+    notes = []
+    load_config(asked, max_length=max_length, notes=notes)
+    return notes
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    model = tiny_model()
+    assert find_non_finite(model) == []
+    raise_if_not_finite(model, "m")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.lm_head.weight.data[3, 0] = float("inf")
+    assert find_non_finite(model) == ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
+    with pytest.raises(UserError, match=r"2 of the model's weights hold NaN or infinity: .*up_proj"):
+        raise_if_not_finite(model, "m")
+
+
+# --- checkpointing and precision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [None, {"use_reentrant": True}])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_checkpointing_gives_the_same_gradients(kind, arguments):
+    from burnish.adapters.base import FinetuningOptions
+    from burnish.adapters.lora import LoraOptions
+    from burnish.core.options import union
+
+    made = union("Options", FinetuningOptions, LoraOptions)(finetuning_type=kind, lora_dropout=0.3)
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = ADAPTERS[kind](made, []).attach(tiny_model()).train()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_()
+        if checkpointed:
+            enable_checkpointing(model, arguments)
+            assert model.is_activation_checkpointing
+        torch.manual_seed(1)
+        model(token_ids(), labels=token_ids()).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert found[0]
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def test_full_training_moves_every_weight_in_float32_and_keeps_ties():
+    _, model = full(tiny_model("qwen2").to(torch.bfloat16))
+    set_precision(model, torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def tensors_in(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    return found
+
+
+def test_a_model_leaves_in_the_dtype_it_came_in_and_its_checkpoint_keeps_float32(tmp_path):
+    saved_model(tmp_path / "base", "qwen2")
+    adapter, model = full(load_model(options(tmp_path / "base"), dtype=torch.bfloat16))
+    set_precision(model, torch.float32)
+    model.model.norm.weight.data += 1e-4  # below what bfloat16 can tell
+    save_model(model, tiny_tokenizer(), tmp_path / "out")
+    written = tensors_in(tmp_path / "out")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in written  # tied: once
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert model.config.dtype == torch.bfloat16
+    held = ModelState(model, adapter).state_dict()
+    assert {tensor.dtype for tensor in held.values()} == {torch.float32}
+    assert len(held) == len(written)
+    assert torch.equal(held["model.norm.weight"], model.model.norm.weight)
+    save_model(model, tiny_tokenizer(), tmp_path / "wide", dtype=torch.float32)
+    assert torch.equal(tensors_in(tmp_path / "wide")["model.norm.weight"], model.model.norm.weight)
+
+
+def test_a_state_put_into_another_model_gives_every_weight_back_to_the_bit():
+    adapter, model = full(tiny_model("qwen2"))
+    state = {name: tensor.clone() for name, tensor in adapter.state(model).items()}
+    other_adapter, other = full(tiny_model("qwen2", seed=5))
+    ModelState(other, other_adapter).load_state_dict(state)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+
+
+def test_a_state_of_another_model_is_refused_with_what_differs():
+    adapter, model = full(tiny_model("llama"))
+    state = adapter.state(tiny_model("llama", hidden_size=32))
+    with pytest.raises(UserError, match="differ in shape") as caught:
+        adapter.load_state(model, state)
+    assert len(str(caught.value).splitlines()) <= 2
+    with pytest.raises(UserError, match="lack transformer"):
+        ADAPTERS["full"](None, []).load_state(tiny_model("gpt2"), state)
+
+
+def test_a_large_model_is_saved_in_shards_with_an_index(tmp_path):
+    model = tiny_model()
+    save_model(model, tiny_tokenizer(), tmp_path, max_shard_size=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert check_model(options(tmp_path)) == []
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model), rtol=0, atol=0)
+
+
+def test_the_folder_has_what_generation_needs_and_no_pickle(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    model = tiny_model(bos_token_id=7)
+    model.generation_config = GenerationConfig(eos_token_id=2)
+    save_model(model, tokenizer, tmp_path, stop_token_ids=[9])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja",
+    }  # fmt: skip
+    generation = GenerationConfig.from_pretrained(tmp_path)
+    assert generation.eos_token_id == [2, 9]
+    assert (generation.pad_token_id, generation.bos_token_id) == (0, 1)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.chat_template == tokenizer.chat_template
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.bos_token_id == 1
+
+
+def test_a_model_with_an_adapter_in_it_is_not_saved_as_a_whole(tmp_path):
+    from burnish.adapters.lora_config import LoraConfig
+    from burnish.adapters.lora_layer import LoraSettings
+    from burnish.adapters.lora_model import add_adapter
+
+    model = tiny_model()
+    add_adapter(model, "default", LoraConfig(LoraSettings(2, 2)), ["model.layers.0.mlp.up_proj"], [])
+    with pytest.raises(RuntimeError, match="adapter is still in the model"):
+        save_model(model, None, tmp_path)
