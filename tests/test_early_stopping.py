@@ -56,6 +56,10 @@ def test_it_stops_after_the_evaluations_that_are_asked_for():
     assert evaluations_until_stop(EarlyStoppingCallback(2), [3.0, 2.0, 1.0, 0.5, 0.4], arguments()) is None
 
 
+def test_the_same_loss_again_is_no_improvement():
+    assert evaluations_until_stop(EarlyStoppingCallback(2), [1.0, 1.0, 1.0], arguments()) == 3
+
+
 def test_a_loss_that_is_not_a_number_is_no_improvement():
     assert evaluations_until_stop(EarlyStoppingCallback(2), [3.0, float("nan"), float("nan")], arguments()) == 3
 

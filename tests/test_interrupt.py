@@ -57,7 +57,7 @@ def test_a_signal_ends_the_step_saves_and_gives_its_exit_status(tmp_path, capfd,
 EVALUATED = {"eval_rows": 5, "eval_strategy": "epoch", "save_strategy": "epoch"}
 VARIANTS = {
     "in the middle of an epoch": (5, EVALUATED),
-    "at the last step of an epoch": (11, EVALUATED),
+    "at the last step of an epoch": (11, {**EVALUATED, "save_strategy": "no"}),
     "with evaluations by steps": (
         6,
         {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no"},
