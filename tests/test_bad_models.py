@@ -17,6 +17,7 @@ from burnish.models.check import check_model
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import adapter_folders, find_source
+from burnish.models.tokens import load_tokenizer
 from tiny_models import saved_model, tiny_model
 
 
@@ -175,6 +176,20 @@ def test_an_attention_library_that_is_not_installed_is_named(flash_attn, package
     saved_model(tmp_path)
     (found,) = told(tmp_path, flash_attn=flash_attn)
     assert f"needs the library {package}" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(None, "there is no tokenizer in this folder"), ("{}", "its tokenizer cannot be loaded")]
+)
+def test_a_tokenizer_that_is_missing_or_hollow_is_refused(content, expected, tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=expected) as caught:
+        load_tokenizer(ModelOptions(model_name_or_path=str(tmp_path)))
+    assert len(str(caught.value).splitlines()) == 2
 
 
 # --- its weights ----------------------------------------------------------------------------------------------------

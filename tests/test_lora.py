@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from burnish.adapters.base import (
@@ -421,6 +422,32 @@ def test_a_pissa_adapter_is_saved_as_lora_that_fits_the_base_everyone_has(option
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 8  # twice the rank
     other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{}, {"pissa_init": True, "use_rslora": True}])
+def test_a_checkpoint_of_an_adapter_is_an_adapter_that_peft_loads(options, tmp_path):
+    adapter, model = attached(**options)
+    shaken(model)
+    save_file(adapter.state(model), tmp_path / f"{adapter.file_stem}.safetensors", {"format": "pt"})
+    adapter.save_config(model, str(tmp_path))
+    other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
+    torch.testing.assert_close(logits(other), logits(model), **CLOSE)
+
+
+def test_experts_that_get_no_adapter_are_said():
+    adapter, _ = attached("mixtral")
+    assert any("4 fused expert weights get no adapter" in note for note in adapter.notes)
+
+
+def test_another_base_than_the_adapters_own_is_said(tmp_path):
+    model = tiny_model()
+    model.config.name_or_path = "org/one"
+    adapter, model = attached(model=model)
+    adapter.save(model, str(tmp_path))
+    other = tiny_model(seed=1)
+    other.config.name_or_path = "org/two"
+    adapter, _ = attached(model=other, folders=[tmp_path])
+    assert any("trained on org/one; the base here is org/two" in note for note in adapter.notes)
 
 
 def test_the_names_in_a_file_are_those_of_peft(tmp_path):

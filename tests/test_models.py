@@ -13,6 +13,7 @@ from burnish.core.errors import UserError
 from burnish.core.options import Given, build
 from burnish.models.check import check_model
 from burnish.models.load import (
+    check_context,
     context_length,
     count_parameters,
     enable_checkpointing,
@@ -212,6 +213,13 @@ def test_rope_scaling_stretches_the_context_to_the_longest_row(tmp_path):
     saved_model(tmp_path / "gpt2", "gpt2")
     with pytest.raises(UserError, match="rope_scaling"):
         load_config(options(tmp_path / "gpt2", rope_scaling="yarn"), max_length=100)
+
+
+def test_a_row_beyond_the_context_is_refused_where_there_is_one():
+    assert check_context(CONFIGS["llama"](), 64) == []
+    (problem,) = check_context(CONFIGS["gpt2"](), 20_000)
+    assert "20,000 tokens, and the model's context is 64" in str(problem)
+    assert check_context(CONFIGS["bloom"](), 20_000) == []
 
 
 def _notes_of(asked, max_length):

@@ -53,6 +53,9 @@ class ModelAdapter(Protocol):
         ...
 
     def save(self, model: nn.Module, folder: str) -> None: ...
+    def save_config(self, model: nn.Module, folder: str) -> None:
+        """What has to lie beside a checkpoint's weights for another program to load them."""
+        ...
 
 
 AdapterFactory: TypeAlias = Callable[[Any, Sequence[Path]], ModelAdapter]

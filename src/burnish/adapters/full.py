@@ -44,6 +44,9 @@ class FullAdapter:
     def save(self, model: nn.Module, folder: str) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]
 
+    def save_config(self, model: nn.Module, folder: str) -> None:
+        model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+
 
 def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: nn.Module) -> list[Problem]:
     """What keeps weights of the model itself from being trained."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from burnish.adapters.base import ADAPTERS
 from burnish.adapters.lora_config import WEIGHTS_NAME, LoraConfig
 from burnish.adapters.lora_fit import Fit, check_fit, raise_unless_fitting
-from burnish.adapters.lora_layer import LoraLayer, LoraSettings
+from burnish.adapters.lora_layer import LoraLayer, LoraSettings, is_conv1d
 from burnish.adapters.lora_model import (
     adapter_state,
     add_adapter,
@@ -109,11 +109,12 @@ class LoraAdapter:
             self.notes.append(f"The adapter {folder} was merged.")
         if self.to_continue is not None:
             self.config = load_adapter(model, self.to_continue)
-            self.notes.append(self._continued(self.to_continue, self.config))
+            self.notes += _continued(model, self.to_continue, self.config)
         else:
             fit, _ = self._new_config(model)
             self.config = fit.config
             add_adapter(model, DEFAULT, fit.config, fit.targets, fit.whole)
+            self.notes += _left_alone(model)
         train_only(model, DEFAULT)
         return model
 
@@ -128,9 +129,15 @@ class LoraAdapter:
         load_adapter_state(model, DEFAULT, state)
 
     def save(self, model: nn.Module, folder: str) -> None:
+        save_adapter(model, self._attached(), Path(folder))
+
+    def save_config(self, model: nn.Module, folder: str) -> None:
+        write_config(model, self._attached(), Path(folder))
+
+    def _attached(self) -> LoraConfig:
         if self.config is None:
             raise RuntimeError("Nothing is attached yet, so there is no adapter to save.")
-        save_adapter(model, self.config, Path(folder))
+        return self.config
 
     def _new_config(self, model: nn.Module) -> tuple[Fit, list[Problem]]:
         """The adapter that the options ask for, and what keeps it from being made."""
@@ -164,10 +171,22 @@ class LoraAdapter:
         self.notes.append(f"The vocabulary has grown, so {' and '.join(names)} train beside the adapter.")
         return names
 
-    def _continued(self, folder: Path, config: LoraConfig) -> str:
-        settings = config.settings
-        kind = f"rank {settings.rank}, alpha {settings.alpha:g}, dropout {settings.dropout:g}"
-        return f"Training goes on with the adapter {folder} as it is: {kind}; lora_rank and its kin describe new ones."
+
+def _continued(model: nn.Module, folder: Path, config: LoraConfig) -> list[str]:
+    """What a person should know of an adapter that goes on training."""
+    settings = config.settings
+    kind = f"rank {settings.rank}, alpha {settings.alpha:g}, dropout {settings.dropout:g}"
+    notes = [f"Training goes on with the adapter {folder} as it is: {kind}; lora_rank and its kin describe new ones."]
+    base = getattr(getattr(model, "config", None), "name_or_path", None)
+    if config.base_model and base and Path(config.base_model).name != Path(base).name:
+        notes.append(f"That adapter was trained on {config.base_model}; the base here is {base}.")
+    return notes
+
+
+def _left_alone(model: nn.Module) -> list[str]:
+    """Experts that are one tensor of three dimensions are no layers, so no adapter goes over them."""
+    fused = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    return [f"{len(fused)} fused expert weights get no adapter and stay frozen: {fused[0]}, ..."] if fused else []
 
 
 def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> LoraConfig:
@@ -207,9 +226,14 @@ def save_adapter(model: nn.Module, config: LoraConfig, folder: Path, name: str =
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    is_stored_transposed = any(type(m).__name__ == "Conv1D" for m in model.modules())
     state = {key: tensor.cpu().contiguous().clone() for key, tensor in adapter_state(model, name).items()}
     save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    write_config(model, config, folder)
+
+
+def write_config(model: nn.Module, config: LoraConfig, folder: Path) -> None:
+    """Write ``adapter_config.json``."""
+    is_stored_transposed = any(is_conv1d(module) for module in model.modules())
     replace(config, fan_in_fan_out=is_stored_transposed).write(folder)
 
 

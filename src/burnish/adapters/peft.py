@@ -104,6 +104,9 @@ class PeftAdapter:
     def save(self, model: nn.Module, folder: str) -> None:
         model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
 
+    def save_config(self, model: nn.Module, folder: str) -> None:
+        self.save(model, folder)  # small, and beside peft_state.safetensors it is what peft loads
+
     def _config(self) -> Any:
         """The ``PeftConfig`` that was given or described. Raises UserError."""
         from peft import PeftConfig

@@ -13,7 +13,8 @@ import torch
 
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.tensor_files import TensorInfo, read_headers, read_json
-from burnish.models.load import load_config, meta_model, quiet, refused_conversions, weight_problems
+from burnish.models.load import load_config, meta_model, weight_problems
+from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source
 
 if TYPE_CHECKING:

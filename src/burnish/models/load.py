@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from torch import nn
 
 from burnish.core.errors import Problem, UserError
 from burnish.models.patches import apply_patches
+from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
 
 if TYPE_CHECKING:
@@ -159,6 +159,20 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
+    """Whether a row of ``longest`` tokens is within what the model was made for."""
+    length = context_length(config)
+    if length is None or longest <= length:
+        return []
+    return [
+        Problem(
+            f"the longest row has {longest:,} tokens, and the model's context is {length:,}.",
+            why="Beyond it, the model has seen no positions.",
+            remedy=f"Set cutoff_len to {length} or less, or stretch the context with rope_scaling.",
+        )
+    ]
+
+
 def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
     """Stretch the rotary positions so that ``wanted`` tokens fit, by the smallest whole factor; say what was done.
 
@@ -268,39 +282,6 @@ def weight_problems(where: str, class_name: str, found: Mapping[str, Any]) -> li
             )
         )
     return problems
-
-
-@contextmanager
-def refused_conversions(where: str) -> Iterator[None]:
-    """What transformers says of tensors that it cannot put together, as a sentence about the files."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "conversion of the weights" not in str(error):
-            raise
-        problem = Problem(
-            "a tensor in memory is made of several in the files (experts, say), and some of those are missing or of "
-            "another shape.",
-            where=where,
-            remedy="Fetch the model again.",
-        )
-        raise UserError(problem) from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' progress bar and report: what it would say is said by burnish, once."""
-    from transformers.utils import logging
-
-    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bar:
-            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.types import Adapter
+from burnish.models.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +93,8 @@ def _save_whole(model: nn.Module, folder: Path, dtype: torch.dtype | None, max_s
     if any(".base_layer." in name or ".original_module." in name for name in state):
         raise RuntimeError("An adapter is still in the model; merge it, or save the adapter.")
     # transformers undoes its own conversions (experts), leaves out tied weights and makes the shards.
-    model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[operator]
+    with quiet():
+        model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[operator]
     config.dtype = loaded_in  # save_pretrained writes the dtype of the parameters in memory here
     save_config(model, folder, wanted)
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
 """What models call the end, tried in this order in a vocabulary that does not say."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "tokenizer_config.json",
+)  # fmt: skip
+"""A folder with none of these has no tokenizer that transformers would find."""
 ROW_MULTIPLE = 64
 """An embedding grows to a multiple of this: matrix products on tensor cores want it."""
 
@@ -34,12 +39,14 @@ def load_tokenizer(options: Any, notes: list[str] | None = None) -> PreTrainedTo
 
     notes = [] if notes is None else notes
     source = find_source(options.model_name_or_path, options)
+    if source.folder is not None and not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(_no_tokenizer(source.name))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.name, use_fast=options.use_fast_tokenizer, padding_side="right", **hub_arguments(options)
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(_no_tokenizer(source.name, error)) from error
+        raise UserError(_broken_tokenizer(source.name, error)) from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
     if tokenizer.pad_token is None:
@@ -111,10 +118,15 @@ def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
     notes.append(f"The tokenizer names no end token; {tokenizer.eos_token} {how} an answer.")
 
 
-def _no_tokenizer(name: str, error: Exception) -> Problem:
-    first_line = str(error).strip().split("\n")[0]
+def _no_tokenizer(name: str) -> Problem:
     return Problem(
-        f"no tokenizer could be loaded: {first_line}",
+        "there is no tokenizer in this folder.",
         where=name,
-        remedy="The folder needs tokenizer.json (or vocab.json, tokenizer.model) and tokenizer_config.json.",
+        remedy="Copy tokenizer.json and tokenizer_config.json of the model into it.",
     )
+
+
+def _broken_tokenizer(name: str, error: Exception) -> Problem:
+    first_line = str(error).strip().split("\n")[0]
+    what = f"a file has no entry {first_line}" if isinstance(error, KeyError) else first_line
+    return Problem(f"its tokenizer cannot be loaded: {what}", where=name, remedy="Fetch its tokenizer files again.")
