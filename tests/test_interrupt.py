@@ -58,6 +58,7 @@ EVALUATED = {"eval_rows": 5, "eval_strategy": "epoch", "save_strategy": "epoch"}
 VARIANTS = {
     "in the middle of an epoch": (5, EVALUATED),
     "at the last step of an epoch": (11, {**EVALUATED, "save_strategy": "no"}),
+    "at the last step of an epoch that is logged": (11, {"logging_strategy": "epoch", "save_strategy": "no"}),
     "with evaluations by steps": (
         6,
         {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no"},
@@ -92,6 +93,21 @@ def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(tmp_path):
         interrupted(tmp_path, Kill(5, signal.SIGINT, signal.SIGINT), save_strategy="no")
     assert not list(tmp_path.glob("checkpoint-*"))
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)]
+)
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_signal_with_no_step_to_finish_ends_the_run_at_once(tmp_path, number, kind, has_trained):
+    interrupt = InterruptCallback()
+    run, options = make_run(tmp_path, [interrupt], save_strategy="no")
+    with interrupt:
+        if has_trained:
+            train(run, options)
+        with pytest.raises(kind) as caught:
+            os.kill(os.getpid(), number)
+    assert kind is KeyboardInterrupt or caught.value.code == 128 + number
 
 
 def test_a_scheduler_may_repeat_itself(tmp_path):

@@ -4,8 +4,9 @@
         train(run, options)
     if interrupt.exit_code is not None: ...     # 128 + signal: the run was cut short and can go on
 
-The first signal asks for the end. A second Ctrl-C does not wait: it raises KeyboardInterrupt at once. Outside the
-``with`` every signal does what it did before.
+While the run trains, the first signal asks for the end; a second Ctrl-C does not wait and raises KeyboardInterrupt.
+Before the first step and after the last there is no step to finish, and a signal ends the run at once: Ctrl-C with
+KeyboardInterrupt, the others with SystemExit(128 + signal). Outside the ``with`` signals do what they did before.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class InterruptCallback(TrainerCallback):
     def __init__(self, agree: Callable[[bool], bool] = bool) -> None:
         self.agree = agree
         self.received: signal.Signals | None = None
+        self._is_training = False
         self._has_stopped = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -65,17 +67,25 @@ class InterruptCallback(TrainerCallback):
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
+        is_first, is_ctrl_c = self.received is None, number == signal.SIGINT
+        if is_ctrl_c and not (is_first and self._is_training):
+            raise KeyboardInterrupt
+        if not self._is_training:
+            _say(f"{signal.Signals(number).name}: stopped.")
+            raise SystemExit(128 + number)
+        if not is_first:
             return  # schedulers repeat themselves
         self.received = signal.Signals(number)
-        again = " Ctrl-C once more stops at once, without a checkpoint." if number == signal.SIGINT else ""
-        text = f"\n{self.received.name}: stopping after this step, with a checkpoint.{again}\n"
-        # print() may be what the signal interrupted, and would refuse to be entered again.
-        os.write(2, text.encode())
+        again = " Ctrl-C once more stops at once, without a checkpoint." if is_ctrl_c else ""
+        _say(f"{self.received.name}: stopping after this step, with a checkpoint.{again}")
 
     # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._is_training = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._is_training = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step < state.max_steps and self.agree(self.received is not None):
@@ -104,3 +114,8 @@ class InterruptCallback(TrainerCallback):
     def _stop(self, control: TrainerControl) -> None:
         self._has_stopped = True
         control.should_save = control.should_training_stop = True
+
+
+def _say(text: str) -> None:
+    # print() may be what the signal interrupted, and would refuse to be entered again.
+    os.write(2, f"\n{text}\n".encode())
