@@ -15,12 +15,18 @@ _PUBLIC: dict[str, str] = {
     "IGNORE_INDEX": "burnish.core.types",
     "Example": "burnish.core.types",
     "Message": "burnish.core.types",
+    "EvalPrediction": "burnish.hf.values",
+    "Trainer": "burnish.hf.trainer",
     "TrainerCallback": "burnish.core.events",
     "TrainerControl": "burnish.core.state",
     "TrainerState": "burnish.core.state",
+    "TrainingArguments": "burnish.hf.arguments",
 }
 
-__all__ = ["IGNORE_INDEX", "Example", "Message", "TrainerCallback", "TrainerControl", "TrainerState", "UserError"]
+__all__ = [
+    "IGNORE_INDEX", "EvalPrediction", "Example", "Message", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState",
+    "TrainingArguments", "UserError",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -95,7 +95,7 @@ def take_step(run: Run, group: Group, options: Any) -> None:
     losses: list[Loss] = []
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        losses.append(microstep(run, batch, share, is_last))
+        losses.append((run.microstep or microstep)(run, batch, share, is_last))
         if not is_last:
             run.callbacks.fire("on_substep_end")
 
@@ -158,6 +158,8 @@ def log_step(run: Run, options: Any) -> None:
 
 def log(run: Run, values: dict[str, Any]) -> None:
     """Into ``state.log_history``, and to every callback."""
+    if run.log is not None:
+        return run.log(run, values)
     if run.state.epoch is not None:
         values["epoch"] = run.state.epoch
     if run.logs_tokens:

@@ -223,5 +223,7 @@ class Run:
     parts: dict[str, Stateful]  # everything a checkpoint holds, by name
     eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)  # name ("" for a single one) -> batches
     evaluate: Callable[[Run, Iterable[Batch], str], dict[str, float]] = field(default=lambda run, batches, prefix: {})
+    microstep: Callable[[Run, Batch, Tensor, bool], Loss] | None = None  # in place of the loop's own
+    log: Callable[[Run, dict[str, Any]], None] | None = None  # in place of the loop's own
     flos_per_token: int = 0  # floating-point operations of forward and backward for one token
     logs_tokens: bool = False  # num_input_tokens_seen in every log

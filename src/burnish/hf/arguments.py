@@ -1,0 +1,398 @@
+# ruff: noqa: RUF009  option() is dataclasses.field(); lists and mappings get a factory there
+"""``TrainingArguments``: every field of transformers' class, by its name, type and default.
+
+The fields that burnish's components read are inherited from their option groups; the others, and those whose default
+or type differs, are declared here. The instance is the options object of the run: the loop, the stream, the optimizer
+receive it as it is. Names of older versions are accepted with one warning (``old_names.py``).
+
+Refuses what transformers refuses, in its words, because scripts and tests look for them (``argument_checks.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from transformers.debug_utils import DebugOption
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.utils import logging
+
+from burnish.core.checkpoint import CheckpointOptions
+from burnish.core.events import FlowOptions
+from burnish.core.loop import LoopOptions
+from burnish.core.options import option, raise_if, union
+from burnish.core.schedule import CurveOptions, StepOptions, warmup_steps_of
+from burnish.data.stream import StreamOptions
+from burnish.engine.base import EngineOptions, check_engine
+from burnish.engine.options import device_of
+from burnish.hf.argument_checks import check_arguments, say_what_has_no_effect
+from burnish.hf.argument_setters import Setters
+from burnish.hf.old_names import todays_names
+from burnish.optim.builtin import OPTIMIZERS, OptimOptions
+
+logger = logging.get_logger("burnish.hf")
+
+_Groups: Any = union(
+    "_Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, FlowOptions, StreamOptions,
+    EngineOptions, *OPTIMIZERS.option_groups(),
+)  # fmt: skip
+
+
+class _AcceptsOldNames(type):
+    """Leads old names to today's before any ``__init__`` sees them, that of a user's own subclass included."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **todays_names(kwargs))
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+        return inspect.Signature(parameters[1:])
+
+
+@dataclass
+class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: ignore[misc]
+    """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
+
+    Beyond transformers': ``on_non_finite`` (what becomes of a step whose loss or gradient is not finite),
+    ``save_in_background``, ``save_hf_format``, ``resume``, ``resume_despite_changes``.
+    """
+
+    # --- defaults that differ from burnish's own, because a script that only changes its import expects them
+    resume: str = option("never", "Continue from output_dir without being told to: auto, never or must.")
+    resume_from_checkpoint: str | None = option(None, "For the script to hand to train(); not read by the Trainer.")
+    save_in_background: bool = option(False, "Train on while a checkpoint is written; on_save may come before its end.")
+    on_non_finite: str = option("skip", "A step that is not finite is never applied; then stop, or skip it and go on.")
+    save_hf_format: bool = option(False, "Checkpoints that transformers can continue too: optimizer.pt and its like.")
+
+    # --- types that differ
+    lr_scheduler_type: SchedulerType | str = option("linear", "The curve of the learning rate.")
+    lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of that curve.")  # type: ignore[type-arg]
+    optim: OptimizerNames | str = option("adamw_torch_fused", "The optimizer.")
+    logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
+    eval_strategy: IntervalStrategy | str = option("no", "When to evaluate.")
+    save_strategy: SaveStrategy | str = option("steps", "When to save a checkpoint.")
+    gradient_checkpointing: bool | None = option(None, "The older name of activation_checkpointing.")
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "The older name, with _kwargs.")
+    fsdp: str | None = option(None, "Shard weights over processes.")
+    fsdp_config: dict[str, Any] | str | None = option(None, "Settings of FSDP, or a JSON file.")
+    deepspeed: dict | str | None = option(None, "DeepSpeed's settings, or a JSON file.")  # type: ignore[type-arg]
+    accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
+
+    # --- fields that are the face's own
+    optim_target_modules: str | list[str] | None = option(None, "Layers of an optimizer that takes some (GaLore).")
+    average_tokens_across_devices: bool = option(True, "The mean of a step is over the items of all processes.")
+    label_smoothing_factor: float = option(0.0, "The share of probability spread over all labels.")
+    activation_checkpointing: bool | None = option(None, "Keep layer inputs only; compute the rest again backwards.")
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "Its arguments.")
+    use_liger_kernel: bool = option(False, "Replace layers by Liger's kernels.")
+    liger_kernel_config: dict[str, bool] | None = option(None, "Which of them.")
+    use_cache: bool = option(False, "What model.config.use_cache is set to.")
+    neftune_noise_alpha: float | None = option(None, "Strength of the noise on embeddings in training (NEFTune).")
+    torch_empty_cache_steps: int | None = option(None, "Steps between two calls of torch's empty_cache.")
+    auto_find_batch_size: bool = option(False, "Halve the micro-batch where memory runs out; the step stays the same.")
+    include_num_input_tokens_seen: str | bool = option("no", "Log the tokens seen: no, all, non_padding.")
+    log_level: str = option("passive", "What libraries may say on the main process.")
+    log_level_replica: str = option("warning", "What they may say on the others.")
+    log_on_each_node: bool = option(True, "The first process of every node is a main process for logs.")
+    disable_tqdm: bool | None = option(None, "Print logs instead of the progress bar.")
+    report_to: str | list[str] | None = option("none", "Trackers that receive every log.")
+    run_name: str | None = option(None, "The name of the run in a tracker.")
+    project: str = option("huggingface", "The project in Trackio.")
+    trackio_space_id: str | None = option(None, "The Space of a Trackio project.")
+    trackio_bucket_id: str | None = option(None, "The bucket of a Trackio project.")
+    trackio_static_space_id: str | Literal[False] | None = option(None, "The static Space of a Trackio project.")
+    prediction_loss_only: bool = option(False, "Evaluate the loss alone.")
+    eval_do_concat_batches: bool = option(True, "Predictions of all batches in one array; else a list of arrays.")
+    eval_use_gather_object: bool = option(False, "Gather nested objects between processes.")
+    eval_accumulation_steps: int | None = option(None, "Batches whose predictions stay on the device.")
+    include_for_metrics: list[str] = option([], 'What compute_metrics gets besides: "inputs", "loss".')
+    batch_eval_metrics: bool = option(False, "Call compute_metrics batch by batch.")
+    save_on_each_node: bool = option(False, "Save on the first process of every node.")
+    enable_jit_checkpoint: bool = option(False, "Save and stop when the process is told to end (SIGTERM).")
+    push_to_hub: bool = option(False, "Push the model when it is saved.")
+    hub_token: str | None = option(None, "The token for it.")
+    hub_private_repo: bool | None = option(None, "Whether the repository is made private.")
+    hub_model_id: str | None = option(None, "The repository; output_dir's name if not given.")
+    hub_strategy: HubStrategy | str = option("every_save", "When to push.")
+    hub_always_push: bool = option(False, "Push even where the last push goes on.")
+    hub_revision: str | None = option(None, "The branch to push to.")
+    ignore_data_skip: bool = option(False, "Continue at the start of the epoch instead of where it stood.")
+    restore_callback_states_from_checkpoint: bool = option(False, "Callbacks continue with their state.")
+    parallelism_config: Any = option(None, "accelerate's parallelism.")
+    dataloader_multiprocessing_context: str | None = option(None, "How loader processes are started.")
+    dataloader_in_order: bool = option(True, "Batches in order although several processes make them.")
+    remove_unused_columns: bool = option(True, "Leave out the columns that the model does not take.")
+    label_names: list[str] | None = option(None, "The arguments of the model that are labels.")
+    train_sampling_strategy: str = option("random", "random, sequential, group_by_length or batch_rebalance.")
+    length_column_name: str = option("length", "The column that holds lengths.")
+    debug: str | list[DebugOption] = option("", "underflow_overflow to watch activations.")
+    skip_memory_metrics: bool = option(True, "No memory in the metrics.")
+    do_train: bool = option(False, "For the script; not read by the Trainer.")
+    do_eval: bool = option(False, "For the script; not read by the Trainer.")
+    do_predict: bool = option(False, "For the script; not read by the Trainer.")
+    logging_dir: str | None = option(None, "The older way to say where TensorBoard's files go.")
+    local_rank: int = option(-1, "This process on its node; the launcher says it.")
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            self.output_dir = "trainer_output"
+            logger.info("No output_dir was given: trainer_output.")
+        self.output_dir = os.path.expanduser(self.output_dir)
+        self._read_json_texts()
+        self._mirror_activation_checkpointing()
+        if self.disable_tqdm is None:
+            self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
+        if isinstance(self.include_num_input_tokens_seen, bool):
+            self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        self._take_enums()
+        self._derive()
+        check_arguments(self)
+        self.mixed_precision = "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+        if not isinstance(self.accelerator_config, AcceleratorConfig):
+            self.accelerator_config = _accelerator_config(self.accelerator_config)
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
+        self.fsdp = self.fsdp or None
+        raise_if(check_engine(self))
+        say_what_has_no_effect(self)
+
+    def _read_json_texts(self) -> None:
+        """What a command line can only give as text: ``'{"num_cycles": 2}'``."""
+        for name in _MAY_BE_JSON:
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):
+                setattr(self, name, _with_numbers(json.loads(value)))
+
+    def _mirror_activation_checkpointing(self) -> None:
+        """Two names of one thing, kept equal so that whoever reads either is right."""
+        pairs = [("gradient_checkpointing", "activation_checkpointing"),
+                 ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")]  # fmt: skip
+        for old, new in pairs:
+            if getattr(self, new) is None and getattr(self, old) is not None:
+                warnings.warn(f"`{old}` is now `{new}`.", FutureWarning, stacklevel=4)
+                setattr(self, new, getattr(self, old))
+            setattr(self, old, getattr(self, new))
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing = False
+
+    def _take_enums(self) -> None:
+        """Names as transformers' enumerations, which are texts too."""
+        self.eval_strategy = IntervalStrategy(self.eval_strategy)
+        self.logging_strategy = IntervalStrategy(self.logging_strategy)
+        self.save_strategy = SaveStrategy(self.save_strategy)
+        self.hub_strategy = HubStrategy(self.hub_strategy)
+        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
+        if self.optim not in OPTIMIZERS or self.optim in [name.value for name in OptimizerNames]:
+            self.optim = OptimizerNames(self.optim)  # the others are burnish's own
+        if not isinstance(self.debug, list):
+            self.debug = [DebugOption(name) for name in (self.debug or "").split()]
+
+    def _derive(self) -> None:
+        """What one argument says about another."""
+        if self.eval_strategy != IntervalStrategy.NO:
+            self.do_eval = True
+        if self.eval_strategy == IntervalStrategy.STEPS and not self.eval_steps and self.logging_steps > 0:
+            self.eval_steps = self.logging_steps
+        follows_metric = self.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+        if (self.load_best_model_at_end or follows_metric) and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        self.report_to = _trackers(self.report_to)
+
+    # --- what follows from the arguments ------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        lines = [f"{name}={value},\n" for name, value in sorted(self.to_dict().items())]
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    __repr__ = __str__
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of a micro-batch in this process; a process has one device."""
+        return int(self.per_device_train_batch_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        return int(self.per_device_eval_batch_size)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self)
+
+    @property
+    def n_gpu(self) -> int:
+        """1 on an accelerator, 0 on a CPU: burnish uses several GPUs with a process each, never with one for all."""
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        if self.world_size > 1:
+            return ParallelMode.DISTRIBUTED
+        return ParallelMode.NOT_PARALLEL if self.n_gpu <= 1 else ParallelMode.NOT_DISTRIBUTED
+
+    @property
+    def should_log(self) -> bool:
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """None leaves it to the Trainer; a subclass may say."""
+        return None
+
+    def get_process_log_level(self) -> int:
+        """The level for this process: that of ``log_level`` or ``log_level_replica``, "passive" for the present one."""
+        level = logging.get_log_levels_dict() | {"passive": logging.get_verbosity()}
+        return int(level[self.log_level if self.should_log else self.log_level_replica])
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        return warmup_steps_of(self, num_training_steps)
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """The main process does it first, so that the others find it in a cache."""
+        if self.world_size == 1 or not torch.distributed.is_initialized():
+            yield
+            return
+        is_first = (self.local_process_index if local else self.process_index) == 0
+        if not is_first:
+            torch.distributed.barrier()
+        try:
+            yield
+        finally:
+            if is_first:
+                torch.distributed.barrier()
+
+    # --- as data ------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument as plain data; the value of a token is left out."""
+        return {
+            field.name: f"<{field.name.upper()}>"
+            if field.name.endswith("_token")
+            else _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.init
+        }
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Numbers and texts only, which is all that some trackers store."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {k: v if type(v) in (bool, int, float, str, torch.Tensor) else str(v) for k, v in values.items()}
+
+
+_MAY_BE_JSON = (
+    "accelerator_config", "fsdp_config", "deepspeed", "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs", "lr_scheduler_kwargs",
+)  # fmt: skip
+
+
+def plain_options(args: Any) -> Any:
+    """A view of ``args`` in which names are plain texts, for registries that look them up."""
+    view = copy.copy(args)
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, Enum):
+            setattr(view, field.name, value.value)
+    return view
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, AcceleratorConfig):
+        return value.to_dict()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if hasattr(value, "to_dict"):  # a quantization config among model_init_kwargs
+        return value.to_dict()
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
+def _trackers(report_to: Any) -> list[str]:
+    if report_to in ("all", ["all"]):
+        from transformers.integrations import get_available_reporting_integrations
+
+        return list(get_available_reporting_integrations())
+    if report_to in ("none", ["none"]):
+        return []
+    return list(report_to) if isinstance(report_to, list) else [report_to]
+
+
+def _accelerator_config(given: Any) -> AcceleratorConfig:
+    if given is None:
+        return AcceleratorConfig()
+    if isinstance(given, type):
+        raise NotImplementedError(
+            "Tried passing in a callable to `accelerator_config`, but this is not supported. "
+            f"Pass an object: {given.__name__}()."
+        )
+    return AcceleratorConfig(**given) if isinstance(given, dict) else AcceleratorConfig.from_json_file(given)
+
+
+def _with_numbers(value: Any) -> Any:
+    """JSON in which numbers and truth values were quoted, as command lines do."""
+    if isinstance(value, dict):
+        return {name: _with_numbers(item) for name, item in value.items()}
+    if isinstance(value, str):
+        if value.lower() in {"true", "false"}:
+            return value.lower() == "true"
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _for_argument_parser(cls: Any) -> None:
+    """Reduce each field's metadata to what transformers' ``HfArgumentParser`` hands on to argparse."""
+    for name, field in list(cls.__dataclass_fields__.items()):
+        own = copy.copy(field)
+        own.metadata = MappingProxyType({"help": str(field.metadata.get("help", "")).replace("%", "%%")})
+        cls.__dataclass_fields__[name] = own
+
+
+_for_argument_parser(TrainingArguments)

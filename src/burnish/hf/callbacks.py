@@ -1,0 +1,124 @@
+"""The callbacks of a ``Trainer``: which ones it has, and the handler that scripts reach into.
+
+The handler is the loop's (``core.events.CallbackHandler``) with transformers' methods beside ``fire``: a method per
+event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes for what each event passes along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging
+
+from burnish.core.events import EVENTS, CallbackHandler, DefaultFlowCallback
+from burnish.core.state import TrainerControl
+from burnish.report.trackers import tracker_callbacks
+
+logger = logging.get_logger("burnish.hf")
+
+PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+"""What every event passes by keyword."""
+
+
+class FaceHandler(CallbackHandler):
+    """Fires events for the loop (``fire``) and for scripts (``handler.on_log(args, state, control, logs)``)."""
+
+    def __init__(self, callbacks: list[Any], args: Any, state: Any, control: TrainerControl, **parts: Any) -> None:
+        super().__init__([], args, state, control, **dict.fromkeys(PARTS))
+        self.parts |= parts
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def fire(self, event: str, **details: Any) -> TrainerControl:
+        """As the loop's, but for on_evaluate: ``Trainer.evaluate`` has told the callbacks already, once per set."""
+        if event == "on_evaluate":
+            return self.control
+        return self.call_event(event, self.args, self.state, self.control, **details)
+
+    def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **details: Any) -> TrainerControl:
+        """Call ``event`` on every callback. A control that one returns is copied into the run's, which stays one
+        object: the loop and the trainer look at the same."""
+        before = self.args, self.state, self.control
+        self.args, self.state = args, state
+        super().fire(event, **details)
+        if self.control is not control:
+            vars(control).update(vars(self.control))
+        self.args, self.state, self.control = *before[:2], control
+        return control
+
+    def add_callback(self, callback: Any) -> None:
+        """A class is made into an object. A second one of a class is added, and said."""
+        made = callback() if isinstance(callback, type) else callback
+        if any(type(other) is type(made) for other in self.callbacks):
+            logger.warning(
+                f"You are adding a {type(made)} to the callbacks of this Trainer, but there is already one. The current "
+                f"list of callbacks is:\n{self.callback_list}"
+            )
+        self.callbacks.append(made)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove an object, or the first of a class. Returns it, or None where there is none."""
+        for other in self.callbacks:
+            if other is callback or (isinstance(callback, type) and isinstance(other, callback)):
+                self.callbacks.remove(other)
+                return other
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        if isinstance(callback, type):
+            self.pop_callback(callback)
+        else:
+            self.callbacks.remove(callback)
+
+    @property
+    def callback_list(self) -> str:
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+
+def _part(name: str) -> property:
+    def read(self: FaceHandler) -> Any:
+        return self.parts[name]
+
+    def write(self: FaceHandler, value: Any) -> None:
+        self.parts[name] = value
+
+    return property(read, write)
+
+
+def _event(name: str) -> Callable[..., TrainerControl]:
+    detail = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}.get(name)
+
+    def fire(
+        self: FaceHandler, args: Any, state: Any, control: TrainerControl, *given: Any, **more: Any
+    ) -> TrainerControl:
+        if given and detail:
+            more[detail] = given[0]
+        return self.call_event(name, args, state, control, **more)
+
+    return fire
+
+
+for _name in PARTS:
+    setattr(FaceHandler, _name, _part(_name))
+for _name in EVENTS:
+    setattr(FaceHandler, _name, _event(_name))
+
+
+def default_callbacks(args: Any) -> list[Any]:
+    """What every Trainer has before the user's own: the flow of log, evaluation and save, and the trackers."""
+    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir)]
+
+
+def display_callback(args: Any) -> Any:
+    """A progress bar, or lines where ``disable_tqdm``; transformers' own, so that its output is what is expected."""
+    if args.disable_tqdm:
+        return PrinterCallback
+    from transformers.utils import is_in_notebook
+
+    if is_in_notebook():
+        from transformers.utils.notebook import NotebookProgressCallback
+
+        return NotebookProgressCallback
+    return ProgressCallback
