@@ -563,7 +563,7 @@ def test_new_tokens_make_embedding_and_head_train_beside_the_adapter():
     adapter, model = attached(model=model)
     whole = {path for path, m in model.named_modules() if isinstance(m, TrainedCopy)}
     assert whole == {"model.embed_tokens", "lm_head"}
-    assert any("vocabulary" in note for note in adapter.notes)
+    assert len([note for note in adapter.notes if "vocabulary" in note]) == 1
 
 
 def test_a_model_without_weights_can_be_given_an_adapter_for_counting():
@@ -575,6 +575,17 @@ def test_a_model_without_weights_can_be_given_an_adapter_for_counting():
     _, real = attached(use_dora=True, pissa_init=True)
     assert trainable_summary(counted) == trainable_summary(real)
     assert all(p.is_meta for p in counted.parameters())
+
+
+def test_adapters_are_merged_and_continued_on_a_model_without_weights_too(tmp_path):
+    folders = [saved_adapter(tmp_path / "one", 1), saved_adapter(tmp_path / "two", 2, lora_rank=2)]
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    adapter, counted = attached(model=model, folders=folders)
+    assert trainable_summary(counted) == trainable_summary(attached(folders=folders)[1])
+    assert adapter.to_continue == folders[1]
 
 
 def test_lora_plus_gives_b_its_own_learning_rate():

@@ -20,6 +20,7 @@ from burnish.models.load import (
     find_non_finite,
     load_config,
     load_model,
+    meta_model,
     raise_if_not_finite,
 )
 from burnish.models.options import ModelOptions
@@ -123,6 +124,9 @@ def test_a_generation_config_that_cannot_be_saved_is_patched_and_said(tmp_path):
     notes = []
     model = load_model(options(tmp_path / "base"), notes=notes)
     assert any(PATCHES[0].reason in note for note in notes)
+    assert PATCHES[0].is_needed(
+        meta_model(load_config(options(tmp_path / "base")))
+    )  # known before the weights are read
     save_model(model, tiny_tokenizer(), tmp_path / "out", stop_token_ids=[5])
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 

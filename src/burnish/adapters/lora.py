@@ -114,7 +114,7 @@ class LoraAdapter:
             fit, _ = self._new_config(model)
             self.config = fit.config
             add_adapter(model, DEFAULT, fit.config, fit.targets, fit.whole)
-            self.notes += _left_alone(model)
+            self.notes += _chosen(model, self.options, fit.config)
         train_only(model, DEFAULT)
         return model
 
@@ -142,7 +142,7 @@ class LoraAdapter:
     def _new_config(self, model: nn.Module) -> tuple[Fit, list[Problem]]:
         """The adapter that the options ask for, and what keeps it from being made."""
         options = self.options
-        extra = options.additional_target or self._new_tokens(model)
+        extra = options.additional_target or _new_tokens(model)
         whole, problems = find_modules(model, extra)
         targets, missing = find_targets(model, options.lora_target, left_out=extra)
         config = LoraConfig(
@@ -161,15 +161,14 @@ class LoraAdapter:
         fit = Fit(config, targets, whole)
         return fit, [*problems, *missing, *fit.problems(model)]
 
-    def _new_tokens(self, model: nn.Module) -> list[str]:
-        """Embedding and head, where the vocabulary was given new rows: frozen, the new tokens would stay noise."""
-        if not getattr(model, "has_new_tokens", False):
-            return []
-        head = output_head(model)
-        paths = [path for path, module in model.named_modules() if module is head] + embeddings(model)[:1]
-        names = sorted({path.split(".")[-1] for path in paths})
-        self.notes.append(f"The vocabulary has grown, so {' and '.join(names)} train beside the adapter.")
-        return names
+
+def _new_tokens(model: nn.Module) -> list[str]:
+    """Embedding and head, where the vocabulary was given new rows: frozen, the new tokens would stay noise."""
+    if not getattr(model, "has_new_tokens", False):
+        return []
+    head = output_head(model)
+    paths = [path for path, module in model.named_modules() if module is head] + embeddings(model)[:1]
+    return sorted({path.split(".")[-1] for path in paths})
 
 
 def _continued(model: nn.Module, folder: Path, config: LoraConfig) -> list[str]:
@@ -183,10 +182,17 @@ def _continued(model: nn.Module, folder: Path, config: LoraConfig) -> list[str]:
     return notes
 
 
-def _left_alone(model: nn.Module) -> list[str]:
-    """Experts that are one tensor of three dimensions are no layers, so no adapter goes over them."""
+def _chosen(model: nn.Module, options: Any, config: LoraConfig) -> list[str]:
+    """What was decided for a new adapter that the options do not say."""
+    notes = []
+    if config.modules_to_save and not options.additional_target:
+        names = " and ".join(config.modules_to_save)
+        notes.append(f"The vocabulary has grown, so {names} are trained whole beside the adapter.")
+    # Experts that are one tensor of three dimensions are no layers.
     fused = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
-    return [f"{len(fused)} fused expert weights get no adapter and stay frozen: {fused[0]}, ..."] if fused else []
+    if fused:
+        notes.append(f"{len(fused)} fused expert weights get no adapter and stay frozen: {fused[0]}, ...")
+    return notes
 
 
 def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> LoraConfig:

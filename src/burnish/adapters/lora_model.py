@@ -60,7 +60,7 @@ def find_targets(
         if not paths:
             missing.append(_no_target(model, name, list(linear)))
         found.update(dict.fromkeys(paths))
-    return list(found), missing
+    return [path for path, _ in model.named_modules() if path in found], missing
 
 
 def shortest_names(paths: Sequence[str], model: nn.Module) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
 
 
 def _is_finite(module: nn.Module) -> bool:
-    return all(bool(torch.isfinite(p).all()) for p in module.parameters())
+    return all(p.is_meta or bool(torch.isfinite(p).all()) for p in module.parameters())
 
 
 def _share(original: nn.Module, copied_module: nn.Module, copied: dict[int, nn.Parameter]) -> None:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,10 +100,12 @@ def load_model(
 
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model without weights: every parameter on the meta device."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     with torch.device("meta"), quiet():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    if config.name_or_path and (Path(config.name_or_path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
     return model
 
 
@@ -116,8 +119,8 @@ def count_parameters(config: PreTrainedConfig, trust_remote_code: bool = False) 
 
 def find_non_finite(model: nn.Module) -> list[str]:
     """The names of the weights that hold NaN or infinity. Reads every weight once."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [n for n, t in tensors if not t.is_meta and t.is_floating_point() and not bool(torch.isfinite(t).all())]
+    weights = ((name, p) for name, p in model.named_parameters() if p.is_floating_point() and not p.is_meta)
+    return [name for name, weight in weights if not bool(torch.isfinite(weight).all())]
 
 
 def raise_if_not_finite(model: nn.Module, name: str) -> None:

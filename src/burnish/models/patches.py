@@ -52,7 +52,7 @@ PATCHES: tuple[Patch, ...] = (
         library="transformers 4.39 to 5.23",
         reason="the generation_config sets a temperature or top_p but not do_sample, and cannot be saved so once it is "
         "changed; do_sample is set.",
-        link="https://github.com/huggingface/transformers/pull/25381",
+        link="https://github.com/huggingface/transformers/issues/29988",
         is_needed=_samples_without_sampling,
         apply=_let_it_sample,
     ),

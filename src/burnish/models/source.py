@@ -56,9 +56,10 @@ def find_source(name: str | None, options: Any, option_name: str = "model_name_o
     cached = _cached_folder(name, options)
     if cached is not None:
         return Source(name, cached)
-    if is_offline():
-        raise UserError(_offline(name, option_name, "the hub is switched off (HF_HUB_OFFLINE)"))
-    _raise_unless_on_hub(name, options, option_name)
+    nowhere = _not_on_hub(name, options, option_name)
+    if nowhere is not None:
+        is_path = "/" in name and Path(name).parent.is_dir()  # org/model, where a folder called org is here
+        raise UserError(_no_folder(name, option_name) if is_path else nowhere)
     return Source(name, None)
 
 
@@ -119,11 +120,8 @@ def hub_arguments(options: Any) -> dict[str, Any]:
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """``gpt2`` and ``org/model`` may be; a path by its form, or under a folder that is here, is not."""
-    if not _HUB_ID.match(name) or name.startswith("."):
-        return False
-    parent, _, _ = name.partition("/")
-    return "/" not in name or not Path(parent).is_dir()
+    """``gpt2`` and ``org/model`` may be; ``./model`` and ``a/b/c`` are paths by their form."""
+    return bool(_HUB_ID.match(name)) and not name.startswith(".")
 
 
 def _cached_folder(name: str, options: Any) -> Path | None:
@@ -136,8 +134,11 @@ def _cached_folder(name: str, options: Any) -> Path | None:
     return None
 
 
-def _raise_unless_on_hub(name: str, options: Any, option_name: str) -> None:
-    """One request, one answer. The libraries' own clients try again for a minute before they give up."""
+def _not_on_hub(name: str, options: Any, option_name: str) -> Problem | None:
+    """Why the hub does not give us ``name``, or None where it does. One request, one answer: the libraries' own clients
+    try again for a minute before they give up."""
+    if is_offline():
+        return _offline(name, option_name, "the hub is switched off (HF_HUB_OFFLINE)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     request = urllib.request.Request(f"{endpoint}/api/models/{name}/revision/{options.model_revision}")  # noqa: S310
     if options.hf_hub_token:
@@ -145,10 +146,10 @@ def _raise_unless_on_hub(name: str, options: Any, option_name: str) -> None:
     try:
         urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S).close()  # noqa: S310 (the hub, or HF_ENDPOINT)
     except urllib.error.HTTPError as error:
-        raise UserError(_refused(name, option_name, endpoint, error.code)) from None
+        return _refused(name, option_name, endpoint, error.code)
     except OSError as error:  # urllib's own errors, time-outs and refused connections are all of this kind
-        why = getattr(error, "reason", error)
-        raise UserError(_offline(name, option_name, f"{endpoint} cannot be reached ({why})")) from None
+        return _offline(name, option_name, f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})")
+    return None
 
 
 def _no_name(option_name: str) -> Problem:
