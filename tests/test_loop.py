@@ -180,3 +180,28 @@ def test_metrics_of_the_objective_are_means_over_items(tmp_path):
         errors = [abs(run.model(x[None]).item() - y.item()) for x, y in rows()[:2]]
     train(run, options)
     assert run.state.log_history[0]["abs_error"] == pytest.approx(sum(errors) / 2, rel=1e-5)
+
+
+def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_that_epoch(tmp_path):
+    from burnish.core.checkpoint import load
+
+    def history(run):
+        return [(e["step"], sorted(k for k in e if k.endswith("loss"))) for e in run.state.log_history]
+
+    given = {"eval_rows": 4, "eval_strategy": "epoch", "save_steps": 11, "save_strategy": "steps"}
+    whole, options = make_run(tmp_path, **given)
+    train(whole, options)
+    resumed, options = make_run(tmp_path / "b", **given)
+    load(tmp_path / "checkpoint-11", resumed.parts)
+    train(resumed, options)
+    assert same(weights(whole), weights(resumed))
+    assert history(resumed) == history(whole)
+
+
+def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
+    from burnish.core.loop import remember_best
+
+    run, options = make_run(tmp_path, load_best_model_at_end=True)
+    run.state.global_step = 1
+    assert not remember_best(run, {"eval_loss": math.nan}, options)
+    assert remember_best(run, {"eval_loss": 2.0}, options)

@@ -26,6 +26,7 @@ def steps_of_epoch(s):
     for group in s.groups():
         groups.append(items_of(group))
         s.advance(group)
+    s.end_epoch()
     return groups
 
 
@@ -65,6 +66,8 @@ def test_a_stream_resumed_from_its_state_goes_on_where_it_stopped(stop_after):
             first.advance(group)
             if len(seen) == stop_after:
                 break
+        if first.is_used_up:
+            first.end_epoch()
     second = stream()
     second.load_state_dict(first.state_dict())
     rest = steps_of_epoch(second)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.checkpoint import load_part
+from burnish.core.early_stopping import is_higher_better, metric_name
 from burnish.core.errors import NonFiniteError
 from burnish.core.meter import Clock, Totals
 from burnish.core.options import option
@@ -77,7 +78,7 @@ def train(run: Run, options: Any) -> TrainOutput:
             answer(run, options)
             if run.control.should_epoch_stop or run.control.should_training_stop:
                 break
-        if run.control.should_epoch_stop:
+        if run.control.should_epoch_stop or run.stream.is_used_up:
             run.stream.end_epoch()
         fire("on_epoch_end")
         answer(run, options)
@@ -139,9 +140,7 @@ def answer(run: Run, options: Any) -> None:
         is_new_best = remember_best(run, metrics, options)
         if follows_metric(run.scheduler):
             run.scheduler.step(metrics[metric_name(options)])
-    if options.save_strategy == "best":
-        run.control.should_save = is_new_best
-    if run.control.should_save:
+    if run.control.should_save or (options.save_strategy == "best" and is_new_best):
         save(run)
 
 
@@ -206,8 +205,9 @@ def remember_best(run: Run, metrics: dict[str, float], options: Any) -> bool:
     if name not in metrics:
         raise KeyError(f'metric_for_best_model "{name}" is not among the metrics of the evaluation: {sorted(metrics)}.')
     value, best = metrics[name], run.state.best_metric
-    is_higher_better = options.greater_is_better if options.greater_is_better is not None else not name.endswith("loss")
-    if best is not None and not (value > best if is_higher_better else value < best):
+    if best is not None and not (value > best if is_higher_better(options) else value < best):
+        return False
+    if value != value:  # NaN would stay the best for ever, because nothing compares with it
         return False
     run.state.best_metric, run.state.best_global_step = value, run.state.global_step
     return True
@@ -263,11 +263,6 @@ def summed(dicts: list[Any]) -> dict[str, Tensor]:
 def follows_metric(scheduler: Any) -> bool:
     """Whether the schedule moves with an evaluation's metric rather than with the steps."""
     return type(scheduler).__name__ in {"ReduceLROnPlateau", "GreedyLR"}
-
-
-def metric_name(options: Any) -> str:
-    name = options.metric_for_best_model or "loss"
-    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def non_finite(run: Run, loss: Tensor, norm: Tensor) -> NonFiniteError:

@@ -189,8 +189,13 @@ class Stream(Stateful, Protocol):
         """``group`` has been used: the cursor, which a checkpoint holds, moves behind it."""
         ...
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the cursor stands behind the last group of its epoch."""
+        ...
+
     def end_epoch(self) -> None:
-        """Leave the rest of the epoch: the cursor moves to the start of the next."""
+        """The cursor moves to the start of the next epoch, wherever it stands in this one."""
         ...
 
 

@@ -126,7 +126,7 @@ class RowStream:
             made = [_blank(next(batches)) if not part else next(batches) for part in group]
             yield Group(
                 made,
-                cursor={"epoch": epoch, "position": end} if end < size else {"epoch": epoch + 1, "position": 0},
+                cursor={"epoch": epoch, "position": end},
                 epoch=epoch + self._share_of_epoch(end, size),
                 num_rows=sum(len(part) for part in group),
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
@@ -142,9 +142,12 @@ class RowStream:
     def advance(self, group: Group) -> None:
         self.load_state_dict(group.cursor)
 
+    @property
+    def is_used_up(self) -> bool:
+        return self.position >= len(self)
+
     def end_epoch(self) -> None:
-        if self.position:
-            self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
+        self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}

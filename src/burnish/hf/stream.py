@@ -97,7 +97,7 @@ class LoaderStream:
             is_last = used >= self.total
             yield Group(
                 group,
-                cursor={"epoch": self.epoch + 1, "position": 0} if is_last else {"epoch": self.epoch, "position": used},
+                cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / self.total, 1.0),
                 num_rows=sum(rows for rows, _ in counts),
                 num_tokens=sum(tokens for _, tokens in counts),
@@ -106,14 +106,17 @@ class LoaderStream:
                 return
         if used == start == 0:
             self.on_empty()
-        self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
+        self.position = self.total
 
     def advance(self, group: Group) -> None:
         self.epoch, self.position = group.cursor["epoch"], group.cursor["position"]
 
+    @property
+    def is_used_up(self) -> bool:
+        return self.position >= self.total
+
     def end_epoch(self) -> None:
-        if self.position:
-            self.epoch, self.position = self.epoch + 1, 0
+        self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position, "generator": self.generator_at_start}

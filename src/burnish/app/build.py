@@ -1,0 +1,412 @@
+"""Plan -> Run, and the run from its first line to its last file. Read top to bottom:
+
+    prepare     tokenizer, template, records -> rows; nothing is written, no weight is read
+    assemble    model, adapter, engine, optimizer, stream, callbacks, checkpoints -> Run
+    resume      from the newest whole checkpoint, if it is this run's
+    train       core/loop.py
+    finish      evaluate, save, plot, describe
+
+Everything a user can have done wrong is refused by ``prepare`` or before it; ``explain`` stops there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.adapters.base import ADAPTERS, ModelState, set_precision, trainable_summary
+from burnish.app.fingerprints import fingerprints_of
+from burnish.app.interrupt import InterruptCallback
+from burnish.app.plan import Plan
+from burnish.core.checkpoint import Checkpoints, RngState, compare_fingerprints, load, load_state, only_writer
+from burnish.core.early_stopping import early_stopping_callbacks
+from burnish.core.errors import Problem, UserError
+from burnish.core.events import CallbackHandler, DefaultFlowCallback, steps_of
+from burnish.core.loop import TrainOutput, evaluate, evaluate_all, train
+from burnish.core.manifest import read_manifest
+from burnish.core.meter import Meter
+from burnish.core.options import raise_if
+from burnish.core.schedule import StepPlan, check_curve, plan_steps
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.core.types import Row, Run
+from burnish.data.batching import pack, packs_rows
+from burnish.data.prepare import prepare as prepare_rows
+from burnish.data.sources import load_datasets
+from burnish.data.stream import Cut, EvalBatches, RowStream
+from burnish.data.tally import Tally
+from burnish.data.templates import Template, fit_tokenizer, load_template
+from burnish.engine.base import create_engine, set_seed
+from burnish.models.check import check_model
+from burnish.models.load import load_config, load_model, meta_model, raise_if_not_finite
+from burnish.models.save import save_config, save_model
+from burnish.models.source import adapter_folders
+from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
+from burnish.objectives.base import OBJECTIVES
+from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
+from burnish.report.card import CardFacts, write_card
+from burnish.report.console import note
+from burnish.report.jsonl import JsonlCallback
+from burnish.report.options import counts_tokens
+from burnish.report.plots import plot_history
+from burnish.report.progress import RunFacts, progress_callback
+from burnish.report.results import parameters_without_embeddings, save_metrics, save_state
+from burnish.report.trackers import tracker_callbacks
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before a weight is read: the rows, and what happened on the way to them."""
+
+    tokenizer: Any
+    template: Template
+    config: Any
+    objective: Any
+    rows: Sequence[Row]
+    eval_rows: Mapping[str, Sequence[Row]]
+    steps: StepPlan
+    tally: Tally
+    fingerprints: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What ``train_run`` leaves behind."""
+
+    output: TrainOutput | None  # None where there was nothing left to do
+    folder: Path
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    exit_code: int | None = None  # 128 + signal where one cut the run short
+
+
+def train_run(plan: Plan) -> Result:
+    """The whole of ``burnish train``.
+
+    Raises:
+        UserError: for what the user gave; before anything is written, but for a model whose weights do not fit.
+    """
+    options, folder = plan.options, Path(plan.options.output_dir)
+    prepared = prepare(plan)
+    for sentence in (*plan.notes, *prepared.notes, *prepared.tally.sentences()):
+        note(sentence)
+    with only_writer(folder), InterruptCallback() as interrupt:
+        found = checkpoint_to_resume(plan)
+        if found is None and options.overwrite_output_dir:
+            clear(folder)
+        if found is not None and is_finished(folder, found, prepared.steps):
+            note(f"{folder} holds this run, finished at step {prepared.steps.max_steps}: there is nothing to do.")
+            return Result(None, folder)
+        run = assemble(plan, prepared, found, [interrupt])
+        if found is not None:
+            resume(run, plan, prepared, found)
+        output = train(run, options) if options.do_train else None
+        if interrupt.exit_code is not None:
+            return Result(output, folder, exit_code=interrupt.exit_code)
+        return Result(output, folder, finish(run, plan, prepared, output))
+
+
+# --- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def prepare(plan: Plan) -> Prepared:
+    """Records become rows, and everything that can be refused is refused. Reads no weight and writes no file but the
+    cache of encoded rows."""
+    options, notes, tally = plan.options, [], Tally()
+    set_seed(options.seed, options.full_determinism)
+    raise_if(check_model(options))
+    config = load_config(options, options.cutoff_len, notes)
+    tokenizer = load_tokenizer(options, notes)
+    template = load_template(options, tokenizer)
+    notes += fit_tokenizer(template, tokenizer)
+    tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
+    raise_if(check_vocabulary(tokenizer, config, options))
+    raise_if(check_adapter(options, config))
+
+    sets = load_datasets(options, options.seed, tally)
+    notes += sets.notes
+    objective = OBJECTIVES[options.stage](options, template, tokenizer)
+    rows = encode(sets.train, objective, tally, f"{sets.fingerprint} train", options)
+    eval_rows = {
+        name: encode(examples, objective, tally, f"{sets.fingerprint} {name}", options, is_eval=True)
+        for name, examples in sets.eval.items()
+    }
+    if not len(rows) and options.do_train:
+        raise UserError(nothing_to_learn(tally, options))
+    steps = plan_steps(options, len(rows), plan.world_size)
+    raise_if(check_curve(options, steps.max_steps))
+    fingerprints = fingerprints_of(plan, sets.fingerprint, template.fingerprint, steps)
+    return Prepared(tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes)
+
+
+def encode(
+    examples: Sequence[Any], objective: Any, tally: Tally, source: str, options: Any, is_eval: bool = False
+) -> Sequence[Row]:
+    """Rows of a set, packed where the options ask for it."""
+    rows = prepare_rows(
+        examples,
+        lambda batch, counted: objective.encode(batch, counted),
+        tally,
+        fingerprint=f"{source} {objective.fingerprint}",
+        options=options,
+    )
+    if packs_rows(options, options.stage, is_eval):
+        return pack(rows, options.cutoff_len, options.packing_strategy)
+    return rows
+
+
+def check_adapter(options: Any, config: Any) -> list[Problem]:
+    """What keeps the adapter from being attached to a model of this shape; no weight is read."""
+    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    return adapter.check(meta_model(config, options.trust_remote_code))
+
+
+def nothing_to_learn(tally: Tally, options: Any) -> Problem:
+    reasons = "; ".join(tally.sentences()) or "the training set is empty"
+    return Problem(
+        f"No row is left to learn from: {reasons}.",
+        where=", ".join(map(str, options.dataset or [])),
+        remedy="Look at a few rows with burnish explain; raise cutoff_len, or correct the data.",
+    )
+
+
+# --- assemble ---------------------------------------------------------------------------------------------------------
+
+
+def assemble(plan: Plan, prepared: Prepared, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
+    """Every part of the run, made in the order in which each needs the one before it."""
+    options, folder = plan.options, Path(plan.options.output_dir)
+    engine = create_engine(options)
+
+    set_seed(options.seed, options.full_determinism)
+    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    model = load_model(options, dtype=load_dtype(options, engine), config=prepared.config, notes=prepared.notes)
+    raise_if_not_finite(model, options.model_name_or_path)
+    fit_vocabulary(model, prepared.tokenizer, options, prepared.notes)
+    model = adapter.attach(model)
+    set_precision(model, trainable_dtype(options, model))
+    objective = prepared.objective
+    prepared.notes.extend(objective.fit(model))
+
+    optimizer = create_optimizer(model.named_parameters(), model, options)
+    wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
+    steps = prepared.steps
+    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
+    accumulation = accumulation_for(found, options, engine.world_size, prepared)
+    cut = Cut(
+        options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last
+    )
+    stream = RowStream(
+        prepared.rows, objective.collate, cut, seed=options.seed if options.data_seed is None else options.data_seed,
+        options=options, lengths=getattr(prepared.rows, "lengths", None),
+    )  # fmt: skip
+    state = TrainerState(
+        max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
+        train_batch_size=options.per_device_train_batch_size,
+        logging_steps=steps_of(options.logging_steps, steps.max_steps, 500),
+        eval_steps=steps_of(options.eval_steps, steps.max_steps, options.logging_steps),
+        save_steps=steps_of(options.save_steps, steps.max_steps, 500),
+        is_local_process_zero=engine.rank == 0, is_world_process_zero=engine.rank == 0,
+    )  # fmt: skip
+    trainable, total = trainable_summary(model)
+    facts = RunFacts(
+        len(prepared.rows), options.num_train_epochs, options.per_device_train_batch_size, accumulation,
+        engine.world_size, steps.max_steps, trainable, total,
+    )  # fmt: skip
+    control = TrainerControl()
+    handler = CallbackHandler(
+        [DefaultFlowCallback(), *early_stopping_callbacks(options),
+         *tracker_callbacks(options.report_to, options.logging_dir), JsonlCallback(folder), *callbacks,
+         progress_callback(options, facts)],
+        options, state, control, model=model, processing_class=prepared.tokenizer, optimizer=optimizer,
+        lr_scheduler=scheduler, train_dataloader=stream, eval_dataloader=None,
+    )  # fmt: skip
+    meter = Meter(engine.device, options.logging_nan_inf_filter)
+    eval_sets = {
+        name: EvalBatches(rows, objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank)
+        for name, rows in prepared.eval_rows.items()
+    }
+    parts = {
+        "model": ModelState(model, adapter), "optimizer": optimizer, "scheduler": scheduler, "stream": stream,
+        "state": state, "callbacks": handler, "meter": meter, "rng": RngState(), **getattr(engine, "parts", {}),
+    }  # fmt: skip
+    if options.save_only_model:
+        parts = {name: parts[name] for name in ("model", "state")}
+
+    def write_extras(target: Path) -> None:
+        if adapter.saves_whole_model:
+            save_config(model, target)
+        else:
+            adapter.save_config(model, str(target))
+        prepared.tokenizer.save_pretrained(target)
+
+    handler.fire("on_init_end")
+    return Run(
+        model=wrapped, objective=objective, engine=engine, stream=stream, optimizer=optimizer, scheduler=scheduler,
+        state=state, control=control, callbacks=handler, meter=meter, parts=parts, eval_sets=eval_sets,
+        evaluate=evaluate, flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
+        checkpoints=Checkpoints(
+            folder, fingerprints=prepared.fingerprints, write_extras=write_extras, limit=options.save_total_limit,
+            in_background=options.save_in_background, rank=engine.rank, barrier=engine.barrier,
+        ),
+    )  # fmt: skip
+
+
+def load_dtype(options: Any, engine: Any) -> Any:
+    """Weights that train are loaded as they are and raised to float32; frozen ones in the format they compute in."""
+    if options.pure_bf16:
+        return torch.bfloat16
+    trains_all = options.finetuning_type == "full" and not keeps_load_precision(options)
+    return "auto" if trains_all or getattr(engine, "dtype", None) is None else engine.dtype
+
+
+def trainable_dtype(options: Any, model: Any) -> torch.dtype:
+    if options.pure_bf16:
+        return torch.bfloat16
+    return next(model.parameters()).dtype if keeps_load_precision(options) else torch.float32
+
+
+def keeps_load_precision(options: Any) -> bool:
+    """Whether the optimizer keeps float32 copies of its own."""
+    return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))
+
+
+def accumulation_for(found: Path | None, options: Any, world_size: int, prepared: Prepared) -> int:
+    """Micro-batches per step. A run that goes on with another number of processes keeps the rows of a step."""
+    if found is None:
+        return int(options.gradient_accumulation_steps)
+    before = read_manifest(found)["fingerprints"]
+    rows = before.get("rows_per_step")
+    if rows is None or before.get("world_size") == world_size:
+        return int(options.gradient_accumulation_steps)
+    across = options.per_device_train_batch_size * world_size
+    if rows % across:
+        raise UserError(
+            Problem(
+                f"{found.name} takes {rows} rows a step, which {world_size} processes of "
+                f"{options.per_device_train_batch_size} rows cannot.",
+                remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
+            )
+        )
+    return int(rows // across)
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_to_resume(plan: Plan) -> Path | None:
+    """The checkpoint that the options ask for, or the newest whole one; None to start at step 0.
+
+    Raises:
+        UserError: where one is asked for that is not there.
+    """
+    options, folder = plan.options, Path(plan.options.output_dir)
+    checkpoints = Checkpoints(folder)
+    checkpoints.sweep()
+    asked = options.resume_from_checkpoint
+    if isinstance(asked, str):
+        if not Path(asked).is_dir():
+            there = ", ".join(str(path) for path in checkpoints.all()) or "none"
+            raise UserError(
+                Problem(f'resume_from_checkpoint "{asked}" is not there.', remedy=f"Checkpoints in output_dir: {there}.")
+            )
+        return Path(asked)
+    if asked is False or options.resume == "never" or options.overwrite_output_dir or not options.do_train:
+        return None
+    found, skipped = checkpoints.newest()
+    for sentence in skipped:
+        note(sentence)
+    if found is None and (asked is True or options.resume == "must"):
+        raise UserError(Problem(f'output_dir "{folder}" holds no whole checkpoint to resume from.'))
+    return found
+
+
+def is_finished(folder: Path, found: Path, steps: StepPlan) -> bool:
+    """Whether the run in ``folder`` has done its steps and written its results."""
+    return load_state(found).global_step >= steps.max_steps and (folder / "train_results.json").is_file()
+
+
+def resume(run: Run, plan: Plan, prepared: Prepared, found: Path) -> None:
+    """Give every part its state back, then what the options say anew where it may change."""
+    for sentence in compare_fingerprints(found, prepared.fingerprints, plan.options.resume_despite_changes):
+        note(sentence)
+    planned = {name: getattr(run.state, name) for name in
+               ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
+                "is_local_process_zero", "is_world_process_zero")}  # fmt: skip
+    rates = [group["initial_lr"] for group in run.optimizer.param_groups] if hasattr(run.scheduler, "lr_lambdas") else []
+    load(found, run.parts, run.engine.rank)
+    for name, value in planned.items():
+        setattr(run.state, name, value)
+    if rates:
+        apply_rates(run, rates)
+    note(f"Continuing from {found}: step {run.state.global_step} of {run.state.max_steps}.")
+
+
+def apply_rates(run: Run, rates: Sequence[float]) -> None:
+    """The learning rates of the options at the step of the schedule; the same bits where nothing was changed."""
+    run.scheduler.base_lrs = list(rates)
+    for group, rate, factor in zip(run.optimizer.param_groups, rates, run.scheduler.lr_lambdas, strict=True):
+        group["initial_lr"] = rate
+        group["lr"] = rate * factor(run.scheduler.last_epoch)
+
+
+def clear(folder: Path) -> None:
+    """Remove an earlier run's checkpoints and log, which ``overwrite_output_dir`` asks for."""
+    for path in Checkpoints(folder).all():
+        shutil.rmtree(path)
+    for name in ("trainer_log.jsonl", "trainer_state.json", "train_results.json", "all_results.json", "eval_results.json",
+                 "traceback.txt"):  # fmt: skip
+        (folder / name).unlink(missing_ok=True)
+
+
+# --- finish -----------------------------------------------------------------------------------------------------------
+
+
+def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
+    """The model, the figures and the pictures, in ``output_dir``."""
+    options, folder = plan.options, Path(plan.options.output_dir)
+    results: dict[str, float] = {}
+    if run.engine.rank == 0 and output is not None:
+        model_state = run.parts["model"]
+        assert isinstance(model_state, ModelState)
+        adapter, model = model_state.adapter, model_state.model
+        save_model(
+            model, prepared.tokenizer, folder, adapter=None if adapter.saves_whole_model else adapter,
+            stop_token_ids=prepared.template.stop_token_ids(),
+        )  # fmt: skip
+        results |= {**output.metrics, "epoch": run.state.epoch or 0.0}
+        if counts_tokens(options):
+            results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
+        save_metrics("train", results, folder)
+    if run.eval_sets and (options.do_eval or options.eval_strategy != "no" or output is None):
+        metrics = evaluate_all(run) | ({"epoch": run.state.epoch} if run.state.epoch is not None else {})
+        if run.engine.rank == 0:
+            save_metrics("eval", metrics, folder)
+        results |= metrics
+    if run.engine.rank == 0:
+        save_state(run.state, folder)
+        describe(run, plan, prepared, results)
+    return results
+
+
+def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float]) -> None:
+    """Pictures of the loss, and the model card."""
+    options, folder = plan.options, Path(plan.options.output_dir)
+    pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
+    trainable, total = trainable_summary(run.parts["model"].model)  # type: ignore[attr-defined]
+    write_card(
+        folder,
+        CardFacts(
+            name=folder.resolve().name,
+            base_model="" if options.train_from_scratch else options.model_name_or_path,
+            datasets=[str(name) for name in options.dataset or []],
+            stage=options.stage, method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
+            options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
+            tally=prepared.tally.sentences(), has_chat_template=bool(prepared.tokenizer.chat_template),
+            picture=pictures[0].name if pictures else "",
+        ),
+    )  # fmt: skip

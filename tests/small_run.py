@@ -1,0 +1,67 @@
+"""A folder with a tiny model, its tokenizer and a small data set: what a user has before the first run."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = ["red", "green", "blue", "stone", "river", "lamp", "seven", "nine", "north", "south"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_model(folder: Path, dropout: float = 0.0, seed: int = 0, **changes) -> Path:
+    """A Llama of some ten thousand weights and a byte-level tokenizer with ChatML markers, as a folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([f"user assistant system {' '.join(WORDS)}"] * 20, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, attention_dropout=dropout, eos_token_id=2, pad_token_id=0,
+        bos_token_id=None, **changes,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def records(count: int = 24) -> list[dict[str, str]]:
+    return [
+        {"instruction": f"Repeat: {WORDS[i % 10]}", "input": "" if i % 3 else "twice",
+         "output": " ".join([WORDS[i % 10]] * (1 + i % 4))}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def make_user(folder: Path, count: int = 24, dropout: float = 0.0, **given) -> dict:
+    """The options of a run over files in ``folder``, as a user would write them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model").exists():
+        make_model(folder / "model", dropout)
+    (folder / "data.json").write_text(json.dumps(records(count)))
+    return {
+        "model_name_or_path": str(folder / "model"), "dataset": str(folder / "data.json"), "stage": "sft",
+        "finetuning_type": "full", "cutoff_len": 128, "output_dir": str(folder / "out"), "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "logging_steps": 2,
+        "lr_scheduler_type": "cosine", "use_cpu": True, **given,
+    }  # fmt: skip
+
+
+def as_words(given: dict) -> list[str]:
+    """The options as a command line."""
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -1,0 +1,227 @@
+"""A run from files to files, through the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import as_words, make_user
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from burnish.cli import main
+
+
+def run(given, command="train"):
+    return main([command, *as_words(given)])
+
+
+def weights_in(folder):
+    from safetensors.torch import load_file
+
+    name = next(n for n in ("model.safetensors", "adapter_model.safetensors") if (Path(folder) / n).is_file())
+    return load_file(Path(folder) / name)
+
+
+def same_weights(a, b):
+    a, b = weights_in(a), weights_in(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def history(folder):
+    log = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [{k: v for k, v in e.items() if "runtime" not in k and "per_second" not in k} for e in log]
+
+
+def test_a_full_run_leaves_a_model_that_transformers_loads_and_the_files_people_expect(tmp_path):
+    given = make_user(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=4, include_num_input_tokens_seen=True)
+    assert run(given) == 0
+    out = tmp_path / "out"
+    expected = {
+        "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "trainer_log.jsonl", "trainer_state.json", "train_results.json", "eval_results.json",
+        "all_results.json", "training_loss.png", "training_eval_loss.png", "README.md", "checkpoint-10",
+    }  # fmt: skip
+    assert expected <= {path.name for path in out.iterdir()}
+    assert AutoModelForCausalLM.from_pretrained(out).num_parameters() > 10_000
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    results = json.loads((out / "all_results.json").read_text())
+    assert {"epoch", "eval_loss", "eval_runtime", "num_input_tokens_seen", "total_flos", "train_loss",
+            "train_runtime", "train_samples_per_second", "train_steps_per_second"} <= results.keys()  # fmt: skip
+    losses = [entry["loss"] for entry in history(out) if "loss" in entry]
+    assert losses[-1] < losses[0]
+
+
+def test_a_lora_run_leaves_an_adapter_that_peft_loads(tmp_path):
+    from peft import PeftModel
+
+    assert run(make_user(tmp_path, finetuning_type="lora", lora_rank=4, learning_rate=1e-2)) == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    before = base(tokens).logits
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert not torch.allclose(adapted(tokens).logits, before, atol=1e-3)
+
+
+def test_plain_pretraining_runs_over_text(tmp_path):
+    given = make_user(tmp_path, stage="pt", cutoff_len=32)
+    (tmp_path / "text.txt").write_text("red green blue stone river\n" * 60)
+    assert run({**given, "dataset": str(tmp_path / "text.txt")}) == 0
+    assert history(tmp_path / "out")[-1]["train_loss"] > 0
+
+
+def test_a_model_can_be_trained_from_scratch(tmp_path):
+    assert run(make_user(tmp_path, train_from_scratch=True, seed=3)) == 0
+    assert not same_weights(tmp_path / "out", tmp_path / "model")
+
+
+CUTS = {
+    "full with dropout and evaluation": {"val_size": 0.25, "eval_strategy": "steps", "eval_steps": 3},
+    "lora with dropout": {"finetuning_type": "lora", "lora_dropout": 0.2, "lora_rank": 4, "learning_rate": 1e-2},
+    "badam": {"use_badam": True, "badam_switch_interval": 3},
+    "neftune": {"neftune_noise_alpha": 5.0},
+}
+
+
+@pytest.mark.parametrize("method", CUTS)
+def test_a_run_killed_in_the_middle_of_an_epoch_ends_in_the_same_weights(tmp_path, method):
+    given = make_user(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, num_train_epochs=2, **CUTS[method])
+    assert run({**given, "output_dir": str(tmp_path / "whole")}) == 0
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLS_ITSELF_AFTER_STEP_FIVE, *as_words({**given, "output_dir": str(tmp_path / "cut")})],
+        stdout=subprocess.DEVNULL,
+    )
+    assert child.wait() == -signal.SIGKILL
+    assert not (tmp_path / "cut" / "model.safetensors").exists()
+    assert run({**given, "output_dir": str(tmp_path / "cut")}) == 0
+    assert same_weights(tmp_path / "whole", tmp_path / "cut")
+    assert history(tmp_path / "whole")[:-1] == history(tmp_path / "cut")[:-1]
+    rows = [json.loads(line)["current_steps"] for line in (tmp_path / "cut" / "trainer_log.jsonl").open()]
+    assert rows == sorted(rows)
+
+
+KILLS_ITSELF_AFTER_STEP_FIVE = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from burnish.core import loop
+from burnish.cli import main
+step = loop.take_step
+def take_step(run, group, options):
+    if run.state.global_step == 5:
+        run.checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(run, group, options)
+loop.take_step = take_step
+main(["train", *sys.argv[1:]])
+"""
+
+
+def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path, capsys):
+    given = make_user(tmp_path)
+    assert run(given) == 0
+    stamp = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(given) == 0
+    assert "nothing to do" in "".join(capsys.readouterr())
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 7}, "seed was 42, is 7"),
+        ({"per_device_train_batch_size": 4}, "rows_per_step was 4, is 8"),
+        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type"),
+        ({"finetuning_type": "lora"}, "finetuning_type"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused_with_the_difference(tmp_path, capsys, change, words):
+    given = make_user(tmp_path, save_steps=4, max_steps=4)
+    assert run(given) == 0
+    (tmp_path / "out" / "train_results.json").unlink()
+    capsys.readouterr()
+    assert run({**given, "max_steps": 6, **change}) == 2
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert words in said
+    assert "resume_despite_changes" in said
+
+
+def test_other_data_under_the_same_name_is_refused(tmp_path, capsys):
+    given = make_user(tmp_path, save_steps=4, max_steps=4)
+    assert run(given) == 0
+    (tmp_path / "data.json").write_text((tmp_path / "data.json").read_text().replace("stone", "stones"))
+    assert run({**given, "max_steps": 6}) == 2
+    assert "data was" in "".join(capsys.readouterr())
+
+
+def test_a_changed_learning_rate_and_more_steps_are_applied_and_said(tmp_path, capsys):
+    given = make_user(tmp_path, save_steps=4, max_steps=4, lr_scheduler_type="constant", logging_steps=1)
+    assert run(given) == 0
+    assert run({**given, "max_steps": 6, "learning_rate": 5e-3}) == 0
+    assert "learning_rate was 0.001" in " ".join("".join(capsys.readouterr()).split())
+    rates = [entry["learning_rate"] for entry in history(tmp_path / "out") if "learning_rate" in entry]
+    assert rates == [1e-3] * 4 + [5e-3] * 2
+
+
+def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
+    given = make_user(tmp_path, num_train_epochs=200, save_strategy="no", logging_steps=1000)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "burnish", "train", *as_words(given)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    log = tmp_path / "out" / "trainer_log.jsonl"
+    deadline = time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait(timeout=60) == 128 + signal.SIGTERM
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
+
+
+def test_a_row_without_anything_to_learn_is_refused_before_anything_is_written(tmp_path, capsys):
+    given = make_user(tmp_path)
+    empty = [{"instruction": "Add", "input": "", "output": ""}] * 5
+    (tmp_path / "data.json").write_text(json.dumps(empty))
+    assert run(given) == 2
+    said = "".join(capsys.readouterr())
+    assert "5" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cut", [(8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize("layout", [{}, {"padding_free": False}, {"packing": True}])
+def test_a_step_is_the_same_however_it_is_cut_and_laid_out(tmp_path, cut, layout):
+    size, accumulation = cut
+    given = make_user(
+        tmp_path, count=8, max_steps=1, max_grad_norm=0, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant"
+    )
+    plain = {**given, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "padding_free": False}
+    assert run({**plain, "output_dir": str(tmp_path / "plain")}) == 0
+    other = {**given, "per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, **layout}
+    assert run(other) == 0
+    a, b = weights_in(tmp_path / "plain"), weights_in(tmp_path / "out")
+    assert max((a[n] - b[n]).abs().max().item() for n in a) < 1e-6
+
+
+def test_real_files_of_four_kinds_train_together(tmp_path, shared):
+    given = make_user(tmp_path)
+    info = {
+        "en": {"file_name": "alpaca_en_demo.json"}, "zh": {"file_name": "alpaca_zh_demo.json"},
+        "me": {"file_name": "identity.json"},
+        "tools": {"file_name": "glaive_toolcall_en_demo.json", "formatting": "sharegpt",
+                  "columns": {"messages": "conversations", "tools": "tools"}},
+    }  # fmt: skip
+    folder = tmp_path / "sets"
+    folder.mkdir()
+    for entry in info.values():
+        (folder / entry["file_name"]).symlink_to(shared / "data" / entry["file_name"])
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    given |= {"dataset_dir": str(folder), "dataset": "en,zh,me,tools", "max_samples": 8, "template": "qwen", "max_steps": 3}
+    assert run(given) == 0
+    assert history(tmp_path / "out")[-1]["train_loss"] > 0
