@@ -56,10 +56,11 @@ def _output_dir(words: Arguments) -> str | None:
     from burnish.app.config import read_arguments
 
     try:
-        given, _ = read_arguments(words[1:])
+        file, flags = read_arguments(words[1:])
     except UserError:
         return None
-    return str(given["output_dir"].value) if "output_dir" in given else None
+    given = {**file, **flags}.get("output_dir")
+    return str(given.value) if given is not None else None
 
 
 def _take_debug(words: Arguments) -> bool:
@@ -81,8 +82,7 @@ def _train(words: Arguments) -> int:
     plan = _plan(words)
     from burnish.app.build import train_run
 
-    train_run(plan)
-    return 0
+    return train_run(plan).exit_code or 0
 
 
 def _explain_run(words: Arguments) -> int:
@@ -117,11 +117,13 @@ def _version(words: Arguments | None = None) -> int:
 
 
 def _plan(words: Arguments) -> Plan:
-    from burnish.app.config import read_arguments
-    from burnish.app.plan import aliases, plan
+    from burnish.app.config import merge, read_arguments
 
-    given, _ = read_arguments(words, aliases())
-    return plan(given)
+    file, flags = read_arguments(words)  # first: what is wrong here is said before torch is loaded
+    from burnish.app.plan import aliases, plan
+    from burnish.models.check import check_model
+
+    return plan(merge(file, flags, aliases()), also=[check_model])
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
-"""Options of LLaMA-Factory and transformers that burnish knows and does not have.
+"""Options of LLaMA-Factory, transformers and TRL that burnish knows and does not have.
 
-A file that was written for those tools often carries keys that ask for nothing: ``use_galore: false``. A key here at
-its harmless value is passed over. At any other value it is refused by name, with what to use instead, because a key
-that is dropped in silence gives a run that was not asked for.
+A file that was written for those tools often carries keys that ask for nothing: ``use_galore: false``. A key of
+``ABSENT`` at its harmless value is passed over; at any other value it is refused by name, with what to use instead,
+because a key that is dropped in silence gives a run that was not asked for. A key of ``NO_EFFECT`` changes nothing
+that burnish does; that is said once.
 
-Names and defaults: LLaMA-Factory 0.9.5 (hparams) and transformers 5.23 (TrainingArguments, Seq2SeqTrainingArguments),
-with those that older transformers had.
+Names and defaults: LLaMA-Factory 0.9.5 (hparams), transformers 5.23 (TrainingArguments, Seq2SeqTrainingArguments) with
+those that older transformers had, TRL 1.16 (SFTConfig).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +27,22 @@ class Absent:
     instead: str
 
 
-def take_absent(given: Mapping[str, Given], known: Mapping[str, Any]) -> tuple[dict[str, Given], list[Problem]]:
-    """``given`` without the names of this table, and a problem for each that asks for something.
+def take_absent(
+    given: Mapping[str, Given], known: Mapping[str, Any]
+) -> tuple[dict[str, Given], list[Problem], list[str]]:
+    """``given`` without the names of these tables, a problem for each that asks for something, notes on the rest.
 
     Args:
         known: the options and other names that burnish has; they are never absent.
     """
-    missing = {key: item for key, item in given.items() if key in ABSENT and key not in known}
+    foreign = {key: item for key, item in given.items() if key not in known and key in ABSENT | NO_EFFECT}
     problems = [
-        Problem(f'"{key}" is not part of burnish yet. Received: {item.value}.', item.where, remedy=ABSENT[key].instead)
-        for key, item in missing.items()
-        if not _asks_for_nothing(item.value, ABSENT[key].harmless)
+        Problem(f'"{key}" is not part of burnish. Received: {item.value}.', item.where, remedy=ABSENT[key].instead)
+        for key, item in foreign.items()
+        if key in ABSENT and not _asks_for_nothing(item.value, ABSENT[key].harmless)
     ]
-    return {key: item for key, item in given.items() if key not in missing}, problems
+    notes = [f'"{k}" ({foreign[k].where}) has no effect: {NO_EFFECT[k]}' for k in foreign if k in NO_EFFECT]
+    return {key: item for key, item in given.items() if key not in foreign}, problems, notes
 
 
 def _asks_for_nothing(value: Any, harmless: Any) -> bool:
@@ -60,124 +64,156 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _absent(instead: str, **harmless: Any) -> Iterator[tuple[str, Absent]]:
-    return ((name, Absent(value, instead)) for name, value in harmless.items())
+ABSENT: dict[str, Absent] = {}
+NO_EFFECT: dict[str, str] = {}
 
 
-_STAGES = "burnish trains with stage: sft or stage: pt."
-_LOW_MEMORY = "To train with less memory, use finetuning_type: lora or freeze, or activation checkpointing."
-_GENERATE = "Load output_dir with transformers' AutoModelForCausalLM and call generate()."
-_TEXT_ONLY = "burnish trains on text; leave it out."
-_TRACKERS = "Set report_to instead: burnish train --help report_to lists the trackers."
-_HUB = "Upload output_dir after training: huggingface-cli upload <name> <output_dir>."
-_PROFILE = "Run the command under py-spy or torch.profiler, or use a shorter max_steps and compare."
-_LOADER = "Rows are encoded before training, so no loader processes are needed; leave it out."
+def _absent(instead: str, **harmless: Any) -> None:
+    ABSENT.update({name: Absent(value, instead) for name, value in harmless.items()})
 
-ABSENT: dict[str, Absent] = dict(
-    [
-        *_absent(
-            _STAGES,
-            pref_beta=0.1, pref_ftx=0.0, pref_bco_weight=0.0, pref_loss="sigmoid", dpo_label_smoothing=0.0,
-            kto_chosen_weight=1.0, kto_rejected_weight=1.0, simpo_gamma=0.5, ppo_buffer_size=1, ppo_epochs=4,
-            ppo_score_norm=False, ppo_target=6.0, ppo_whiten_rewards=False, ref_model=None, ref_model_adapters=None,
-            ref_model_quantization_bit=None, reward_model=None, reward_model_adapters=None,
-            reward_model_quantization_bit=None, reward_model_type="lora", ld_alpha=None,
-        ),
-        *_absent(
-            "The loss of stage: sft and stage: pt is cross entropy; leave it out.",
-            use_dft_loss=False, use_asft_loss=False, asft_alpha=0.1, use_eaft_loss=False, eaft_alpha=1.0,
-        ),
-        *_absent(
-            _LOW_MEMORY,
-            use_badam=False, badam_mode="layer", badam_start_block=None, badam_switch_mode="ascending",
-            badam_switch_interval=50, badam_update_ratio=0.05, badam_mask_mode="adjacent", badam_verbose=0,
-            use_galore=False, galore_target="all", galore_rank=16, galore_update_interval=200, galore_scale=2.0,
-            galore_proj_type="std", galore_layerwise=False, use_apollo=False, apollo_target="all", apollo_rank=16,
-            apollo_update_interval=200, apollo_scale=32.0, apollo_proj="random", apollo_proj_type="std",
-            apollo_scale_type="channel", apollo_layerwise=False, apollo_scale_front=False, use_adam_mini=False,
-            optim_target_modules=None,
-        ),
-        *_absent(
-            "Choose an optimizer with optim: burnish train --help optim lists them.",
-            use_muon=False, loraplus_lr_ratio=None, loraplus_lr_embedding=1e-6, adafactor=False,
-        ),
-        *_absent(
-            "Use finetuning_type: lora, freeze or full.",
-            use_llama_pro=False, module_dropout=0.0, oft_rank=0, oft_block_size=32, oft_target="all",
-            mixture_of_depths=None, shift_attn=False, pissa_convert=False,
-        ),
-        *_absent(
-            "Load the model in bf16 and train an adapter: finetuning_type: lora.",
-            quantization_method="bnb", quantization_bit=None, quantization_type="nf4", double_quantization=True,
-            quantization_device_map=None, fp8=False, fp8_backend="auto", fp8_enable_fsdp_float8_all_gather=False,
-            use_kt=False, kt_weight_path=None, kt_expert_checkpoint_path=None, kt_use_lora_experts=None,
-            kt_lora_expert_num=None, kt_lora_expert_intermediate_size=None,
-        ),
-        *_absent(
-            "The fused loss and the unpadded batches are burnish's own and always on; leave it out.",
-            use_unsloth=False, use_unsloth_gc=False, enable_liger_kernel=False, use_liger_kernel=False,
-            liger_kernel_config=None, use_v1_kernels=False, torch_compile=False, torch_compile_backend=None,
-            torch_compile_mode=None, torchdynamo=None, jit_mode_eval=False, use_ipex=False, upcast_layernorm=False,
-            upcast_lmhead_output=False, block_diag_attn=False,
-        ),
-        *_absent(
-            "Start the run with torchrun or accelerate launch, with the usual environment variables.",
-            ray_num_workers=1, ray_init_kwargs=None, ray_scope="last", master_addr=None, master_port=None,
-            use_mca=False, use_hyper_parallel=False, hyper_parallel_args=None, local_rank=-1, sharded_ddp="",
-            fsdp_min_num_params=0, fsdp_transformer_layer_cls_to_wrap=None, parallelism_config=None,
-            accelerator_config=None, mp_parameters="", tpu_num_cores=None, tpu_metrics_debug=False,
-            use_mps_device=False,
-        ),
-        *_absent(
-            _TRACKERS,
-            use_swanlab=False, swanlab_project="llamafactory", swanlab_workspace=None, swanlab_run_name=None,
-            swanlab_mode="cloud", swanlab_api_key=None, swanlab_logdir=None, swanlab_lark_webhook_url=None,
-            swanlab_lark_secret=None, project="huggingface", trackio_space_id=None, trackio_bucket_id=None,
-            trackio_static_space_id=None, logging_dir=None, run_name=None,
-        ),
-        *_absent(
-            _PROFILE,
-            enable_torch_profiler=False, profiler_output_dir=None, profiler_wait_steps=1, profiler_warmup_steps=1,
-            profiler_active_steps=1, profiler_repeat=1, profiler_record_shapes=True, profiler_profile_memory=True,
-            profiler_with_stack=True, profile_modules=None, skip_memory_metrics=True,
-        ),
-        *_absent(
-            _GENERATE,
-            predict_with_generate=False, do_sample=True, temperature=0.95, top_p=0.7, top_k=50, num_beams=1,
-            max_length=1024, max_new_tokens=1024, repetition_penalty=1.0, length_penalty=1.0,
-            skip_special_tokens=True, eval_num_beams=None, generation_max_length=None, generation_num_beams=None,
-            generation_config=None, sortish_sampler=False, infer_backend="huggingface", infer_dtype="auto",
-            vllm_maxlen=4096, vllm_gpu_util=0.7, vllm_enforce_eager=False, vllm_max_lora_rank=32, vllm_config=None,
-            sglang_maxlen=4096, sglang_mem_fraction=0.7, sglang_tp_size=-1, sglang_config=None,
-            sglang_lora_backend="triton", use_kv_cache=True, offload_folder="offload",
-        ),
-        *_absent(
-            "A LoRA adapter is saved in peft's format: peft's merge_and_unload() merges it into its base model.",
-            export_dir=None, export_size=5, export_device="cpu", export_quantization_bit=None,
-            export_quantization_dataset=None, export_quantization_nsamples=128, export_quantization_maxlen=1024,
-            export_legacy_format=False, export_hub_model_id=None,
-        ),
-        *_absent(
-            _HUB,
-            push_to_hub=False, hub_token=None, hub_private_repo=None, hub_model_id=None, hub_strategy="every_save",
-            hub_always_push=False, hub_revision=None, push_to_hub_model_id=None, push_to_hub_organization=None,
-            push_to_hub_token=None,
-        ),
-        *_absent(
-            _TEXT_ONLY,
-            media_dir=None, image_max_pixels=768 * 768, image_min_pixels=32 * 32, image_do_pan_and_scan=False,
-            crop_to_patches=False, video_max_pixels=256 * 256, video_min_pixels=16 * 16, video_fps=2.0,
-            video_maxlen=128, use_audio_in_video=False, audio_sampling_rate=16000, freeze_vision_tower=True,
-            freeze_multi_modal_projector=True, freeze_language_model=False,
-        ),
-        *_absent(
-            _LOADER,
-            dataloader_num_workers=0, dataloader_persistent_workers=False, dataloader_prefetch_factor=None,
-            dataloader_multiprocessing_context=None, dataloader_in_order=True,
-        ),
-        *_absent(
-            "Score the saved model with an evaluation tool such as lm-evaluation-harness.",
-            task=None, task_dir="evaluation", lang="en", n_shot=5, save_dir=None, download_mode=None,
-        ),
-    ]
+
+def _no_effect(reason: str, names: str) -> None:
+    NO_EFFECT.update(dict.fromkeys(names.split(), reason))
+
+
+def _family(switch: str, harmless: Any, instead: str, members: str) -> None:
+    """A feature that is not here: its switch is refused where it is on, and its settings say nothing without it."""
+    ABSENT[switch] = Absent(harmless, instead)
+    _no_effect(f'it belongs to "{switch}", which burnish does not have.', members)
+
+
+# --- what is learned --------------------------------------------------------------------------------------------------
+_no_effect(
+    "it belongs to preference training, and burnish trains with stage: sft or stage: pt.",
+    "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
+    "simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters "
+    "ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type "
+    "ld_alpha",
+)
+_CROSS_ENTROPY = "The loss of stage: sft and stage: pt is cross entropy; leave it out."
+_absent(_CROSS_ENTROPY, use_dft_loss=False, loss_type="nll", router_aux_loss_coef=None, moe_aux_loss_coef=None)
+_family("use_asft_loss", False, _CROSS_ENTROPY, "asft_alpha")
+_family("use_eaft_loss", False, _CROSS_ENTROPY, "eaft_alpha")
+_absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
+_no_effect("the answers are what is learned, unless train_on_prompt says otherwise.", "assistant_only_loss label_names")
+_absent("burnish trains on text; leave it out.", media_dir=None, freeze_language_model=False)
+_no_effect(
+    "burnish trains on text.",
+    "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
+    "video_fps video_maxlen use_audio_in_video audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector",
+)
+
+# --- how it is learned ------------------------------------------------------------------------------------------------
+_MEMORY = "To train with less memory: use_badam, finetuning_type: lora, or gradient_checkpointing."
+_family(
+    "use_galore", False, _MEMORY,
+    "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise",
+)  # fmt: skip
+_family(
+    "use_apollo", False, _MEMORY,
+    "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type "
+    "apollo_layerwise apollo_scale_front",
+)  # fmt: skip
+_absent(_MEMORY, use_adam_mini=False, optim_target_modules=None, activation_offloading=False)
+_OPTIM = "Choose an optimizer with optim: burnish train --help optim lists them."
+_absent(_OPTIM, use_muon=False, adafactor=False)
+_METHODS = "Choose with finetuning_type: burnish train --help finetuning_type lists the methods."
+_absent(_METHODS, use_llama_pro=False, mixture_of_depths=None, shift_attn=False)
+_no_effect(
+    "for OFT set finetuning_type: peft, and give its settings in peft_config.",
+    "module_dropout oft_rank oft_block_size oft_target",
+)
+_family(
+    "quantization_bit", None, "Load the model in bf16 and train an adapter: pure_bf16: true, finetuning_type: lora.",
+    "quantization_method quantization_type double_quantization quantization_device_map",
+)  # fmt: skip
+_family("fp8", False, "Use bf16: true.", "fp8_backend fp8_enable_fsdp_float8_all_gather")
+_family(
+    "use_kt", False, "Use finetuning_type: lora.",
+    "kt_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size",
+)  # fmt: skip
+_absent("Use gradient_accumulation_steps: the update is the same however a step is cut.", auto_find_batch_size=False)
+_absent("Leave it out, or lower per_device_train_batch_size.", torch_empty_cache_steps=None)
+_absent("Set train_sampling_strategy: sequential.", disable_shuffling=False)
+_absent("Name the tokens in add_special_tokens.", new_special_tokens_config=None, init_special_tokens="noise_init")
+_absent("Set it in the tokenizer of the model.", eos_token=None, pad_token=None)
+_absent("Give the folder in adapter_name_or_path.", adapter_folder=None)
+_absent("Set template: to its path.", chat_template_path=None)
+_absent("Set truncation or on_too_long.", truncation_mode="keep_start")
+_absent("Set model_revision, flash_attn, trust_remote_code and their like directly.", model_init_kwargs=None)
+_absent("Set the options of the data directly.", dataset_kwargs=None)
+_absent("Leave it out: a run goes on at its place at once, without reading what came before.", ignore_data_skip=False)
+_no_effect(
+    "burnish has a fused loss and unpadded batches of its own.",
+    "use_unsloth use_unsloth_gc enable_liger_kernel use_liger_kernel liger_kernel_config use_v1_kernels use_ipex "
+    "jit_mode_eval block_diag_attn",
+)
+_no_effect("the loss is computed in float32.", "upcast_lmhead_output")
+_no_effect("activations are kept unless gradient_checkpointing is set.", "disable_gradient_checkpointing")
+_no_effect("say it in gradient_checkpointing_kwargs: {use_reentrant: true}.", "use_reentrant_gc")
+_no_effect("text of users is always encoded with special tokens off.", "split_special_tokens")
+_no_effect("the mean of a step is always over the tokens of all processes.", "average_tokens_across_devices")
+_no_effect("rows hold what the model reads, and nothing else.", "remove_unused_columns length_column_name")
+_no_effect("the rows are shuffled anew in every epoch.", "shuffle_dataset")
+_no_effect(
+    "an evaluation keeps sums of losses, not predictions.",
+    "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps batch_eval_metrics "
+    "include_for_metrics",
+)
+
+# --- where it runs, and what is kept ----------------------------------------------------------------------------------
+_LAUNCH = "Start the run with torchrun or accelerate launch."
+_absent(_LAUNCH, use_mca=False, parallelism_config=None, ray_num_workers=1, ray_init_kwargs=None)
+_family("use_hyper_parallel", False, _LAUNCH, "hyper_parallel_args")
+_no_effect("the launcher says it.", "local_rank master_addr master_port")
+_no_effect("fsdp and fsdp_config say it.", "sharded_ddp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap")
+_no_effect("burnish runs on CPUs and GPUs.", "tpu_num_cores tpu_metrics_debug use_mps_device mp_parameters")
+_no_effect("torch_compile_backend says it.", "torchdynamo")
+_no_effect("fp16 runs under torch's autocast.", "fp16_opt_level fp16_backend half_precision_backend")
+_no_effect("batches always come in order.", "dataloader_in_order")
+_no_effect("the system's own way of starting processes is used.", "dataloader_multiprocessing_context")
+_no_effect("weights are always written as safetensors.", "save_safetensors")
+_no_effect("a signal to stop always saves a checkpoint first.", "enable_jit_checkpoint")
+_no_effect("callbacks always go on with their state.", "restore_callback_states_from_checkpoint")
+_absent("Let every node write into one shared folder.", save_on_each_node=False)
+_family(
+    "push_to_hub", False, "Upload output_dir after training: hf upload <name> <output_dir>.",
+    "hub_token hub_model_id hub_strategy hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization "
+    "push_to_hub_token",
+)  # fmt: skip
+_absent("Give a folder or an id of the Hugging Face hub.", ms_hub_token=None, om_hub_token=None)
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+_family(
+    "use_swanlab", False, "Set report_to instead: burnish train --help report_to.",
+    "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
+    "swanlab_lark_webhook_url swanlab_lark_secret",
+)  # fmt: skip
+_family(
+    "enable_torch_profiler", False, "Run the command under py-spy or nsys.",
+    "profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat "
+    "profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
+)  # fmt: skip
+_absent("burnish explain estimates the memory of a run.", skip_memory_metrics=True)
+_absent("Leave it out: a step that is not finite is never applied, and said.", debug="")
+_no_effect("tokens per second are always shown.", "include_effective_tokens_per_second include_tokens_per_second")
+
+# --- other commands ---------------------------------------------------------------------------------------------------
+_family(
+    "predict_with_generate", False,
+    "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
+    "do_sample temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens "
+    "eval_num_beams generation_max_length generation_num_beams generation_config sortish_sampler use_kv_cache "
+    "infer_backend infer_dtype offload_folder vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank "
+    "vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
+)  # fmt: skip
+_family(
+    "export_dir", None,
+    "A LoRA adapter is saved in peft's format: peft's merge_and_unload() merges it into its base model.",
+    "export_size export_device export_quantization_bit export_quantization_dataset export_quantization_nsamples "
+    "export_quantization_maxlen export_legacy_format export_hub_model_id",
+)  # fmt: skip
+_family(
+    "task", None, "Score the saved model with a tool such as lm-evaluation-harness.",
+    "task_dir lang n_shot save_dir download_mode",
 )  # fmt: skip

@@ -28,19 +28,10 @@ COMMAND_LINE = "the command line"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def read_arguments(
-    arguments: Sequence[str], aliases: Mapping[str, str] | None = None
-) -> tuple[dict[str, Given], Path | None]:
-    """All values of a command, the command line over the file, and the file.
-
-    Args:
-        arguments: what follows the command's name.
-        aliases: other name -> name, so that a flag overrides the same option under another name in the file.
-    """
+def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, Given], dict[str, Given]]:
+    """The values of the file that a command names, and those of its flags; ``merge`` puts one over the other."""
     config, flags = split_arguments(arguments)
-    if config is None:
-        return flags, None
-    return merge(read_config(config), flags, aliases or {}), config
+    return (read_config(config) if config is not None else {}), flags
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Given]]:
@@ -113,7 +104,11 @@ def _only_config(files: list[str]) -> Path | None:
 
 
 def merge(file: Mapping[str, Given], flags: Mapping[str, Given], aliases: Mapping[str, str]) -> dict[str, Given]:
-    """The values of the file, overridden by those of the command line; what was overridden stays known."""
+    """The values of the file, overridden by those of the command line; what was overridden stays known.
+
+    Args:
+        aliases: other name -> name, so that a flag overrides the same option under another name in the file.
+    """
     overriding = {aliases.get(key, key): key for key in flags}
     kept = {key: item for key, item in file.items() if aliases.get(key, key) not in overriding}
     merged = {**kept, **flags}

@@ -1,4 +1,4 @@
-"""How much memory a run will need on each device, from sizes alone; and how much disk.
+"""How much memory a run will need on each device, and how much disk, from sizes alone.
 
 In: counts of parameters, the shape of the model, the tokens of a micro-batch. Out: bytes, term by term, each with the
 sentence that explains it. These are estimates: what is counted is counted right, and what is not counted (buffers of
@@ -6,11 +6,10 @@ libraries, fragmentation) is usually below a fifth.
 """
 
 # P parameters, N of them trained, L layers, H hidden size, F intermediate size, K size of all keys of a token,
-# V vocabulary, T tokens in a micro-batch, b bytes of a number
+# V vocabulary, T tokens in a micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -29,16 +28,36 @@ class Shape:
     @classmethod
     def of(cls, config: object) -> Shape:
         """From a transformers configuration, whose attribute map gives every family the same names."""
-        hidden, heads = int(getattr(config, "hidden_size", 0)), int(getattr(config, "num_attention_heads", 1) or 1)
-        key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        head_size = int(getattr(config, "head_dim", None) or hidden // heads)
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads") or 1
+        head_size = _size(config, "head_dim") or hidden // heads
         return cls(
-            layers=int(getattr(config, "num_hidden_layers", 0)),
+            layers=_size(config, "num_hidden_layers"),
             hidden=hidden,
-            intermediate=int(getattr(config, "intermediate_size", None) or 4 * hidden),
-            keys=key_heads * head_size,
-            vocabulary=int(getattr(config, "vocab_size", 0)),
+            intermediate=_size(config, "intermediate_size") or 4 * hidden,
+            keys=(_size(config, "num_key_value_heads") or heads) * head_size,
+            vocabulary=_size(config, "vocab_size"),
         )
+
+
+def _size(config: object, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Bytes of one number.
+
+    Args:
+        frozen, trained: of a weight that stands still, and of one that moves; its gradient has the same.
+        compute: of an activation.
+        moments: what the optimizer keeps for each trained parameter, all together.
+    """
+
+    frozen: int
+    trained: int
+    compute: int
+    moments: float
 
 
 @dataclass(frozen=True)
@@ -50,88 +69,72 @@ class Term:
     reason: str
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What a run needs on each device."""
+def memory_terms(
+    params: int, trained: int, shape: Shape, formats: Formats, tokens: int, loss_bytes: int, recompute: bool
+) -> list[Term]:
+    """The parts of what a run needs on a device.
 
-    terms: tuple[Term, ...]
-
-    @property
-    def total(self) -> int:
-        return sum(term.num_bytes for term in self.terms)
-
-
-def estimate_memory(
-    *, params: int, trained: int, shape: Shape, tokens: int, loss_tokens: int, weight_bytes: int, compute_bytes: int,
-    moment_bytes: int, recompute: bool,
-) -> Memory:  # fmt: skip
-    """Args:
-    params: P. trained: N. tokens: T, padding included. loss_tokens: positions whose logits exist at one time.
-    weight_bytes: b of a weight and of its gradient. compute_bytes: b of an activation.
-    moment_bytes: bytes the optimizer keeps per trained parameter.
-    recompute: activation checkpointing is on.
+    Args:
+        params: P. trained: N. tokens: T, padding included.
+        loss_bytes: of the logits that exist at one time.
+        recompute: activation checkpointing is on.
     """
+    frozen = params - trained
+    weights = frozen * formats.frozen + trained * formats.trained
+    kinds = [(frozen, formats.frozen), (trained, formats.trained)]
+    of_weights = " + ".join(f"{count:,} x {size} bytes" for count, size in kinds if count)
     terms = [
-        Term("weights", params * weight_bytes, f"{_count(params)} parameters x {weight_bytes} bytes"),
-        Term("gradients", trained * weight_bytes, f"{_count(trained)} trained parameters x {weight_bytes} bytes"),
-        Term("optimizer", trained * moment_bytes, f"{_count(trained)} trained parameters x {moment_bytes} bytes"),
-        _activations(shape, tokens, compute_bytes, recompute),
-        Term(
-            "logits",
-            2 * loss_tokens * shape.vocabulary * 4,
-            f"{loss_tokens} positions x {shape.vocabulary} tokens of the vocabulary x 4 bytes, and their gradient",
-        ),
+        Term("weights", weights, of_weights),
+        Term("gradients", trained * formats.trained, f"{trained:,} x {formats.trained} bytes"),
+        Term("optimizer", round(trained * formats.moments), f"{trained:,} x {formats.moments:g} bytes"),
+        _activations(shape, tokens, formats.compute, recompute),
+        Term("logits", loss_bytes, "the loss goes through them in chunks"),
     ]
-    if compute_bytes < weight_bytes:
-        reason = f"weights cast to {compute_bytes} bytes for the forward pass"
-        terms.insert(1, Term("cast weights", params * compute_bytes, reason))
-    return Memory(tuple(terms))
+    if formats.compute < formats.trained:
+        cast = Term("cast weights", trained * formats.compute, f"autocast keeps them in {formats.compute} bytes too")
+        terms.insert(1, cast)
+    return [term for term in terms if term.num_bytes]
 
 
 def _activations(shape: Shape, tokens: int, compute_bytes: int, recompute: bool) -> Term:
     """What autograd keeps for the backward pass.
 
     Counted from the tensors that autograd saves in a pre-norm layer with a gated MLP and fused attention (Llama, Qwen
-    and their kin; measured with ``torch.autograd.graph.saved_tensors_hooks``, torch 2.13): the queries, the attention
+    and their kin; ``torch.autograd.graph.saved_tensors_hooks``, torch 2.13, held by a test): the queries, the attention
     output, the inputs of four linear layers and of both norms (those in float32), keys and values, and four tensors of
     the MLP. Checkpointing keeps the input of each layer, and one layer in full while it is computed again.
     """
-    in_a_layer = (6 * shape.hidden + 2 * shape.keys + 4 * shape.intermediate) * compute_bytes + 2 * shape.hidden * 4
+    in_a_layer = layer_bytes_per_token(shape, compute_bytes)
     if recompute:
         per_token = shape.layers * shape.hidden * compute_bytes + in_a_layer
         how = "the input of each layer, and one layer in full"
     else:
         per_token = shape.layers * in_a_layer
-        how = f"{shape.layers} layers x {in_a_layer / 1024:.0f} KiB"
-    return Term("activations", tokens * per_token, f"{tokens} tokens x ({how})")
+        how = f"{shape.layers} layers x {in_a_layer / 1024:.1f} KiB"
+    return Term("activations", tokens * per_token, f"{tokens:,} tokens x {how}")
 
 
-def disk_bytes(
-    *, saved_bytes: int, moment_bytes: int, trained: int, checkpoints: int | None, only_model: bool
-) -> int:  # fmt: skip
-    """What ``output_dir`` will hold at once: the final model, the checkpoints kept, and one being written.
+def layer_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+    """6 H + 2 K + 4 F numbers in the format of the forward pass, and 2 H in float32."""
+    return (6 * shape.hidden + 2 * shape.keys + 4 * shape.intermediate) * compute_bytes + 2 * shape.hidden * 4
+
+
+def disk_bytes(model_bytes: int, state_bytes: int, checkpoints: int) -> int:
+    """What ``output_dir`` holds at its fullest: the final model, the checkpoints kept, and one being written.
 
     Args:
-        saved_bytes: of one copy of what is saved (the model, or the adapter).
+        model_bytes: of one copy of what is saved (the model, or the adapter).
+        state_bytes: what a checkpoint holds besides: the moments of the optimizer.
         checkpoints: how many are kept; 0 where none is written.
     """
-    one = saved_bytes + (0 if only_model else trained * moment_bytes)
-    return saved_bytes + (one * ((checkpoints or 0) + 1) if checkpoints else 0)
+    one = model_bytes + state_bytes
+    return model_bytes + (one * (checkpoints + 1) if checkpoints else 0)
 
 
 def shown_bytes(num_bytes: float) -> str:
-    """``1.5 GiB``: three significant digits at most."""
+    """``1.5 GiB``: two or three significant digits."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             value = num_bytes / size
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
     return f"{num_bytes:.0f} bytes"
-
-
-def _count(number: int) -> str:
-    return f"{number:,}".replace(",", " ")
-
-
-def terms_of(memory: Memory) -> Iterator[tuple[str, str, str]]:
-    """Name, size and reason of each part that is there, ready to print."""
-    return ((term.name, shown_bytes(term.num_bytes), term.reason) for term in memory.terms if term.num_bytes)

@@ -5,7 +5,7 @@ who set each value, and what a person should be told. Nothing writes to the opti
 
 Refuses, all at once: unknown names, wrong types and ranges, options that burnish does not have, and whatever the
 components' own checks find. A component's check is a function ``check_<topic>(options) -> list[Problem]`` in the module
-that declares its options; it is found here by that name.
+that declares its options, its remarks are ``<topic>_notes(options) -> list[str]``; both are found here by their names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -26,16 +26,17 @@ from burnish.app import checks
 from burnish.app.absent import take_absent
 from burnish.core.checkpoint import CheckpointOptions
 from burnish.core.early_stopping import EarlyStoppingOptions
-from burnish.core.errors import Problem
+from burnish.core.errors import Problem, UserError
 from burnish.core.events import FlowOptions
 from burnish.core.loop import LoopOptions
-from burnish.core.options import Given, Spec, build, changed, convert, option, raise_if, specs, union
+from burnish.core.options import Given, Spec, build, changed, convert, option, specs, union
 from burnish.core.schedule import CurveOptions, StepOptions
 from burnish.data.batching import BatchingOptions
 from burnish.data.labels import LearnOptions
 from burnish.data.stream import StreamOptions
 from burnish.data.truncate import EncodingOptions
 from burnish.engine.options import EngineOptions
+from burnish.models.options import ModelOptions
 from burnish.optim import badam as _badam  # noqa: F401 (registers itself)
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.report.options import ReportOptions
@@ -55,6 +56,7 @@ class TaskOptions:
 
 GROUPS: tuple[type, ...] = (
     TaskOptions,
+    ModelOptions,
     FinetuningOptions,
     EncodingOptions,
     LearnOptions,
@@ -92,28 +94,41 @@ class Plan:
     notes: tuple[str, ...] = ()
     world_size: int = 1
 
+    def where(self, name: str) -> str:
+        """Who set an option; "" where it is at its default."""
+        return self.provenance.get(name, "")
+
     def changed(self) -> Iterator[tuple[Spec, Any, str]]:
         """The options that are not at their default: declaration, value, who set it."""
-        declared = specs(type(self.options))
+        declared = specs(RunOptions)
         return ((declared[name], value, self.provenance.get(name, "")) for name, value in changed(self.options).items())
 
 
-def plan(given: Mapping[str, Given]) -> Plan:
+def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
     """Decide a run.
 
+    Args:
+        also: further checks, such as those that look into files, for a list of problems that is whole: they are made
+            where the options have a problem, since ``prepare`` makes them where they have none.
     Raises:
         UserError: with every problem that the options alone can show.
     """
-    present, problems = take_absent(given, {**specs(RunOptions), **aliases()})
+    present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     provenance = {aliases().get(key, key): item.where for key, item in present.items()}
-    found = [problem for check in component_checks() for problem in check(options)]
     doubtful = _doubtful(present)
-    raise_if([*problems, *wrong, *(_placed(p, provenance) for p in found if not doubtful & _options_named(p))])
+
+    def asked(checks: Sequence[Check]) -> list[Problem]:
+        found = (problem for check in checks for problem in check(options))
+        return [_placed(problem, provenance) for problem in found if not doubtful & _options_named(problem)]
+
+    problems += [*wrong, *asked(component_checks())]
+    if problems:
+        raise UserError([*problems, *asked(also)])
     return Plan(
         options=options,
         provenance=MappingProxyType(provenance),
-        notes=tuple(_notes(present)),
+        notes=(*foreign, *_notes(present, options)),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
 
@@ -127,14 +142,23 @@ def aliases() -> dict[str, str]:
 @cache
 def component_checks() -> tuple[Check, ...]:
     """Every ``check_<topic>(options)`` of ``checks.py`` and of the modules that declare options."""
+    return tuple(_functions_of_options(lambda name: name.startswith("check_")))
+
+
+@cache
+def component_notes() -> tuple[Callable[[Any], list[str]], ...]:
+    """Every ``<topic>_notes(options)`` of those modules: what has no effect, and what was chosen."""
+    return tuple(_functions_of_options(lambda name: name.endswith("_notes")))
+
+
+def _functions_of_options(is_wanted: Callable[[str], bool]) -> Iterator[Callable[[Any], Any]]:
+    """The functions of one argument, ``options``, whose name is wanted, in the order of the groups."""
     modules = dict.fromkeys([checks.__name__, *(group.__module__ for group in (*GROUPS, *MEMBER_GROUPS))])
-    found = (
-        function
-        for module in modules
-        for name, function in vars(sys.modules[module]).items()
-        if name.startswith("check_") and getattr(function, "__module__", "") == module
-    )
-    return tuple(function for function in found if list(inspect.signature(function).parameters) == ["options"])
+    for module in modules:
+        for name, function in vars(sys.modules[module]).items():
+            is_own = inspect.isfunction(function) and function.__module__ == module
+            if is_wanted(name) and is_own and list(inspect.signature(function).parameters) == ["options"]:
+                yield function
 
 
 def _doubtful(present: Mapping[str, Given]) -> set[str]:
@@ -170,7 +194,7 @@ def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
     return replace(problem, where=places[0]) if places else problem
 
 
-def _notes(present: Mapping[str, Given]) -> Iterator[str]:
+def _notes(present: Mapping[str, Given], options: Any) -> Iterator[str]:
     known = specs(RunOptions)
     for key, item in present.items():
         spec = known[aliases().get(key, key)]
@@ -178,3 +202,4 @@ def _notes(present: Mapping[str, Given]) -> Iterator[str]:
             yield f'"{key}" ({item.where}) is another name of "{spec.name}".'
         if spec.ignored:
             yield f'"{key}" ({item.where}) has no effect: {spec.ignored}'
+    yield from (note for notes in component_notes() for note in notes(options))

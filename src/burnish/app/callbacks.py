@@ -1,0 +1,41 @@
+"""The callbacks of a run, in the order in which every event reaches them.
+
+In: the options. Out: what decides when to log, evaluate and save; what may stop a run early; trackers; the log file;
+what the caller adds; and last what a person sees, so that it shows what the others have settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from burnish.core.early_stopping import early_stopping_callbacks
+from burnish.core.events import EVENTS, CallbackHandler, DefaultFlowCallback
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.report.jsonl import JsonlCallback
+from burnish.report.progress import RunFacts, progress_callback
+from burnish.report.trackers import tracker_callbacks
+
+
+def callbacks_of(options: Any, facts: RunFacts | None = None, added: Sequence[Any] = ()) -> list[Any]:
+    """The callbacks of a run.
+
+    Args:
+        facts: what the first lines of the run say.
+        added: of the caller, such as the one that answers Ctrl-C.
+    """
+    return [
+        DefaultFlowCallback(),
+        *early_stopping_callbacks(options),
+        *tracker_callbacks(options.report_to, options.logging_dir),
+        JsonlCallback(Path(options.output_dir)),
+        *added,
+        progress_callback(options, facts),
+    ]
+
+
+def listeners_of(options: Any, added: Sequence[Any] = ()) -> dict[str, list[str]]:
+    """Event -> the callbacks that do something on it, in their order; events that nobody listens to are left out."""
+    handler = CallbackHandler(callbacks_of(options, None, added), options, TrainerState(), TrainerControl())
+    return {event: names for event in EVENTS if (names := handler.listeners(event))}

@@ -1,0 +1,283 @@
+"""``burnish explain``: what a run will do, before it does it.
+
+In: a plan. Out: sections of lines, and two rows with every trained token marked; ``explain_view.py`` draws them. All
+that ``train`` would refuse before it reads a weight is refused here, by the same code; nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import Any
+
+from burnish.app.build import Prepared, prepare
+from burnish.app.callbacks import listeners_of
+from burnish.app.estimate import shown_bytes
+from burnish.app.explain_view import show
+from burnish.app.interrupt import InterruptCallback
+from burnish.app.listing import shown
+from burnish.app.plan import Plan
+from burnish.app.resources import (
+    Sizes,
+    available_memory,
+    disk_of,
+    free_disk,
+    memory_of,
+    sizes_of,
+    tokens_of_largest_batch,
+)
+from burnish.core.events import steps_of
+from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, warmup_steps_of
+from burnish.core.types import IGNORE_INDEX, Row
+from burnish.data.batching import packs_rows
+from burnish.engine.options import autocast_dtype, device_of
+from burnish.models.load import context_length, meta_model
+from burnish.models.patches import PATCHES
+
+LOOKED_AT = 1000
+"""Rows whose labels are counted; all lengths are."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that is known. ``where`` says who set it."""
+
+    label: str
+    text: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    lines: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row. ``pieces``: text, and whether it is trained."""
+
+    title: str
+    pieces: list[tuple[str, bool]]
+
+
+def explain(plan: Plan) -> None:
+    """Print what ``burnish train`` would do with the same arguments.
+
+    Raises:
+        UserError: where it would be refused.
+    """
+    prepared = prepare(plan)
+    show(list(sections(plan, prepared)), list(samples(prepared)))
+
+
+def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
+    sizes = sizes_of(plan.options, prepared.config)
+    yield _model(plan, prepared, sizes)
+    yield _data(plan, prepared)
+    yield _steps(plan, prepared)
+    yield _events(plan)
+    yield _options(plan)
+    yield _resources(plan, prepared, sizes)
+    notes = [Line("", text) for text in (*plan.notes, *prepared.notes)]
+    if notes:
+        yield Section("Notes", notes)
+
+
+def _model(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
+    options, config = plan.options, prepared.config
+    begin = "random weights" if options.train_from_scratch else options.model_name_or_path
+    device = device_of(options)
+    computes_in = autocast_dtype(options, device)
+    share = f"{100 * sizes.trained / sizes.total:.3g} %"
+    context = context_length(config)
+    lines = [
+        Line(
+            "model", f"{sizes.class_name}, {sizes.total:,} parameters, from {begin}", plan.where("model_name_or_path")
+        ),
+        Line(
+            "trained", f"{sizes.trained:,} of them ({share}): {options.finetuning_type}", plan.where("finetuning_type")
+        ),
+        Line("context", f"{context:,} tokens" if context else "without a limit"),
+        Line("device", f"{device}, products in {_name(computes_in) if computes_in else 'the format of the weights'}"),
+    ]
+    needed = [patch for patch in PATCHES if patch.is_needed(meta_model(config, options.trust_remote_code))]
+    lines += [Line("patch", f"{patch.reason} ({patch.library}, {patch.link})") for patch in needed]
+    return Section("Model", lines if needed else [*lines, Line("patches", "none")])
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _data(plan: Plan, prepared: Prepared) -> Section:
+    options, rows = plan.options, prepared.rows
+    is_packed = packs_rows(options, options.stage)
+    kind = "packs" if is_packed else "rows"
+    lines = [
+        Line("data sets", ", ".join(map(str, options.dataset or [])) or "none", plan.where("dataset")),
+        Line("template", prepared.template.name, plan.where("template")),
+        Line("training set", f"{prepared.tally.seen:,} records read, {len(rows):,} {kind}"),
+    ]
+    lines += [Line("evaluation", f"{len(found):,} rows {name}".rstrip()) for name, found in prepared.eval_rows.items()]
+    if len(rows):
+        lengths = lengths_of(rows)
+        mean = sum(lengths) / len(lengths)
+        lines.append(Line("tokens", f"{sum(lengths):,}; {mean:.1f} in a {kind[:-1]}, {max(lengths):,} in the longest"))
+        lines.append(Line("trained", _trained_share(rows)))
+        if is_packed:
+            full = f"{100 * mean / options.cutoff_len:.1f} %"
+            lines.append(
+                Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
+            )
+    lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
+    return Section("Data", lines)
+
+
+def lengths_of(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each row."""
+    known = getattr(rows, "lengths", None)
+    return known if known is not None else [len(row["input_ids"]) for row in rows]
+
+
+def _trained_share(rows: Sequence[Row]) -> str:
+    """``38.2 % of the tokens, 12.3 in a row``."""
+    looked_at = list(islice(rows, LOOKED_AT))
+    tokens = sum(len(row["labels"]) for row in looked_at)
+    trained = sum(label != IGNORE_INDEX for row in looked_at for label in row["labels"])
+    among = "" if len(looked_at) == len(rows) else f" (counted in the first {len(looked_at):,})"
+    return f"{100 * trained / tokens:.3g} % of the tokens, {trained / len(looked_at):.1f} in each{among}"
+
+
+def samples(prepared: Prepared) -> Iterator[Sample]:
+    """The first row, and the one in the middle."""
+    count = len(prepared.rows)
+    for index in sorted({0, count // 2} if count else set()):
+        row = _first_of_pack(prepared.rows[index])
+        yield Sample(f"Row {index + 1:,} of {count:,}", pieces_of(row, prepared.tokenizer))
+
+
+def _first_of_pack(row: Row) -> Row:
+    end = row.get("seq_lengths", [len(row["input_ids"])])[0]
+    return {"input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
+
+
+def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool]]:
+    """The row's text, cut where training begins and ends. Decoded piece by piece: a character may be several tokens."""
+    pairs = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), strict=True)
+    runs = ((trained, [token for token, _ in run]) for trained, run in groupby(pairs, key=lambda pair: pair[1]))
+    return [(tokenizer.decode(ids, skip_special_tokens=False), trained) for trained, ids in runs]
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _steps(plan: Plan, prepared: Prepared) -> Section:
+    options, steps = plan.options, prepared.steps
+    rows = f"{steps.rows_per_step:,} rows a step"
+    lines = [
+        Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
+        Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
+        Line("processes", f"x {plan.world_size} = {rows}", "the launcher" if plan.world_size > 1 else ""),
+    ]
+    if steps.rows is not None:
+        last = steps.rows % steps.rows_per_step
+        rest = f", the last of each with {last:,}" if last and not options.dataloader_drop_last else ""
+        text = f"{steps.rows:,} rows / {steps.rows_per_step:,} = {steps.steps_per_epoch:,} steps{rest}"
+        lines.append(Line("an epoch", text))
+    lines += [_total(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
+    return Section("Steps", lines)
+
+
+def _total(plan: Plan, prepared: Prepared) -> Line:
+    options, steps = plan.options, prepared.steps
+    if options.max_steps > 0:
+        return Line("in all", f"{steps.max_steps:,} steps", plan.where("max_steps"))
+    product = f"{steps.steps_per_epoch:,} x {options.num_train_epochs:g} epochs = {steps.max_steps:,} steps"
+    return Line("in all", product, plan.where("num_train_epochs"))
+
+
+def _rate(plan: Plan, prepared: Prepared) -> Line:
+    """The peak, the warm-up, the curve, and its picture."""
+    options, total = plan.options, prepared.steps.max_steps
+    warmup = warmup_steps_of(options, total)
+    rise = f" after {warmup:,} steps of warm-up" if warmup else ""
+    text = f"{options.learning_rate:g}{rise}, {options.lr_scheduler_type}  {curve_picture(options, total)}"
+    return Line("learning rate", text.rstrip(), plan.where("learning_rate"))
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def curve_picture(options: Any, max_steps: int, width: int = 24) -> str:
+    """The learning rate over the run in ``width`` bars; nothing for a curve that follows a metric."""
+    if options.lr_scheduler_type in FOLLOWS_METRIC:
+        return ""
+    factor = lr_factor(options, max_steps, options.learning_rate)
+    values = [factor(round(place * (max_steps - 1) / (width - 1))) for place in range(width)]
+    return "".join(_BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in values)
+
+
+def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
+    """When is logged, evaluated and saved, in steps and in how many times."""
+    options, total = plan.options, prepared.steps.max_steps
+    every = {
+        "log": (options.logging_strategy, options.logging_steps, "logging"),
+        "evaluate": (options.eval_strategy, options.eval_steps, "eval"),
+        "save": (options.save_strategy, options.save_steps, "save"),
+    }
+    for verb, (strategy, interval, name) in every.items():
+        where = plan.where(f"{name}_steps") if strategy == "steps" else plan.where(f"{name}_strategy")
+        if strategy == "steps":
+            steps = steps_of(interval, total, options.logging_steps)
+            yield Line(verb, f"every {steps:,} steps, {_times(verb, steps, total)}", where)
+        else:
+            yield Line(
+                verb, {"no": "never", "epoch": "after every epoch", "best": "at the best evaluation"}[strategy], where
+            )
+
+
+def _times(verb: str, every: int, total: int) -> str:
+    """The last step is evaluated and saved whether the interval divides it or not; it is not logged."""
+    count = total // every if verb == "log" else math.ceil(total / every)
+    return f"{count:,} times"
+
+
+def _events(plan: Plan) -> Section:
+    found = listeners_of(plan.options, [InterruptCallback()])
+    return Section("Events", [Line(event, ", ".join(names)) for event, names in found.items()])
+
+
+# --- options and resources --------------------------------------------------------------------------------------------
+
+
+def _options(plan: Plan) -> Section:
+    """Every option that is not at its default, or was given."""
+    lines = [
+        Line(spec.name, f"{shown(value)} (default {shown(spec.default)})", where)
+        for spec, value, where in plan.changed()
+    ]
+    return Section("Options that are not at their default", lines)
+
+
+def _resources(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
+    options = plan.options
+    tokens = tokens_of_largest_batch(prepared.rows, options)
+    terms = memory_of(options, prepared.config, sizes, tokens)
+    total, free = sum(term.num_bytes for term in terms), available_memory(options)
+    lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
+    lines.append(
+        Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} of {device_of(options)} are free")
+    )
+    needed = disk_of(options, prepared.config, sizes, prepared.steps)
+    free_bytes = free_disk(options.output_dir)
+    lines.append(
+        Line("disk", f"{shown_bytes(needed):<10} in {options.output_dir}; {shown_bytes(free_bytes)} are free",
+             plan.where("output_dir"))
+    )  # fmt: skip
+    return Section("Memory and disk, estimated", lines)

@@ -1,0 +1,154 @@
+"""What a run needs of the machine: memory and disk, held against what there is.
+
+In: the plan, and what ``prepare`` knows. Out: sizes with their reasons; a problem where the disk is too small. The
+model is looked at without weights, with the adapter attached, so the counts are those of the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from burnish.adapters.base import ADAPTERS, trainable_summary
+from burnish.app.estimate import Formats, Shape, Term, disk_bytes, memory_terms, shown_bytes
+from burnish.core.errors import Problem
+from burnish.core.schedule import StepPlan
+from burnish.engine.options import autocast_dtype, device_of
+from burnish.models.load import meta_model
+from burnish.models.source import adapter_folders
+from burnish.ops.cross_entropy import CHUNK_BYTES
+from burnish.optim.builtin import create_optimizer
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model of a run, counted without its weights."""
+
+    class_name: str
+    total: int
+    trained: int
+    saves_whole_model: bool
+
+
+def sizes_of(options: Any, config: Any) -> Sizes:
+    """The model on the meta device with the adapter of the run attached."""
+    model: nn.Module = meta_model(config, options.trust_remote_code)
+    name, plain = type(model).__name__, trainable_summary(model)[1]
+    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    if options.finetuning_type != "full":
+        with torch.device("meta"):
+            model = adapter.attach(model)
+    trained, total = trainable_summary(model)
+    return Sizes(name, max(total, plain), trained, adapter.saves_whole_model)
+
+
+def formats_of(options: Any, config: Any) -> Formats:
+    """Bytes of the numbers of a run."""
+    computes_in = autocast_dtype(options, device_of(options))
+    loaded = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    trained = torch.bfloat16 if options.pure_bf16 else torch.float32
+    frozen = torch.bfloat16 if options.pure_bf16 else computes_in or loaded
+    return Formats(
+        frozen.itemsize, trained.itemsize, (computes_in or trained).itemsize, _moment_bytes(options, config, trained)
+    )
+
+
+def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
+    """What the optimizer keeps per trained parameter, learned by letting it take a step on a small matrix."""
+    if options.use_badam:
+        share = 1 / Shape.of(config).layers if options.badam_mode == "layer" else options.badam_update_ratio
+        return 2 * 4 * share
+    layer = nn.Linear(64, 64, bias=False, dtype=dtype)
+    optimizer = create_optimizer(layer.named_parameters(), layer, options)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return round(sum(value.nbytes for value in kept if value.numel() > 1) / layer.weight.numel(), 2)
+
+
+def memory_of(options: Any, config: Any, sizes: Sizes, tokens: int) -> list[Term]:
+    """Args: tokens: of the largest micro-batch."""
+    shape = Shape.of(config.get_text_config())
+    return memory_terms(
+        sizes.total,
+        sizes.trained,
+        shape,
+        formats_of(options, config),
+        tokens,
+        loss_bytes=min(tokens * shape.vocabulary * 4, CHUNK_BYTES),
+        recompute=options.gradient_checkpointing,
+    )
+
+
+def tokens_of_largest_batch(rows: Sequence[Any], options: Any) -> int:
+    """The longest rows of the set side by side: an upper bound of a micro-batch."""
+    lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
+    largest = sorted(lengths, reverse=True)[: options.per_device_train_batch_size]
+    if options.padding_free:
+        return sum(largest)
+    return max(largest, default=0) * len(largest)
+
+
+def available_memory(options: Any) -> int:
+    """Bytes of the device that are free now."""
+    device = device_of(options)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _available_of_host()
+
+
+def _available_of_host() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+def disk_of(options: Any, config: Any, sizes: Sizes, steps: StepPlan) -> int:
+    """Bytes that ``output_dir`` will hold at its fullest."""
+    formats = formats_of(options, config)
+    saved = sizes.total * formats.frozen if sizes.saves_whole_model else sizes.trained * formats.trained
+    state = 0 if options.save_only_model else sizes.trained * (formats.moments + formats.trained)
+    return disk_bytes(saved, round(state), _checkpoints_kept(options, steps))
+
+
+def _checkpoints_kept(options: Any, steps: StepPlan) -> int:
+    from burnish.core.events import steps_of
+
+    written = {
+        "no": 0,
+        "epoch": steps.num_train_epochs,
+        "best": 1,
+        "steps": -(-steps.max_steps // steps_of(options.save_steps, steps.max_steps, 500)),
+    }[options.save_strategy]
+    return min(written, options.save_total_limit or written)
+
+
+def free_disk(folder: Path) -> int:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def check_disk(options: Any, config: Any, sizes: Sizes, steps: StepPlan) -> list[Problem]:
+    """A run whose model could not be written at its end is refused at its beginning."""
+    needed, free = disk_of(options, config, sizes, steps), free_disk(Path(options.output_dir))
+    if needed <= free:
+        return []
+    kept = _checkpoints_kept(options, steps)
+    return [
+        Problem(
+            f'output_dir "{options.output_dir}" has {shown_bytes(free)} of free disk, and the run writes about '
+            f"{shown_bytes(needed)}: the model{f' and {kept} checkpoints, and one more under way' if kept else ''}.",
+            remedy="Free some space, name an output_dir on another disk"
+            + (", or set save_total_limit: 1 or save_only_model: true." if kept else "."),
+        )
+    ]

@@ -1,0 +1,105 @@
+"""The command line as a person meets it: commands, help, what is said of a mistake, exit status."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish import __version__, cli
+from burnish.app.listing import list_options
+from burnish.app.plan import RunOptions
+from burnish.core.options import specs
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+def burnish(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command, in this process."""
+    status = cli.main(list(words))
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    status, out, _ = burnish(capsys, *words)
+    assert status == 0
+    for command in ("train", "explain", "demo", "env", "run.yaml", "key=value"):
+        assert command in out
+
+
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert burnish(capsys, word) == (0, f"burnish {__version__}\n", "")
+
+
+def test_the_help_of_train_lists_every_option_with_its_default_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = burnish(capsys, "train", "--help")
+    assert status == 0
+    for name, spec in specs(RunOptions).items():
+        assert f"--{name}" in out
+        assert spec.help, f"{name} has no help"
+    assert "default 5e-05" in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_the_help_of_train_can_be_asked_for_a_word() -> None:
+    found = list_options(RunOptions, "warmup")
+    assert "--warmup_steps" in found
+    assert "--seed" not in found
+    assert 'Did you mean "learning_rate"' in list_options(RunOptions, "learning_rats")
+
+
+def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = burnish(capsys, "trian")
+    assert (status, out) == (2, "")
+    assert 'There is no command "trian". Did you mean "train"?' in err
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [("export", "merge_and_unload"), ("chat", "generate"), ("run.yaml", "burnish train run.yaml"),
+     ("--stage", "burnish train --stage")],
+)  # fmt: skip
+def test_a_command_that_is_not_there_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], word: str, remedy: str
+) -> None:
+    status, _, err = burnish(capsys, word)
+    assert status == 2
+    assert remedy in err
+    assert len(err.splitlines()) <= 4
+
+
+def test_env_names_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = burnish(capsys, "env")
+    assert status == 0
+    for name in ("burnish", "python", "torch", "transformers", "memory"):
+        assert f"\n{name}" in f"\n{out}"
+
+
+def test_debug_prints_the_traceback_and_is_no_option_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = burnish(capsys, "train", "--debug", "learning_rat=1")
+    assert status == 2
+    assert "Traceback" in err
+    assert '"debug"' not in err
+    _, _, err = burnish(capsys, "train", "learning_rat=1")
+    assert "Traceback" not in err
+
+
+def test_both_entries_of_train_say_the_same(tmp_path: Path) -> None:
+    words = ["--stage", "stf", "--output_dir", "out"]
+    spelled = shell("-m", "burnish.train", *words, cwd=tmp_path)
+    command = shell("-m", "burnish", "train", *words, cwd=tmp_path)
+    assert spelled.returncode == command.returncode == 2
+    assert spelled.stderr == command.stderr
+    assert "stf" in command.stderr
+    assert list(tmp_path.iterdir()) == []

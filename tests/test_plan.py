@@ -1,0 +1,171 @@
+"""What planning decides and refuses from the options alone."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from burnish.app.absent import ABSENT, NO_EFFECT
+from burnish.app.plan import RunOptions, aliases, component_checks, plan
+from burnish.core.errors import UserError
+from burnish.core.options import Given, specs
+
+
+def given(tmp_path: Path, **values: object) -> dict[str, Given]:
+    """A run that is right, with ``values`` over it, line by line."""
+    values = {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out"), **values}
+    return {name: Given(value, f"run.yaml, line {line}") for line, (name, value) in enumerate(values.items(), 1)}
+
+
+def refused(tmp_path: Path, **values: object) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        plan(given(tmp_path, **values))
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_value_is_read_as_the_declared_type_and_keeps_its_place(tmp_path: Path) -> None:
+    made = plan(given(tmp_path, learning_rate="1e-4", packing="no", save_strategy="no"))
+    assert (made.options.learning_rate, made.options.packing, made.options.save_strategy) == (1e-4, False, "no")
+    assert made.provenance["learning_rate"] == "run.yaml, line 4"
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    problems = refused(
+        tmp_path, learning_rat="1e-4", num_train_epochs="three", per_device_train_batch_size="0",
+        finetuning_type="loar", eval_strategy="steps", use_galore="true",
+    )  # fmt: skip
+    assert len(problems) == 6
+    together = "\n".join(problems)
+    assert 'Unknown option "learning_rat" in run.yaml, line 4. Did you mean "learning_rate"?' in together
+    assert 'run.yaml, line 5: "num_train_epochs" must be a number' in together
+    assert "run.yaml, line 6" in together
+    assert 'Did you mean "lora"?' in together
+    assert "run.yaml, line 8: eval_strategy: steps needs an evaluation set" in together
+    assert 'run.yaml, line 9: "use_galore" is not part of burnish yet' in together
+
+
+def test_no_problem_takes_more_than_four_lines(tmp_path: Path) -> None:
+    for problem in refused(tmp_path, eval_strategy="steps", save_strategy="epoch", load_best_model_at_end="true"):
+        assert len(problem.splitlines()) <= 4
+
+
+def test_a_consequence_of_a_mistake_is_not_reported_beside_it(tmp_path: Path) -> None:
+    values = given(tmp_path)
+    values["output_dri"] = values.pop("output_dir")
+    with pytest.raises(UserError) as caught:
+        plan(values)
+    assert [str(p) for p in caught.value.problems] == [
+        'Unknown option "output_dri" in run.yaml, line 3. Did you mean "output_dir"?'
+    ]
+
+
+def test_training_is_what_train_does_unless_told_otherwise(tmp_path: Path) -> None:
+    assert plan(given(tmp_path)).options.do_train
+    assert "Nothing would be done" in refused(tmp_path, do_train="false")[0]
+
+
+def test_another_name_of_an_option_works_and_is_mentioned(tmp_path: Path) -> None:
+    made = plan(given(tmp_path, evaluation_strategy="steps", val_size="0.1"))
+    assert made.options.eval_strategy == "steps"
+    assert made.provenance["eval_strategy"] == "run.yaml, line 4"
+    assert any('"eval_strategy"' in note for note in made.notes)
+
+
+def test_an_option_without_effect_says_why(tmp_path: Path) -> None:
+    ignored = next(spec for spec in specs(RunOptions).values() if spec.ignored)
+    value = not ignored.default if isinstance(ignored.default, bool) else "{}"
+    notes = plan(given(tmp_path, **{ignored.name: value})).notes
+    assert any(ignored.name in note and ignored.ignored.rstrip(".") in note for note in notes)
+
+
+def test_a_foreign_key_at_its_harmless_value_is_passed_over(tmp_path: Path) -> None:
+    made = plan(given(tmp_path, use_galore="false", vllm_gpu_util="0.7", ref_model=None, pref_loss="sigmoid"))
+    assert not made.notes
+    assert "use_galore" not in made.provenance
+
+
+def test_the_plan_is_not_written_to(tmp_path: Path) -> None:
+    made = plan(given(tmp_path))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.world_size = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        made.provenance["seed"] = "me"  # type: ignore[index]
+
+
+def test_what_was_changed_is_told_with_who_changed_it(tmp_path: Path) -> None:
+    made = plan(given(tmp_path, seed="7", logging_steps="500"))
+    told = {spec.name: (value, where) for spec, value, where in made.changed()}
+    assert told["seed"] == (7, "run.yaml, line 4")
+    assert "logging_steps" not in told
+
+
+def test_no_option_is_called_absent() -> None:
+    claimed = {**specs(RunOptions), **aliases()}
+    assert not sorted({*ABSENT, *NO_EFFECT} & set(claimed))
+
+
+def test_every_name_of_the_peers_is_known_or_refused_by_name(shared: Path) -> None:
+    import json
+
+    lists = json.loads((shared / "spec" / "arguments.json").read_text(encoding="utf-8"))
+    names = [
+        entry["name"]
+        for key in ("TrainingArguments", "Seq2SeqTrainingArguments adds or changes")
+        for entry in lists[key]
+    ]
+    unknown = [name for name in names if name not in {**specs(RunOptions), **aliases(), **ABSENT}]
+    assert not unknown
+
+
+def test_the_checks_of_every_component_are_asked() -> None:
+    asked = {check.__name__ for check in component_checks()}
+    assert {"check_flow", "check_engine", "check_trackers", "check_output_dir"} <= asked
+
+
+# --- output_dir -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_other_files_is_refused_unless_told(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("words")
+    (problem,) = refused(tmp_path)
+    assert "holds other files: thesis.tex" in problem
+    assert "overwrite_output_dir" in problem
+    assert plan(given(tmp_path, overwrite_output_dir="true")).options.overwrite_output_dir
+
+
+def test_a_folder_with_checkpoints_is_continued_unless_told(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    assert plan(given(tmp_path)).options.resume == "auto"
+    assert "an earlier run" in refused(tmp_path, resume="never")[0]
+
+
+def test_an_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    assert "is a file" in refused(tmp_path)[0]
+
+
+def test_a_missing_output_dir_is_refused(tmp_path: Path) -> None:
+    assert "output_dir is missing" in refused(tmp_path, output_dir=None)[0]
+
+
+# --- options against each other ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wish", [{"eval_strategy": "steps"}, {"do_eval": "true"}, {"eval_on_start": "true"}])
+def test_an_evaluation_without_a_set_names_both_ways_out(tmp_path: Path, wish: dict[str, str]) -> None:
+    (problem,) = refused(tmp_path, **wish)
+    assert "eval_dataset" in problem
+    assert "val_size" in problem
+
+
+def test_the_best_model_needs_evaluations_that_meet_the_checkpoints(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": "true", "val_size": "0.1"}
+    assert "eval_strategy is no" in refused(tmp_path, **best)[0]
+    assert "save_strategy: steps" in refused(tmp_path, **best, eval_strategy="steps", save_strategy="epoch")[0]
+    steps = {"eval_strategy": "steps", "save_strategy": "steps"}
+    assert "multiple" in refused(tmp_path, **best, **steps, eval_steps="3", save_steps="10")[0]
+    assert "both as shares" in refused(tmp_path, **best, **steps, eval_steps="0.1", save_steps="10")[0]
+    assert plan(given(tmp_path, **best, **steps, eval_steps="0.1", save_steps="0.3"))
+    assert plan(given(tmp_path, **best, **steps, eval_steps="5", save_steps="10"))
