@@ -149,7 +149,10 @@ def compare_with_model(folder: Path, config: PreTrainedConfig, tensors: dict[str
     transformers itself is asked, with tensors that have shapes and no content: it knows older names, names without the
     base model's prefix, tied weights, and experts that are one tensor in memory and many in the file.
     """
-    model_class = type(meta_model(config))
+    try:
+        model_class = type(meta_model(config))
+    except UserError as error:
+        return list(error.problems)
     state = {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}
     try:
         with quiet(), refused_conversions(str(folder)):

@@ -59,7 +59,7 @@ def load_config(options: Any, max_length: int | None = None, notes: list[str] | 
     source = find_source(options.model_name_or_path, options)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (ArithmeticError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as error:
         raise UserError(Problem(f"its config cannot be used: {_first_line(error)}", where=source.name)) from error
     if options.rope_scaling and max_length:
         note = scale_rope(config, options.rope_scaling, max_length)
@@ -99,11 +99,20 @@ def load_model(
 
 
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model without weights: every parameter on the meta device."""
+    """The model without weights: every parameter on the meta device.
+
+    Raises:
+        UserError: where the config's numbers make no model.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    with torch.device("meta"), quiet():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"), quiet():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        problem = Problem(f"its config makes no model: {_first_line(error)}", where=config.name_or_path)
+        raise UserError(problem) from error
+    model.tie_weights()  # transformers 5.0 does not, on the meta device
     if config.name_or_path and (Path(config.name_or_path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
     return model
