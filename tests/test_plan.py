@@ -106,8 +106,6 @@ def test_no_option_is_called_absent() -> None:
 
 
 def test_every_name_of_the_peers_is_known_or_refused_by_name(shared: Path) -> None:
-    import json
-
     lists = json.loads((shared / "spec" / "arguments.json").read_text(encoding="utf-8"))
     names = [
         entry["name"]

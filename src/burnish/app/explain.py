@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
 from burnish.app.build import Prepared, prepare
 from burnish.app.callbacks import listeners_of
 from burnish.app.estimate import shown_bytes
-from burnish.app.explain_view import show
+from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.listing import shown
 from burnish.app.plan import Plan
@@ -38,29 +37,6 @@ from burnish.models.patches import PATCHES
 
 LOOKED_AT = 1000
 """Rows whose labels are counted; all lengths are."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One thing that is known. ``where`` says who set it."""
-
-    label: str
-    text: str
-    where: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    lines: list[Line] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One row. ``pieces``: text, and whether it is trained."""
-
-    title: str
-    pieces: list[tuple[str, bool]]
 
 
 def explain(plan: Plan) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from burnish.report.console import is_terminal
@@ -16,13 +17,34 @@ from burnish.report.console import is_terminal
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from burnish.app.explain import Line, Sample, Section
-
 _LABEL_WIDTH = 17
 _WIDEST = 118
 _OPEN, _CLOSE = "⟦", "⟧"
 _LONGEST_PIECE = 600
 """Characters of one piece of a sample that are shown; the middle of a longer one is left out."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that is known. ``where`` says who set it."""
+
+    label: str
+    text: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    lines: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row. ``pieces``: text, and whether it is trained."""
+
+    title: str
+    pieces: list[tuple[str, bool]]
 
 
 def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:

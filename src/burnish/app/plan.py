@@ -32,8 +32,8 @@ from burnish.core.loop import LoopOptions
 from burnish.core.options import Given, Spec, build, changed, convert, option, specs, union
 from burnish.core.schedule import CurveOptions, StepOptions
 from burnish.data.batching import BatchingOptions
-from burnish.data.labels import LearnOptions
 from burnish.data.stream import StreamOptions
+from burnish.data.templates import TemplateOptions
 from burnish.data.truncate import EncodingOptions
 from burnish.engine.options import EngineOptions
 from burnish.models.options import ModelOptions
@@ -58,8 +58,8 @@ GROUPS: tuple[type, ...] = (
     TaskOptions,
     ModelOptions,
     FinetuningOptions,
+    TemplateOptions,
     EncodingOptions,
-    LearnOptions,
     BatchingOptions,
     StreamOptions,
     StepOptions,
@@ -153,7 +153,8 @@ def component_notes() -> tuple[Callable[[Any], list[str]], ...]:
 
 def _functions_of_options(is_wanted: Callable[[str], bool]) -> Iterator[Callable[[Any], Any]]:
     """The functions of one argument, ``options``, whose name is wanted, in the order of the groups."""
-    modules = dict.fromkeys([checks.__name__, *(group.__module__ for group in (*GROUPS, *MEMBER_GROUPS))])
+    declaring = (spec.group.__module__ for spec in specs(RunOptions).values())
+    modules = dict.fromkeys([checks.__name__, *declaring])
     for module in modules:
         for name, function in vars(sys.modules[module]).items():
             is_own = inspect.isfunction(function) and function.__module__ == module

@@ -1,0 +1,151 @@
+"""Options that are wrong, one row each, as they were tried on other tools: refused by name, in four lines at most, with
+status 2, without a traceback, before anything is written."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from burnish import cli
+from burnish.app.config import read_config
+from burnish.app.plan import Plan, plan
+
+MODEL = Path(__file__).parents[1] / "src" / "burnish" / "demo" / "model"
+ROWS = [{"instruction": f"Say {word}.", "input": "", "output": word} for word in ("yes", "no", "maybe", "never")] * 6
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a small data set in it; ``HOME`` and the caches are elsewhere."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "answers.json").write_text(json.dumps(ROWS), encoding="utf-8")
+    (tmp_path / "data" / "dataset_info.json").write_text('{"answers": {"file_name": "answers.json"}}', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_run(folder: Path, **changes: str | None) -> Path:
+    """``run.yaml`` of a run that is right, with ``changes``; None takes a line out."""
+    lines = {
+        "model_name_or_path": str(MODEL), "stage": "sft", "finetuning_type": "full", "dataset_dir": "data",
+        "dataset": "answers", "cutoff_len": "128", "output_dir": "out", "max_steps": "3", "report_to": "none",
+        "per_device_train_batch_size": "2", **changes,
+    }  # fmt: skip
+    path = folder / "run.yaml"
+    path.write_text("".join(f"{k}: {v}\n" for k, v in lines.items() if v is not None), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One bad input: its number, the lines of ``run.yaml`` that are wrong, and what must be said."""
+
+    number: str
+    said: list[str]
+    changes: dict[str, str | None] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)  # further words of the command line
+
+    def __str__(self) -> str:
+        return self.number
+
+
+REFUSED = [
+    Wrong("A04", ['"learning_rat"', "run.yaml, line 11", 'Did you mean "learning_rate"?'], {"learning_rat": "1e-4"}),
+    Wrong("A07", ["run.yaml, line 11", "num_train_epochs", "a number", "three"], {"num_train_epochs": "three"}),
+    Wrong("A08", ["learning_rate", "greater than 0", "-0.001"], {"learning_rate": "-0.001"}),
+    Wrong("A10", ["per_device_train_batch_size", "at least 1", "0"], {"per_device_train_batch_size": "0"}),
+    Wrong("A11", ["per_device_train_batch_size", "at least 1", "-1"], {"per_device_train_batch_size": "-1"}),
+    Wrong("A13", ["num_train_epochs", "greater than 0"], {"num_train_epochs": "0", "max_steps": None}),
+    Wrong("A14", ["num_train_epochs", "greater than 0", "-1"], {"num_train_epochs": "-1", "max_steps": None}),
+    Wrong("A17", ["qwenn", "qwen"], {"template": "qwenn"}),
+    Wrong("A18b", ["llama3", "<|start_header_id|>"], {"template": "llama3"}),
+    Wrong("A19", ["adamx", "adamw_torch"], {"optim": "adamx"}),
+    Wrong("A21", ["wandb", "pip install"], {"report_to": "wandb"}),
+    Wrong("A21b", ["wandbb", "wandb"], {"report_to": "wandbb"}),
+    Wrong("A23", ["Wqkv", "q_proj"], {"finetuning_type": "lora", "lora_target": "Wqkv"}),
+    Wrong("A23b", ["Wqkv", "q_proj"], {"finetuning_type": "lora", "lora_target": "q_proj,Wqkv"}),
+    Wrong("A24b", ["1000 warm-up steps", "3 steps", "warmup_steps"], {"warmup_steps": "1000"}),
+    Wrong("A25", ["save_steps", "greater than 0"], {"save_steps": "0"}),
+    Wrong("A27", ["eval_strategy", "eval_dataset", "val_size"], {"eval_strategy": "steps"}),
+    Wrong("A28", ["val_size"], {"val_size": "0.9999"}),
+    Wrong("A29", ["cutoff_len", "at least"], {"cutoff_len": "0"}),
+    Wrong("A29b", ["cutoff_len"], {"cutoff_len": "1"}),
+    Wrong("A31", ["load_best_model_at_end", "eval_strategy"], {"load_best_model_at_end": "true"}),
+    Wrong("A33", ["quantization_bit", "lora"], {"quantization_bit": "4"}),
+    Wrong("A34", ["deepspeed", "zero.json", "does not exist"], {"deepspeed": "zero.json"}),
+    Wrong("A37", ['"learning_rat"', "command line", '"learning_rate"'], words=["learning_rat=1e-3"]),
+    Wrong("A37, a prefix is no name", ['"learn"', "command line"], words=["--learn", "1e-3"]),
+    Wrong("A39, stage", ["stf", "sft"], {"stage": "stf"}),
+    Wrong("A39, method", ["loar", "lora"], {"finetuning_type": "loar"}),
+    Wrong("A41", ["max_samples", "at least 1"], {"max_samples": "0"}),
+    Wrong("A42", ["model_name_or_path", "/nowhere/at/all"], {"model_name_or_path": "/nowhere/at/all"}),
+    Wrong("A42b", ["some/model", "HF_HUB_OFFLINE"], {"model_name_or_path": "some/model"}),
+    Wrong("A65", ["model_name_or_path"], {"model_name_or_path": None}),
+    Wrong("A65, empty", ["model_name_or_path"], {"model_name_or_path": "''"}),
+    Wrong("A67", ["lora_dropout", "less than 1"], {"lora_dropout": "1.5", "finetuning_type": "lora"}),
+    Wrong("no data set", ["dataset"], {"dataset": None}),
+    Wrong("an unknown data set", ["answerz", "answers"], {"dataset": "answerz"}),
+    Wrong("two formats", ["bf16", "fp16"], {"bf16": "true", "fp16": "true"}),
+    Wrong("a mapping for a number", ["seed", "a whole number"], {"seed": "{a: 1}"}),
+    Wrong("nothing for a number", ["seed", "nothing"], {"seed": "null"}),
+    Wrong("half an integer", ["max_steps", "2.5"], {"max_steps": "2.5"}),
+    Wrong("a preference stage", ["dpo", "sft"], {"stage": "dpo"}),
+    Wrong("another tool's optimizer", ["use_galore", "use_badam"], {"use_galore": "true"}),
+    Wrong("an interval of one and a half", ["logging_steps", "1.5"], {"logging_steps": "1.5"}),
+    Wrong("a schedule's argument", ["cosine", "lr_scheduler_kwargs"],
+          {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{cycles: 2}"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["train", "explain"])
+@pytest.mark.parametrize("wrong", REFUSED, ids=str)
+def test_it_is_refused(wrong: Wrong, command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(folder, **wrong.changes)
+    before = sorted(path for path in folder.rglob("*"))
+    assert cli.main([command, "run.yaml", *wrong.words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for words in wrong.said:
+        assert words in shown.err
+    assert len(shown.err.splitlines()) <= 4
+    assert "Traceback" not in shown.err
+    assert sorted(path for path in folder.rglob("*")) == before
+
+
+def test_three_mistakes_of_three_kinds_are_said_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(folder, learning_rat="1e-4", save_steps="0", model_name_or_path="nowhere/here/model")
+    assert cli.main(["train", "run.yaml"]) == 2
+    shown = capsys.readouterr().err
+    for words in ("learning_rat", "save_steps", "nowhere/here/model"):
+        assert words in shown
+    assert len(shown.splitlines()) <= 12
+
+
+# --- what is not wrong ------------------------------------------------------------------------------------------------
+
+
+def planned(folder: Path, **changes: str | None) -> Plan:
+    return plan(read_config(write_run(folder, **changes)))
+
+
+def test_half_precision_on_a_cpu_runs_and_says_in_what(folder: Path) -> None:
+    """A16, A62."""
+    assert any("fp16" in note and "CPU" in note for note in planned(folder, fp16="true", use_cpu="true").notes)
+    assert planned(folder, bf16="true", use_cpu="true").options.bf16
+
+
+def test_both_ways_of_writing_an_override_work(folder: Path) -> None:
+    """A38."""
+    from burnish.app.config import merge, read_arguments
+
+    write_run(folder)
+    for words in (["--learning_rate", "5.0"], ["learning_rate=5.0"]):
+        made = plan(merge(*read_arguments(["run.yaml", *words]), {}))
+        assert made.options.learning_rate == 5.0
+        assert made.provenance["learning_rate"] == "the command line"
+
+
+def test_train_trains_without_being_told(folder: Path) -> None:
+    """A61."""
+    assert planned(folder).options.do_train
