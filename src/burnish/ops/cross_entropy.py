@@ -1,0 +1,206 @@
+"""The head of a language model and its cross entropy, on the positions that are learned and nowhere else.
+
+In:  hidden states, the head's weight, the token each should predict. Out: sums over the tokens: loss, and where asked
+the number predicted right and the entropy.
+
+``linear_cross_entropy`` never holds the logits of all tokens: it goes through them in chunks, and since the gradient of
+a token's loss depends on its own logits alone, makes the gradients in the same pass. So there are three matrix products
+and no second look at a logit, where a pass backward over recomputed chunks would need four. What upstream multiplies
+the sum with is multiplied onto the gradients in the backward pass, once. ``plain_cross_entropy`` is the same from
+logits that are there, by the book.
+
+    loss of a token = (1 - s) * -log p(target) + s / V * sum over v of -log p(v)
+
+with label smoothing s, as transformers' ``LabelSmoother`` has it (Szegedy et al. 2016, section 7,
+https://arxiv.org/abs/1512.00567).
+"""
+
+# N tokens that are learned, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 2**26
+"""Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time."""
+
+_TILE_BYTES = 2**22
+"""Size of a tile of the weight's gradient: its sum is made while it is still in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What is summed.
+
+    Args:
+        label_smoothing: s above, in [0, 1).
+        softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
+        accuracy: whether to count the tokens whose most probable candidate is right; one more look at the logits.
+        entropy: whether to sum the entropy of the predictions; two more.
+    """
+
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    accuracy: bool = False
+    entropy: bool = False
+
+
+class TokenSums(NamedTuple):
+    """Sums over tokens, each token times its weight. All () float32; zero where not asked for."""
+
+    total: Tensor  # in nats; the only one with a gradient
+    correct: Tensor  # tokens
+    entropy: Tensor  # in nats
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rules: TokenLoss | None = None,
+    bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+) -> TokenSums:
+    """The sums from hidden states, without the logits of all tokens.
+
+    Args:
+        hidden: (N, H); N may be 0: the sums are zero then, and so are the gradients.
+        weight: (V, H) the head. Products are made in autocast's dtype where that is on, else in the weight's.
+        targets: (N,) token ids.
+        bias: (V,) of the head.
+        token_weights: (N,) what each token counts; None is 1.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    # In forward() itself gradients are off, so it has to be told whether they will be asked for.
+    needs = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    )
+    sums = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, token_weights, rules or TokenLoss(), dtype, needs
+    )
+    return TokenSums(*sums)
+
+
+def plain_cross_entropy(
+    logits: Tensor, targets: Tensor, rules: TokenLoss | None = None, token_weights: Tensor | None = None
+) -> TokenSums:
+    """The sums from logits (N, V) that are there, capped already if they are to be; computed in float32."""
+    rules = rules or TokenLoss()
+    weights = torch.ones_like(targets, dtype=torch.float32) if token_weights is None else token_weights
+    logps = torch.log_softmax(logits.float(), -1)
+    losses = F.nll_loss(logps, targets, reduction="none") * (1 - rules.label_smoothing)
+    if rules.label_smoothing:
+        losses = losses - rules.label_smoothing * logps.mean(-1)
+    measured = logps.detach()
+    return TokenSums(
+        (losses * weights).sum(),
+        ((measured.argmax(-1) == targets) * weights).sum() if rules.accuracy else weights.new_zeros(()),
+        (-(measured.exp() * measured).sum(-1) * weights).sum() if rules.entropy else weights.new_zeros(()),
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, token_weights: Tensor | None,
+        rules: TokenLoss, dtype: torch.dtype, needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        with torch.autocast(hidden.device.type, enabled=False):
+            h, w = hidden.to(dtype), weight.to(dtype)
+            weights = torch.ones_like(targets, dtype=torch.float32) if token_weights is None else token_weights.float()
+            sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
+            gradients = _Gradients.zero(hidden, weight, bias, needs)
+            size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+            for begin in range(0, len(h), size):
+                part = slice(begin, begin + size)
+                logits = F.linear(h[part], w, None if bias is None else bias.to(dtype))
+                made, slope = _chunk(logits, targets[part], weights[part], rules, any(needs))
+                del logits
+                sums = [so_far + value for so_far, value in zip(sums, made, strict=True)]
+                if slope is not None:
+                    gradients.add(part, slope, h[part], w, is_first=begin == 0)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(sums[1], sums[2])
+        return tuple(sums)  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
+        return (*gradients, None, None, None, None, None)
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, weights: Tensor, rules: TokenLoss, needs_slope: bool
+) -> tuple[TokenSums, Tensor | None]:
+    """The sums of some tokens, and (n, V) the derivative of their total by their logits as the head made them.
+
+    With p = softmax(logits) and one for the target: (p - (1 - s) * one - s / V) * weight, and times
+    ``1 - (logit / softcap)²`` where a logit is capped.
+    """
+    capped = rules.softcap * torch.tanh(logits.float() / rules.softcap) if rules.softcap else logits
+    logps = torch.log_softmax(capped, -1, dtype=torch.float32)
+    at_target = targets.unsqueeze(-1)
+    losses = logps.gather(-1, at_target).squeeze(-1) * (rules.label_smoothing - 1)
+    if rules.label_smoothing:
+        losses -= rules.label_smoothing * logps.mean(-1)
+    sums = TokenSums(
+        losses @ weights,
+        (logps.argmax(-1) == targets).float() @ weights if rules.accuracy else weights.new_zeros(()),
+        -(logps.exp() * logps).sum(-1) @ weights if rules.entropy else weights.new_zeros(()),
+    )
+    if not needs_slope:
+        return sums, None
+    slope = logps.exp_()
+    if rules.label_smoothing:
+        slope -= rules.label_smoothing / slope.shape[-1]
+    slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, rules.label_smoothing - 1))
+    slope *= weights.unsqueeze(-1)
+    if rules.softcap:
+        slope *= 1 - (capped / rules.softcap).square()
+    return sums, slope
+
+
+class _Gradients(NamedTuple):
+    """Of hidden states (N, H), weight (V, H) and bias (V,), each in the dtype of what it belongs to, or None."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]) -> _Gradients:
+        # The first chunk writes the weight's gradient, so it is not filled with zeros first, unless there is none.
+        of_weight = torch.empty_like if len(hidden) else torch.zeros_like
+        return cls(
+            torch.empty_like(hidden) if needs[0] else None,
+            of_weight(weight) if needs[1] else None,
+            torch.zeros_like(bias) if needs[2] and bias is not None else None,
+        )
+
+    def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Tensor, is_first: bool) -> None:
+        """One chunk: ``slope`` (n, V) float32, ``hidden`` (n, H) and ``weight`` (V, H) in the dtype of the products."""
+        if self.bias is not None:
+            self.bias.add_(slope.sum(0))
+        narrow = slope.to(hidden.dtype)
+        if self.hidden is not None:
+            self.hidden[part] = narrow @ weight
+        if self.weight is not None:
+            self._add_to_weight(narrow, hidden, is_first)
+
+    def _add_to_weight(self, slope: Tensor, hidden: Tensor, is_first: bool) -> None:
+        assert self.weight is not None
+        height = max(1, _TILE_BYTES // (hidden.shape[1] * hidden.element_size()))
+        for tile, slopes in zip(torch.split(self.weight, height), torch.split(slope, height, dim=1), strict=True):
+            product = slopes.t() @ hidden
+            if is_first:
+                tile.copy_(product)
+            else:
+                tile.add_(product)

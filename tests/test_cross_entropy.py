@@ -1,0 +1,181 @@
+"""The head and its loss in chunks: the numbers of the plain path, without the plain path's memory."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from burnish.ops import cross_entropy
+from burnish.ops.cross_entropy import TokenLoss, linear_cross_entropy, plain_cross_entropy
+
+N, H, V = 37, 12, 53
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Seven tokens a chunk and five rows a tile, so that both end in the middle."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 7 * V * 4)
+    monkeypatch.setattr(cross_entropy, "_TILE_BYTES", 5 * H * 4)
+
+
+def inputs(n=N, bias=False, weights=False, seed=0):
+    torch.manual_seed(seed)
+    hidden = torch.randn(n, H, requires_grad=True)
+    weight = (torch.randn(V, H) * 0.5).requires_grad_()
+    bias_ = torch.randn(V, requires_grad=True) if bias else None
+    token_weights = torch.rand(n) * 2 if weights else None
+    return hidden, weight, bias_, torch.randint(0, V, (n,)), token_weights
+
+
+def plain(hidden, weight, bias, targets, token_weights, rules):
+    logits = F.linear(hidden, weight, bias)
+    if rules.softcap:
+        logits = rules.softcap * torch.tanh(logits / rules.softcap)
+    return plain_cross_entropy(logits, targets, rules, token_weights)
+
+
+CASES = {
+    "plain": TokenLoss(),
+    "smoothed": TokenLoss(label_smoothing=0.1),
+    "capped": TokenLoss(softcap=3.0),
+    "all": TokenLoss(label_smoothing=0.2, softcap=2.0, accuracy=True, entropy=True),
+}
+
+
+@pytest.mark.parametrize("rules", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("bias", "weights"), [(False, False), (True, True)], ids=["bare", "bias and weights"])
+@pytest.mark.parametrize("n", [N, 7, 1], ids=["many chunks", "one chunk", "one token"])
+def test_sums_and_gradients_are_those_of_the_plain_path(rules, bias, weights, n):
+    hidden, weight, bias_, targets, token_weights = inputs(n, bias, weights)
+    ours = linear_cross_entropy(hidden, weight, targets, rules, bias_, token_weights)
+    theirs = plain(hidden, weight, bias_, targets, token_weights, rules)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-6, atol=1e-6)
+    leaves = [leaf for leaf in (hidden, weight, bias_) if leaf is not None]
+    mine = torch.autograd.grad(ours.total * 0.3, leaves)
+    other = torch.autograd.grad(theirs.total * 0.3, leaves)
+    for a, b in zip(mine, other, strict=True):
+        assert (a - b).abs().max() < 1e-6 * max(1.0, b.abs().max())
+
+
+def test_the_plain_sum_is_torchs_cross_entropy():
+    hidden, weight, _, targets, _ = inputs()
+    logits = hidden @ weight.t()
+    assert torch.allclose(plain_cross_entropy(logits, targets).total, F.cross_entropy(logits, targets, reduction="sum"))
+
+
+def test_smoothing_is_that_of_transformers():
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    hidden, weight, _, targets, _ = inputs()
+    ours = linear_cross_entropy(hidden, weight, targets, TokenLoss(label_smoothing=0.15)).total
+    logits = (hidden @ weight.t()).unsqueeze(0)
+    theirs = LabelSmoother(epsilon=0.15)({"logits": logits}, targets.unsqueeze(0))
+    assert torch.allclose(ours / N, theirs, rtol=1e-6)
+
+
+def test_correct_tokens_and_entropy_are_counted():
+    logits = torch.tensor([[9.0, 0, 0], [0, 9.0, 0], [0, 0, 9.0]]) + 1e-3 * torch.rand(3, 3)
+    sums = linear_cross_entropy(logits, torch.eye(3), torch.tensor([0, 1, 0]), TokenLoss(accuracy=True, entropy=True))
+    assert sums.correct == 2
+    assert torch.allclose(sums.entropy, torch.distributions.Categorical(logits=logits).entropy().sum(), rtol=1e-3)
+
+
+def test_what_is_not_asked_for_is_zero():
+    hidden, weight, _, targets, _ = inputs()
+    sums = linear_cross_entropy(hidden, weight, targets)
+    assert sums.correct == sums.entropy == 0
+    assert not sums.correct.requires_grad
+
+
+def test_without_a_token_the_loss_is_an_exact_zero_with_a_graph():
+    hidden, weight, _, _, _ = inputs()
+    total = linear_cross_entropy(hidden[:0], weight, torch.zeros(0, dtype=torch.long)).total
+    total.backward()
+    assert total == 0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("frozen", [0, 1], ids=["hidden", "weight"])
+def test_a_gradient_is_made_only_for_what_asks_for_one(frozen):
+    tensors = list(inputs()[:2])
+    tensors[frozen] = tensors[frozen].detach()
+    linear_cross_entropy(*tensors, inputs()[3]).total.backward()
+    assert tensors[frozen].grad is None
+    assert tensors[1 - frozen].grad is not None
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in elements, and the number of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel, self.calls = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
+                self.numel = max(self.numel, tensor.numel())
+        self.calls += 1
+        return made
+
+
+def test_the_logits_of_all_tokens_are_never_held():
+    hidden, weight, _, targets, _ = inputs(n=400)
+    with Largest() as largest:
+        linear_cross_entropy(hidden, weight, targets, CASES["all"]).total.backward()
+    assert largest.numel <= max(400 * H, V * H, 7 * V)
+
+
+def test_evaluation_makes_no_gradients():
+    hidden, weight, _, targets, _ = inputs()
+    with torch.no_grad(), Largest() as without:
+        linear_cross_entropy(hidden, weight, targets)
+    with Largest() as with_gradients:
+        linear_cross_entropy(hidden, weight, targets)
+    assert without.calls < with_gradients.calls
+
+
+def test_under_autocast_it_stays_within_the_spread_of_two_plain_orders():
+    hidden, weight, _, targets, _ = inputs(n=400)
+    exact = plain(*(t.double() for t in (hidden, weight)), None, targets, None, TokenLoss())
+    true = torch.autograd.grad(exact.total, (hidden, weight))
+    spread = []
+    for order in (torch.arange(400), torch.randperm(400)):
+        with torch.autocast("cpu", torch.bfloat16):
+            total = F.cross_entropy((hidden[order] @ weight.t()).float(), targets[order], reduction="sum")
+        spread.append(torch.autograd.grad(total, (hidden, weight)))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_cross_entropy(hidden, weight, targets).total
+    assert ours.dtype == torch.float32
+    for mine, truth, *plain_ones in zip(torch.autograd.grad(ours, (hidden, weight)), true, *spread, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - truth).norm() < 1.1 * max((one - truth).norm() for one in plain_ones)
+
+
+def test_an_infinite_loss_stays_infinite():
+    hidden, weight, _, targets, _ = inputs()
+    poisoned = torch.where(torch.arange(N)[:, None] == 3, torch.nan, hidden)
+    assert not torch.isfinite(linear_cross_entropy(poisoned, weight, targets).total)
+
+
+def test_a_second_backward_pass_is_refused_rather_than_wrong():
+    hidden, weight, _, targets, _ = inputs()
+    total = linear_cross_entropy(hidden, weight, targets).total * 2
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_each_micro_batch_adds_to_the_gradient():
+    hidden, weight, _, targets, _ = inputs()
+    for begin, end in pairwise((0, 10, 11, N)):
+        linear_cross_entropy(hidden[begin:end], weight, targets[begin:end]).total.backward()
+    whole = torch.autograd.grad(F.cross_entropy(hidden @ weight.t(), targets, reduction="sum"), weight)[0]
+    assert (weight.grad - whole).abs().max() < 1e-5
