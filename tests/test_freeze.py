@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from burnish.adapters.base import ADAPTERS, FinetuningOptions, ModelState, trainable_summary
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, ModelState, parameter_lines, trainable_summary
 from burnish.adapters.freeze import FreezeOptions, decoder_layers
 from burnish.adapters.lora import LoraOptions
 from burnish.adapters.peft import PeftOptions
@@ -197,3 +197,14 @@ def test_a_model_that_peft_wrapped_already_is_taken_as_it_is():
 def test_a_peft_config_that_cannot_be_is_refused(config, expected):
     (found,) = problems("peft", peft_config=config)
     assert expected in found
+
+
+# --- what is said about parameters ----------------------------------------------------------------------------------
+
+
+def test_every_parameter_is_listed_where_that_is_asked_for():
+    model = tiny_model()
+    assert parameter_lines(model, Options()) == []
+    lines = parameter_lines(model, Options(print_param_status=True))
+    assert len(lines) == len(list(model.parameters()))
+    assert lines[0] == "name: model.embed_tokens.weight, dtype: torch.float32, device: cpu, trainable: True"

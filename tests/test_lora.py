@@ -344,16 +344,43 @@ def test_merged_is_unmerged_and_unmerging_is_exact(family, kind):
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_inside_reference_the_model_is_what_it_was_before_even_where_it_was_merged():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"additional_target": ["lm_head"]},
+        {"use_dora": True},
+        {"pissa_init": True},
+        {"pissa_init": True, "use_dora": True},
+    ],
+)
+def test_inside_reference_the_model_is_what_it_was_before_even_where_it_was_merged(options):
     before = logits(tiny_model())
-    adapter, model = attached(additional_target=["lm_head"])
+    adapter, model = attached(lora_target=["all", "embed_tokens"], **options)
     shaken(model)
     trained = logits(model)
     merge(model)
     with adapter.reference(model):
-        assert torch.equal(logits(model), before)
+        if "pissa_init" in options:  # its base is what the decomposition left, put together again
+            torch.testing.assert_close(logits(model), before, **CLOSE)
+        else:
+            assert torch.equal(logits(model), before)
     torch.testing.assert_close(logits(model), trained, **CLOSE)
     assert not torch.allclose(trained, before)
+
+
+def test_the_base_beside_a_pissa_adapter_is_the_whole_base(tmp_path):
+    plain = saved_adapter(tmp_path, 1)
+    _, model = attached(pissa_init=True)
+    load_adapter(model, plain, "plain")
+    expected = logits(attached(folders=[plain])[1])
+    torch.testing.assert_close(logits(model), expected, **CLOSE)  # the one loaded last is active
+    merge(model)
+    torch.testing.assert_close(logits(model), expected, **CLOSE)
+    unmerge(model)
+    with rows_through(model, ["__base__", "plain"]):
+        mixed = logits(model)
+    torch.testing.assert_close(mixed[0], logits(tiny_model())[0], **CLOSE)
+    torch.testing.assert_close(mixed[1], expected[1], **CLOSE)
 
 
 # --- files, both ways -----------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class FinetuningOptions:
     finetuning_type: str = option(
         "lora", "Which weights are trained: all (full), some layers (freeze), or an adapter.", choices=ADAPTERS.names
     )
+    print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
 
 
 class ModelState:
@@ -109,8 +110,10 @@ def trainable_line(model: nn.Module) -> str:
     return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
 
 
-def parameter_lines(model: nn.Module) -> list[str]:
-    """A line per parameter: name, dtype, device, whether it trains (``print_param_status``)."""
+def parameter_lines(model: nn.Module, options: Any) -> list[str]:
+    """A line per parameter, where ``print_param_status`` asks for them: name, dtype, device, whether it trains."""
+    if not options.print_param_status:
+        return []
     return [
         f"name: {name}, dtype: {p.dtype}, device: {p.device}, trainable: {p.requires_grad}"
         for name, p in model.named_parameters()

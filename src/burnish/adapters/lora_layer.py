@@ -10,7 +10,7 @@ the same here and there: ``lora_A.<adapter>.weight``, ``base_layer.weight``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,18 +115,33 @@ class LoraLayer(AdapterModule):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_merged:
+            return self.base_layer(x)  # type: ignore[no-any-return]
         if self.rows is not None and not self.is_disabled:
             return self._row_by_row(x, lambda part, name: self._with(part, [name]))
-        return self._with(x, [] if self.is_disabled or self.is_merged else self.active)
+        return self._with(x, [] if self.is_disabled else self.active)
 
-    def _with(self, x: Tensor, names: Iterable[str]) -> Tensor:
+    def _with(self, x: Tensor, names: Sequence[str]) -> Tensor:
         result: Tensor = self.base_layer(x)
+        for a, b, scaling in self._taken_from_base(names):
+            result = self._plus(result, x, a, b, scaling)
         for name in names:
             if name in self.settings:
                 result = self._updated(result, x, name)
         return result
 
+    def _taken_from_base(self, names: Sequence[str]) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """What PiSSA adapters that are not in use took out of the base weight, and is missing from it."""
+        for name, settings in self.settings.items():
+            if settings.pissa is not None and name not in names:
+                yield *self._beginning(name), settings.scaling
+
+    def _plus(self, result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        """``result`` with the plain low-rank update of A and B added."""
+        raise NotImplementedError
+
     def _updated(self, result: Tensor, x: Tensor, name: str) -> Tensor:
+        """``result`` with adapter ``name`` applied."""
         raise NotImplementedError
 
     def _scale(self, name: str) -> Tensor:
@@ -147,6 +162,8 @@ class LoraLayer(AdapterModule):
         if self.is_merged or not names:
             return
         merged = dense_weight(self.base_layer).float()
+        for a, b, scaling in self._taken_from_base(names):
+            merged = torch.addmm(merged, b, a, alpha=scaling)
         for name in names:
             a, b = self.factors(name)
             scale = self._scale(name).float()[:, None] if name in self.lora_magnitude_vector else 1.0
@@ -244,14 +261,16 @@ class LoraLinear(LoraLayer):
 
     def _updated(self, result: Tensor, x: Tensor, name: str) -> Tensor:
         settings = self.settings[name]
-        a, b = self.factors(name)
         dropout = settings.dropout if self.training else 0.0
         if name in self.lora_magnitude_vector:
             updated = self._decomposed(result, x, name, dropout)
         else:
-            updated = lora_update(result, x, a, b, settings.scaling, dropout, plain=self.plain)
+            updated = self._plus(result, x, *self.factors(name), settings.scaling, dropout)
         bias = self.lora_bias(name)
         return updated if bias is None else updated + (bias * settings.scaling).to(updated.dtype)
+
+    def _plus(self, result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        return lora_update(result, x, a, b, scaling, dropout, plain=self.plain)
 
     def _decomposed(self, result: Tensor, x: Tensor, name: str, dropout: float) -> Tensor:
         a, b = self.factors(name)
@@ -303,15 +322,16 @@ class LoraEmbedding(LoraLayer):
         self.lora_embedding_A[name] = nn.Parameter(torch.zeros(settings.rank, self.num_embeddings, device=device))
         self.lora_embedding_B[name] = nn.Parameter(torch.randn(self.embedding_dim, settings.rank, device=device))
 
-    def _updated(self, result: Tensor, x: Tensor, name: str) -> Tensor:
-        a, b = self.factors(name)
-        update = F.linear(F.embedding(x, a.t()), b) * self.settings[name].scaling
+    def _plus(self, result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        update = F.linear(F.embedding(x, a.t()), b) * scaling
         embed_scale = getattr(self.base_layer, "embed_scale", None)  # Gemma 3's embedding multiplies by it
         if embed_scale is not None:
             update = update * embed_scale.to(update.dtype)
-        if name in self.lora_magnitude_vector:
-            return (self._scale(name) * (result + update)).to(result.dtype)
         return (result + update).to(result.dtype)
+
+    def _updated(self, result: Tensor, x: Tensor, name: str) -> Tensor:
+        updated = self._plus(result, x, *self.factors(name), self.settings[name].scaling)
+        return (self._scale(name) * updated).to(result.dtype) if name in self.lora_magnitude_vector else updated
 
 
 class _Vector(nn.Module):

@@ -37,7 +37,6 @@ class ModelOptions:
     )  # fmt: skip
     upcast_layernorm: bool = option(False, "Keep the weights of norms in float32.")
     use_cache: bool = option(False, "Keep keys and values in the forward passes of training, which do not need them.")
-    print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
     low_cpu_mem_usage: bool = option(
         True, "Load without a second copy in memory.", ignored="transformers 5 always loads so"
     )
