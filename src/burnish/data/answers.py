@@ -1,0 +1,233 @@
+"""Where the answers stand in what a chat template renders.
+
+In: a conversation as chat templates take it. Out: its text, and the span of each answer in it, in characters. Refused
+with ``Unreadable``: conversations that the template refuses or writes without their answers.
+
+What is an answer is found by construction, never by looking for strings in the text. Where the template marks its
+answers with ``{% generation %}``, those marks count. Elsewhere an answer is what the template adds to the prompt when
+the answer is there: from the end of ``render(messages[:i], add_generation_prompt=True)`` to the end of
+``render(messages[:i + 1])``. Some templates write a message differently once others follow it (Qwen3 takes out the
+thoughts of earlier answers, Mistral moves the tools); then both ends come from rendering the conversation with the
+answer exchanged for "x" and for "y": what the two have in common is what is not the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Chat: TypeAlias = list[dict[str, Any]]
+Tools: TypeAlias = "list[Any] | None"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Unreadable(ValueError):
+    """Why a conversation gives no turns: the rest of a sentence that begins with "dropped: "."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One conversation as the template writes it.
+
+    Args:
+        chat, tools: what the template received, the system message first where there is one.
+        text: what it wrote.
+        answers: the place in ``chat`` of each answer.
+        spans: [start, end) of each answer in ``text``, in characters.
+    """
+
+    chat: Chat
+    tools: Tools
+    text: str
+    answers: list[int]
+    spans: list[tuple[int, int]]
+
+
+class Renderer:
+    """A chat template that tells where its answers stand.
+
+    Args:
+        templates: Jinja text by name; "tool_use" is taken where there are tools, if it is there.
+        variables: passed to the template besides messages and tools.
+        tokenizer: it renders; its added tokens are the control tokens that may end an answer.
+        not_ends: added tokens that never end an answer, such as those around a thought.
+    """
+
+    def __init__(
+        self, templates: Mapping[str, str], variables: Mapping[str, Any], tokenizer: Any, not_ends: Sequence[str]
+    ) -> None:
+        self.templates = templates
+        self.variables = variables
+        self.tokenizer = tokenizer
+        tokens = sorted(set(tokenizer.get_added_vocab()) - set(not_ends), key=len, reverse=True)
+        control = "|".join(map(re.escape, tokens)) or "(?!)"  # (?!) matches nowhere
+        self._control, self._ends_in_control = re.compile(control), re.compile(f"(?:{control})\\s*$")
+        self._writes_calls = False  # as far as is known
+        # Some templates for images and text write nothing of a content that is a text rather than a list of parts.
+        self.in_parts = False
+        self.in_parts = not self.writes_messages()
+        self.end_word = self._find_end_word()
+
+    def content(self, text: str) -> Any:
+        """What a message says, in the form that the template takes."""
+        return [{"type": "text", "text": text}] if self.in_parts else text
+
+    def writes_messages(self) -> bool:
+        return self._around_in_sample(0) is not None and self._around_in_sample(1) is not None
+
+    def rendered(self, chat: Chat, tools: Tools) -> Rendered:
+        """The conversation and the spans of its answers.
+
+        Raises:
+            Unreadable: if the template refuses it, or does not show an answer.
+        """
+        text = self.render(chat, tools)
+        answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+        self._check_calls(chat, tools)
+        if self.tokenizer.is_fast and _GENERATION.search(self._template(tools)):
+            spans = self._marked(chat, tools)
+            if len(spans) != len(answers):
+                raise Unreadable("the chat template's generation marks do not match its answers")
+        else:
+            spans = [self._span(chat, tools, text, place) for place in answers]
+        return Rendered(chat, tools, text, answers, [self._with_end(text, *span) for span in spans])
+
+    def render(self, chat: Chat, tools: Tools, prompt: bool = False) -> str:
+        """The text of a conversation; with ``prompt``, up to where the next answer begins."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                chat,
+                tools=tools,
+                chat_template=self._template(tools),
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **self.variables,
+            )
+        except (TemplateError, TypeError) as error:
+            raise Unreadable(f"the chat template refuses it: {error}") from error
+        return text
+
+    def around(self, chat: Chat, place: int, tools: Tools) -> tuple[str, str] | None:
+        """What the template writes before and after the content of one message; None where it does not write it."""
+        one, other = (self.render(self._exchanged(chat, place, tag), tools) for tag in ("x", "y"))
+        if one == other:
+            return None
+        before = one[: common_start(one, other)]
+        rest, other_rest = one[len(before) :], other[len(before) :]
+        return before, rest[len(rest) - common_end(rest, other_rest) :]
+
+    def _span(self, chat: Chat, tools: Tools, text: str, place: int) -> tuple[int, int]:
+        """[start, end) of the answer at ``place`` in ``text``, the rendering of the whole conversation."""
+        prompt = self.render(chat[:place], tools, prompt=True)
+        upto = text if place == len(chat) - 1 else self.render(chat[: place + 1], tools)
+        if text.startswith(upto) and upto.startswith(prompt):
+            return len(prompt), len(upto)
+        return self._span_by_exchange(chat, tools, text, place, prompt)
+
+    def _span_by_exchange(self, chat: Chat, tools: Tools, text: str, place: int, prompt: str) -> tuple[int, int]:
+        """The same for a template that writes this answer, or what precedes it, differently once others follow.
+
+        ``lead`` is what the template writes between the prompt and the answer's content, and ``end`` what it writes
+        after it, when the answer comes last.
+        """
+        last, whole = self.around(chat[: place + 1], place, tools), self.around(chat, place, tools)
+        if last is None or whole is None:
+            raise Unreadable("the chat template does not write one of its answers")
+        lead = last[0][len(prompt) :] if last[0].startswith(prompt) else ""
+        end = last[1] if whole[1].startswith(last[1]) else self._leading_control(whole[1])
+        before, after = whole[0].removesuffix(lead), whole[1].removeprefix(end)
+        if text.startswith(self.render(chat[:place], tools)):
+            # What precedes the answer is as it was, so the answer begins where prompt and text part: at the prompt's
+            # end, or within it where the prompt opens a thought that the text no longer has.
+            before = text[: min(common_start(prompt, text), len(whole[0]))]
+        start, stop = len(before), len(text) - len(after)
+        if not (text.startswith(before) and text.endswith(after) and start <= stop):
+            raise Unreadable("the chat template writes an answer in a way that cannot be told from the rest")
+        return start, stop
+
+    def _leading_control(self, text: str) -> str:
+        """The control token that ``text``, what follows an answer, begins with (gpt-oss ends the last otherwise)."""
+        found = self._control.match(text)
+        return found[0] if found else ""
+
+    def _with_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
+        """The span, with the control token that follows it where it has none at its end.
+
+        Generation marks may stop short of the end token, and GLM's answers end with the next message's first token;
+        without it the model would not learn to stop.
+        """
+        if not self._ends_in_control.search(text, start, stop) and (found := self._control.match(text, stop)):
+            return start, found.end()
+        return start, stop
+
+    def _marked(self, chat: Chat, tools: Tools) -> list[tuple[int, int]]:
+        """The spans that the template's own ``{% generation %}`` marks give."""
+        found = self.tokenizer.apply_chat_template(
+            chat,
+            tools=tools,
+            chat_template=self._template(tools),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+            **self.variables,
+        )
+        spans: list[tuple[int, int]] = []
+        was_answer = False
+        for (start, end), is_answer in zip(found["offset_mapping"], found["assistant_masks"], strict=True):
+            if is_answer and was_answer:
+                spans[-1] = (spans[-1][0], end)
+            elif is_answer:
+                spans.append((start, end))
+            was_answer = bool(is_answer)
+        return spans
+
+    def _check_calls(self, chat: Chat, tools: Tools) -> None:
+        """Some templates leave tool calls out without a word, and the answer would be empty."""
+        place = next((place for place, message in enumerate(chat) if "tool_calls" in message), None)
+        if self._writes_calls or place is None:
+            return
+        if self.around(chat, place, tools) is None:
+            raise Unreadable("the chat template does not write tool calls")
+        self._writes_calls = True
+
+    def _around_in_sample(self, place: int) -> tuple[str, str] | None:
+        chat = [{"role": role, "content": self.content("x")} for role in ("user", "assistant")]
+        try:
+            return self.around(chat, place, None)
+        except Unreadable:
+            return None
+
+    def _find_end_word(self) -> str | None:
+        """The control token that the template writes after an answer, None where there is none."""
+        around = self._around_in_sample(1)
+        found = self._control.search(around[1]) if around else None
+        return found[0] if found else None
+
+    def _exchanged(self, chat: Chat, place: int, tag: str) -> Chat:
+        """The conversation with other words in one message: its content, or where it calls tools, their names."""
+        message = dict(chat[place])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{**call, "function": {**call["function"], "name": tag}} for call in calls]
+        else:
+            message["content"] = self.content(tag)
+        return [*chat[:place], message, *chat[place + 1 :]]
+
+    def _template(self, tools: Tools) -> str:
+        return self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+
+
+def common_start(one: str, other: str) -> int:
+    """How many characters two texts have in common at their start."""
+    limit = min(len(one), len(other))
+    if one[:limit] == other[:limit]:
+        return limit
+    return next(place for place in range(limit) if one[place] != other[place])
+
+
+def common_end(one: str, other: str) -> int:
+    """How many characters two texts have in common at their end."""
+    return common_start(one[::-1], other[::-1])

@@ -1,0 +1,203 @@
+"""A conversation under a chat template in Jinja: the tokenizer's own, or a user's file.
+
+In: examples with messages. Out: their turns, with the ids of ``tokenizer.apply_chat_template``. Counted and left out:
+conversations that the template refuses, that begin with an answer, or that end without one. Where the answers stand
+in the rendered text is ``answers.py``'s to find; what a user wrote is hidden from the tokenizer's special tokens before
+the template sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import Example, Message
+from burnish.data.answers import Chat, Rendered, Renderer, Tools, Unreadable, common_end, common_start
+from burnish.data.encoder import Encoder
+from burnish.data.labels import Turn
+from burnish.data.tally import Tally
+from burnish.data.template_table import TemplateSpec
+from burnish.data.tools import ToolError, function_schema, read_calls, read_tools
+
+_THOUGHT, _CALL = TemplateSpec.thought_words, TemplateSpec.tool_call_words
+_WORDS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
+_ANSWERING = ("assistant", "function")
+
+
+class JinjaFormat:
+    """A chat template over one tokenizer.
+
+    Args:
+        chat_template: Jinja text, or several by name as tokenizers may have ("default", "tool_use").
+        options: ``TemplateOptions``.
+    """
+
+    def __init__(self, chat_template: str | Mapping[str, str], options: Any, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
+        self.templates = {name: _with_default_system(text, options.default_system) for name, text in by_name.items()}
+        # Only "false" is passed on: what a template does when nobody mentions thinking is what it is served with.
+        self.variables = {"enable_thinking": False} if options.enable_thinking is False else {}
+        self.learns_every_end = options.train_on_eos == "all"
+        self.fit()
+
+    def fit(self) -> None:
+        """Take note of the tokenizer as it is now; called again when its special tokens have changed."""
+        self.encoder = Encoder(self.tokenizer, keep=_WORDS)
+        self.renderer = Renderer(self.templates, self.variables, self.tokenizer, not_ends=_WORDS)
+        if not self.renderer.writes_messages():
+            raise UserError(
+                Problem(
+                    "The chat template does not write what a user and an assistant say, so nothing can be learned.",
+                    remedy="Name a template, or give the tokenizer another chat_template.",
+                )
+            )
+
+    def jinja(self) -> str | dict[str, str]:
+        """The chat template that renders what is trained; several by name where the tokenizer had several."""
+        closing = ""
+        if self.closing_word:
+            closing = "{%- if not add_generation_prompt %}{{- " + json.dumps(self.closing_word) + " }}{%- endif %}"
+        texts = {name: text + closing for name, text in self.templates.items()}
+        return texts["default"] if list(texts) == ["default"] else texts
+
+    def identity(self) -> Any:
+        return [self.templates, self.variables]
+
+    def end_words(self) -> tuple[str, ...]:
+        return (self.renderer.end_word,) if self.renderer.end_word else ()
+
+    @property
+    def closing_word(self) -> str | None:
+        """What closes a row where the template ends an answer without a control token: eos."""
+        return None if self.renderer.end_word else self.tokenizer.eos_token
+
+    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
+        """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
+        rendered = [self._try(example, tally) for example in examples]
+        ids = self.encoder.encode(one.text for one in rendered if one is not None)
+        return [
+            None if one is None else self._turns(example, one, ids[one.text])
+            for example, one in zip(examples, rendered, strict=True)
+        ]
+
+    def prompt(self, example: Example) -> list[int]:
+        """The ids up to where the model is to answer.
+
+        Raises:
+            Unreadable: if the template refuses the conversation.
+        """
+        chat = self._chat(example)
+        if chat and chat[-1]["role"] == "assistant":
+            chat.pop()
+        text = self.renderer.render(chat, self._tools(example), prompt=True)
+        return self.encoder.encode([text])[text]
+
+    def _try(self, example: Example, tally: Tally) -> Rendered | None:
+        try:
+            if not example.messages or example.messages[-1].role not in _ANSWERING:
+                raise Unreadable("it ends with a question, without an answer to learn")
+            if example.messages[0].role in _ANSWERING:
+                raise Unreadable("it begins with an answer")
+            return self.renderer.rendered(self._chat(example), self._tools(example))
+        except (Unreadable, ToolError) as error:
+            tally.add(f"dropped: {error}", example)
+            return None
+
+    def _turns(self, example: Example, rendered: Rendered, ids: list[int]) -> list[Turn]:
+        borders = self.encoder.boundaries(rendered.text, [edge for span in rendered.spans for edge in span])
+        # A token that spans the border of an answer is the answer's: the model has to produce it.
+        begins, ends = [ended for ended, _ in borders[::2]], [begun for _, begun in borders[1::2]]
+        turns = []
+        for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            first, last = ends[index - 1] if index else 0, end if index < len(ends) - 1 else len(ids)
+            question, answer = _messages(example, rendered, index)
+            turns.append(
+                Turn(
+                    source=ids[first:begin],
+                    target=ids[begin:last],
+                    asked_from=self._asked_from(rendered, question, index, first, begin),
+                    question=question,
+                    answer=answer,
+                    content=partial(self._content, rendered, index, first, begin, last),
+                    unlearned=last - end,
+                )
+            )
+        return turns
+
+    def _asked_from(self, rendered: Rendered, question: Message, index: int, first: int, begin: int) -> int:
+        """Where in the source of a turn its question begins; asked of the template only where it matters."""
+        place = rendered.answers[index] - 1
+        if not (question.train or question.weight != 1.0 or self.learns_every_end) or place < 1:
+            return 0
+        try:
+            before = common_start(self.renderer.render(rendered.chat[:place], rendered.tools), rendered.text)
+        except Unreadable:
+            return 0  # a template that refuses a system message without a question
+        ended = self.encoder.boundaries(rendered.text, [before])[0][0]
+        return min(max(ended - first, 0), begin - first)
+
+    def _content(
+        self, rendered: Rendered, index: int, first: int, begin: int, last: int
+    ) -> tuple[list[bool], list[bool]]:
+        """For each token of a turn's source and target: is it of a message's content? Tool calls are not."""
+        chat, text = rendered.chat, rendered.text
+        marks = [False] * last
+        for place in range(rendered.answers[index - 1] + 1 if index else 0, rendered.answers[index] + 1):
+            around = None if "tool_calls" in chat[place] else self.renderer.around(chat, place, rendered.tools)
+            if around is None:
+                continue
+            start, stop = common_start(around[0], text), len(text) - common_end(around[1], text)
+            (_, begun), (ended, _) = self.encoder.boundaries(text, [start, max(start, stop)])
+            marks[begun:ended] = [True] * max(0, ended - begun)
+        return marks[first:begin], marks[begin:last]
+
+    def _chat(self, example: Example) -> Chat:
+        """The messages in the form that chat templates expect, special tokens in them hidden."""
+        hide, content = self.encoder.hide, self.renderer.content
+        chat: Chat = [{"role": "system", "content": content(hide(example.system))}] if example.system else []
+        for message in example.messages:
+            if message.role == "function":
+                before, calls = read_calls(hide(message.content, assistant=True), _THOUGHT, _CALL)
+                called = [
+                    # Mistral's templates ask for ids of nine characters; others ignore them.
+                    {
+                        "type": "function",
+                        "id": f"call{len(chat):03}{number:02}",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for number, call in enumerate(calls)
+                ]
+                chat.append({"role": "assistant", "content": content(before), "tool_calls": called})
+            elif message.role == "observation":
+                calls_before = chat[-1].get("tool_calls") if chat else None
+                of_call = {"tool_call_id": calls_before[0]["id"]} if calls_before else {}
+                chat.append({"role": "tool", "content": content(hide(message.content)), **of_call})
+            else:
+                text = hide(message.content, assistant=message.role == "assistant")
+                chat.append({"role": message.role, "content": content(text)})
+        return chat
+
+    def _tools(self, example: Example) -> Tools:
+        if not example.tools:
+            return None
+        return [function_schema(tool) for tool in read_tools(self.encoder.hide(example.tools))] or None
+
+
+def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message, Message]:
+    """The messages of a turn. An answer that follows an answer has no question of its own."""
+    place = rendered.answers[index] - (len(rendered.chat) - len(example.messages))
+    question = example.messages[place - 1]
+    return question if question.role not in _ANSWERING else Message("user", ""), example.messages[place]
+
+
+def _with_default_system(chat_template: str, default_system: str | None) -> str:
+    """The template, opening with a system message where a conversation has none."""
+    if not default_system:
+        return chat_template
+    message = "{'role': 'system', 'content': " + json.dumps(default_system, ensure_ascii=False) + "}"
+    opening = "{%- if messages[0]['role'] != 'system' %}{%- set messages = [" + message + "] + messages %}{%- endif %}"
+    return opening + chat_template

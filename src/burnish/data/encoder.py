@@ -1,0 +1,130 @@
+"""Text -> token ids, with control tokens from the template alone.
+
+In: texts in which the template has put its control strings around what a user wrote. Out: ids, and for those who ask,
+where a character falls among the tokens. A whole text is tokenised at once, so the ids are those of the tokenizer's
+own ``apply_chat_template`` on the same text.
+
+What a user wrote goes through ``hide`` first: a special token spelled out in it ("<|im_end|>") is swapped for two
+private characters, which no template touches, and becomes ordinary text again when the ids are made. So it can neither
+end a turn nor open one, whatever a template does to the text in between. Special means what the tokenizer calls
+special; tokens that it merely added (``<tool_call>`` in Qwen's) stay what they are.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; hidden itself should a text hold it
+_FIRST = 0xF0000  # private use: the character after the mark counts from here
+_ANCHOR = "\n"
+
+
+class Encoder:
+    """The ids of texts under one tokenizer.
+
+    Args:
+        tokenizer: any transformers tokenizer; fast ones work on a batch with all their threads.
+        keep: what may stand in an assistant's text although it is a special token, such as the words that open and
+            close a thought.
+    """
+
+    def __init__(self, tokenizer: Any, keep: Sequence[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._specials = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._codes = {text: _MARK + chr(_FIRST + index) for index, text in enumerate([*self._specials, _MARK])}
+        self._texts = {code: text for text, code in self._codes.items()}
+        hidden, kept = _any_of([*self._specials, _MARK]), _any_of(sorted(filter(None, keep), key=len, reverse=True))
+        self._hidden, self._hidden_or_kept = re.compile(hidden), re.compile(f"({kept})|{hidden}")
+        self._control = re.compile(f"({_any_of(self._specials)})")
+        self._shown = re.compile(f"{_MARK}.", re.DOTALL)
+
+    def hide(self, text: str, *, assistant: bool = False) -> str:
+        """The text with its special tokens made harmless; in an assistant's text the words of ``keep`` stay."""
+        pattern = self._hidden_or_kept if assistant else self._hidden
+        if not pattern.search(text):
+            return text
+        return pattern.sub(lambda found: found[0] if assistant and found[1] else self._codes[found[0]], text)
+
+    def show(self, text: str) -> str:
+        """The text as it was before ``hide``."""
+        return self._shown.sub(lambda found: self._texts[found[0]], text)
+
+    def encode(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Text -> ids: each distinct text once, all of them in one call of the tokenizer."""
+        distinct = dict.fromkeys(texts)
+        ordinary = [text for text in distinct if _MARK not in text]
+        ids = dict(zip(ordinary, self._batch(ordinary), strict=True)) if ordinary else {}
+        for text in distinct:
+            if _MARK in text:
+                ids[text] = self._around_hidden(text)
+        return ids
+
+    def continued(self, text: str) -> list[int]:
+        """The ids of plain text that goes on where other text ended: no space is put before it.
+
+        SentencePiece tokenizers write a space before whatever comes first. Tokenised behind a line break, which
+        merges with nothing, and with the line break taken off again, it does not come first.
+        """
+        anchor, ids = self.plain(_ANCHOR), self.plain(_ANCHOR + text)
+        return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.plain(text)
+
+    def plain(self, text: str) -> list[int]:
+        """The ids of text in which nothing is a special token."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def boundaries(self, text: str, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Where each character position falls among the tokens of ``text``.
+
+        Returns:
+            (ended, begun) per position: the tokens before index ``ended`` end at or before the character; those from
+            index ``begun`` on start at or after it. A token that spans the position lies between the two.
+        """
+        if self.tokenizer.is_fast and _MARK not in text:
+            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            starts, ends = [s for s, _ in found["offset_mapping"]], [e for _, e in found["offset_mapping"]]
+            return [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions]
+        ids = self.encode([text, *(text[:position] for position in positions)])
+        return [shared_start(ids[text[:position]], ids[text]) for position in positions]
+
+    def _batch(self, texts: list[str]) -> list[list[int]]:
+        if not self.tokenizer.is_fast:
+            return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        # The backend's own batch call: transformers' wrapper builds masks and warnings that nobody reads here.
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _around_hidden(self, text: str) -> list[int]:
+        """The ids of a text with hidden specials: the template's control tokens, and ordinary text between them."""
+        ids: list[int] = []
+        for piece in self._control.split(text):
+            if piece in self._codes:
+                ids.append(self.tokenizer.convert_tokens_to_ids(piece))
+            elif piece:
+                shown = self.show(piece)
+                ids += self.continued(shown) if ids else self.plain(shown)
+        return ids
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    return "|".join(map(re.escape, texts)) or "(?!)"  # (?!) matches nowhere
+
+
+def shared_start(prefix: list[int], whole: list[int]) -> tuple[int, int]:
+    """How far the ids of a text's beginning go within the ids of the whole text.
+
+    Returns:
+        (ended, begun): the tokens before ``ended`` lie within the beginning, those from ``begun`` on after it; a token
+        that spans its end lies between the two.
+    """
+    same = 0
+    while same < min(len(prefix), len(whole)) and prefix[same] == whole[same]:
+        same += 1
+    return same, same if same == len(prefix) else min(same + 1, len(whole))

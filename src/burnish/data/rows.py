@@ -1,0 +1,253 @@
+"""Examples -> rows: what a model reads, and what it learns of it.
+
+In: examples of any kind, conversations, prompt and completion, plain text. Out: rows of token ids and labels, or None
+where an example gives nothing to learn. Every row that is dropped or cut is counted, with its record's number; a row
+that is too long is refused where the options ask for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain
+from typing import Any, Final, Protocol
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import IGNORE_INDEX, Example, Row
+from burnish.data.encoder import Encoder, shared_start
+from burnish.data.labels import Ends, Turn, label_turns
+from burnish.data.tally import Tally
+from burnish.data.template_table import TemplateSpec
+from burnish.data.truncate import Half, fit_turns
+
+NOTHING_TO_LEARN = "dropped: nothing to learn"
+TOO_LONG = "dropped: longer than cutoff_len"
+SHORTENED = "cut: messages shortened to cutoff_len"
+LEFT_OUT = "cut: turns beyond cutoff_len left out"
+NO_TEXT = "dropped: it has no text"
+_OPTIONS_OF_ROWS: Final = (
+    "train_on_prompt",
+    "mask_history",
+    "train_on_eos",
+    "enable_thinking",
+    "preserve_thinking",
+    "truncation",
+    "on_too_long",
+)
+
+
+class Format(Protocol):
+    """What a template does with conversations: the named ones (``slots.py``) and Jinja's (``chat_template.py``)."""
+
+    encoder: Encoder
+
+    @property
+    def closing_word(self) -> str | None:
+        """The token that closes a row, where turns have no end token of their own."""
+        ...
+
+    def fit(self) -> None: ...
+    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]: ...
+    def prompt(self, example: Example) -> list[int]: ...
+    def end_words(self) -> tuple[str, ...]: ...
+    def jinja(self) -> str | dict[str, str]: ...
+    def identity(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A row before it is held to its length.
+
+    Args:
+        turns: (question, answer) in order of priority; a plain text is one turn.
+        closing: the token that closes the row, where its turns have no end token of their own.
+    """
+
+    turns: list[tuple[Half, Half]]
+    closing: int | None = None
+
+    @property
+    def length(self) -> int:
+        return sum(len(half.ids) for half in chain(*self.turns)) + (self.closing is not None)
+
+
+class Template:
+    """One template over one tokenizer.
+
+    Args:
+        name: as a person would call it.
+        form: how conversations are written.
+        options: ``TemplateOptions`` and ``EncodingOptions``.
+        spec: the row of the table, None for a tokenizer's own chat template.
+        cutoff_len: the longest row, where it is not the option's: packing may need room of its own.
+
+    ``notes`` says what was chosen, and what a person should know about it.
+    """
+
+    def __init__(
+        self, name: str, form: Format, options: Any, tokenizer: Any, spec: TemplateSpec | None, cutoff_len: int | None
+    ) -> None:
+        self.name = name
+        self.form = form
+        self.options = options
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.notes: list[str] = []
+        self.cutoff_len = cutoff_len or options.cutoff_len
+
+    def encode(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+        """A row per example, None where it gives nothing to learn; what was dropped or cut is added to ``tally``.
+
+        Conversations become turns; a completion is learned after its prompt, a text as a whole, each with eos.
+
+        Raises:
+            UserError: if a row is too long and ``on_too_long`` is "raise"; names every such row of the batch.
+        """
+        is_plain = [example.text is not None or example.completion is not None for example in examples]
+        conversations = self._conversations(
+            [e for e, plain in zip(examples, is_plain, strict=True) if not plain], tally
+        )
+        texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], tally)
+        return self._rows(examples, [next(texts if plain else conversations) for plain in is_plain], tally)
+
+    def encode_text(self, examples: Sequence[Example], tally: Tally, cut: bool = True) -> list[Row | None]:
+        """A row per plain text, all of it learned, eos at its end.
+
+        Args:
+            cut: hold rows to ``cutoff_len``; false for those who lay texts end to end and cut blocks themselves.
+        """
+        drafts = list(self._texts(examples, tally))
+        if cut:
+            return self._rows(examples, drafts, tally)
+        return [None if draft is None else self._joined(draft) for draft in drafts]
+
+    def prompt(self, example: Example) -> list[int]:
+        """The ids up to where the model is to answer; a final answer in the example is left out."""
+        return self.form.prompt(example)
+
+    def stop_token_ids(self, tokenizer: Any = None) -> list[int]:
+        """The ids on which a generation ends: eos and the template's stop words."""
+        tokenizer = tokenizer or self.tokenizer
+        ids = {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, self.form.end_words())}
+        return sorted(ids - {None})
+
+    def jinja(self) -> str | dict[str, str]:
+        """A chat template for the tokenizer that renders the tokens which are trained here.
+
+        Several by name where the tokenizer's own chat template is several.
+        """
+        return self.form.jinja()
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the rows of the same examples would."""
+        options = {name: getattr(self.options, name) for name in _OPTIONS_OF_ROWS}
+        identity = [self.form.identity(), options, self.cutoff_len]
+        return sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _conversations(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
+        word = self.form.closing_word
+        closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
+        ends = Ends(set(self.stop_token_ids()), closing if self.spec else None)
+        for turns in self.form.turns(examples, tally) if examples else ():
+            yield None if turns is None else Draft(label_turns(turns, self.options, ends), closing)
+
+    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
+        """Plain texts and completions. No template stands before the model here: they may hold control tokens."""
+        ending = self.spec.text_end if self.spec else ""
+        texts = [
+            (e.prompt or "") + e.completion if e.completion is not None else e.text and e.text + ending
+            for e in examples
+        ]
+        prompts = [example.prompt or "" for example in examples]
+        ids = self.form.encoder.encode(filter(None, (*texts, *prompts)))
+        opening = self._opening_ids() if examples else []
+        for example, text, prompt in zip(examples, texts, prompts, strict=True):
+            if not text:
+                tally.add(NO_TEXT, example)
+                yield None
+                continue
+            learned_from = shared_start(ids[prompt], ids[text])[0] if prompt else 0
+            has_end = example.completion is None and bool(ending)
+            yield self._text(opening + ids[text], len(opening), len(opening) + learned_from, has_end)
+
+    def _text(self, ids: list[int], opening: int, learned_from: int, has_end: bool) -> Draft:
+        """One turn: what precedes, and what is learned, with eos where the text does not end in it."""
+        eos = self.tokenizer.eos_token_id
+        is_open = not has_end and eos is not None and ids[-1] != eos
+        source, target = ids[:learned_from], ids[learned_from:] + ([eos] if is_open else [])
+        last = len(target) - (has_end or eos is not None)
+        return Draft(
+            [
+                (
+                    Half(
+                        source, [IGNORE_INDEX] * len(source), None, lambda: [at >= opening for at in range(len(source))]
+                    ),
+                    Half(target, list(target), None, lambda: [at < last for at in range(len(target))]),
+                )
+            ]
+        )
+
+    def _opening_ids(self) -> list[int]:
+        """bos, for tokenizers that put it before a text of their own accord."""
+        bos = self.tokenizer.bos_token_id
+        own = self.tokenizer("", add_special_tokens=True)["input_ids"]
+        return [bos] if bos is not None and list(own[:1]) == [bos] else []
+
+    def _rows(self, examples: Sequence[Example], drafts: Sequence[Draft | None], tally: Tally) -> list[Row | None]:
+        if self.options.on_too_long == "raise":
+            self._refuse_long(examples, drafts)
+        return [
+            None if draft is None else self._row(example, draft, tally)
+            for example, draft in zip(examples, drafts, strict=True)
+        ]
+
+    def _refuse_long(self, examples: Sequence[Example], drafts: Sequence[Draft | None]) -> None:
+        problems = [
+            Problem(
+                f"The row has {draft.length} tokens; cutoff_len is {self.cutoff_len}, and on_too_long is raise.",
+                where=example.place,
+            )
+            for example, draft in zip(examples, drafts, strict=True)
+            if draft is not None and draft.length > self.cutoff_len
+        ]
+        if problems:
+            raise UserError(problems)
+
+    def _row(self, example: Example, draft: Draft, tally: Tally) -> Row | None:
+        if draft.length > self.cutoff_len:
+            if self.options.on_too_long == "drop":
+                tally.add(TOO_LONG, example)
+                return None
+            draft = self._fitted(example, draft, tally)
+        row = self._joined(draft)
+        if all(label == IGNORE_INDEX for label in row["labels"]):
+            tally.add(NOTHING_TO_LEARN, example)
+            return None
+        return row
+
+    def _fitted(self, example: Example, draft: Draft, tally: Tally) -> Draft:
+        room = self.cutoff_len - (draft.closing is not None)
+        kept = fit_turns(draft.turns, room, self.options.truncation)
+        if len(kept) < len(draft.turns):
+            tally.add(LEFT_OUT, example)
+        if any(len(now.ids) < len(was.ids) for now, was in zip(chain(*kept), chain(*draft.turns), strict=False)):
+            tally.add(SHORTENED, example)
+        return Draft(kept, draft.closing if kept else None)
+
+    def _joined(self, draft: Draft) -> Row:
+        """Turns in the order of the conversation, and the token that closes it."""
+        halves = list(chain(*(reversed(draft.turns) if self.options.mask_history else draft.turns)))
+        row: Row = {
+            "input_ids": list(chain.from_iterable(half.ids for half in halves)),
+            "labels": list(chain.from_iterable(half.labels for half in halves)),
+        }
+        if draft.closing is not None:
+            row["input_ids"].append(draft.closing)
+            row["labels"].append(IGNORE_INDEX if self.options.train_on_eos == "none" else draft.closing)
+        if any(half.weights for half in halves):
+            weights = list(chain.from_iterable(half.weights or [1.0] * len(half.ids) for half in halves))
+            row["loss_weights"] = weights + [1.0] * (draft.closing is not None)
+        return row

@@ -1,0 +1,280 @@
+"""A conversation under a named template: each message goes into its slots, each slot is tokenised by itself.
+
+In: examples with messages. Out: their turns, encoded. A conversation alternates: a question (user, observation), then
+an answer (assistant, function); one that does not is counted and gives no turns.
+
+A text on its way to the tokenizer is a tuple of parts that alternate between what the template wrote and what the
+record holds, beginning with the template: ("<|im_start|>user\\n", "hello", "<|im_end|>\\n"). The tokenizer sees them
+joined; the parts are remembered for the rows that are too long, which give up content only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any, TypeAlias
+
+from burnish.core.types import Example, Message
+from burnish.data.encoder import Encoder
+from burnish.data.labels import Turn
+from burnish.data.tally import Tally
+from burnish.data.template_jinja import write_jinja
+from burnish.data.template_table import CONTENT, Slots, TemplateSpec, Token
+from burnish.data.tools import TOOL_FORMATS, ToolError, describe_tools, read_calls
+
+Parts: TypeAlias = tuple[str, ...]
+Element: TypeAlias = "int | Parts"
+_ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A message in its slots; the first ``opening`` elements open the conversation and are not the message's own."""
+
+    elements: list[Element]
+    opening: int = 0
+
+
+def as_asked(spec: TemplateSpec, options: Any) -> TemplateSpec:
+    """The row of the table with what the options change about it."""
+    if options.tool_format is not None:
+        # As LLaMA-Factory does: another tool format comes with plain slots for the call, without the template's own.
+        end = () if spec.efficient_eos else (Token("eos_token", "eos"),)
+        spec = replace(
+            spec, tool_format=options.tool_format, tool_list_format=options.tool_format, function=(CONTENT, *end)
+        )
+    if options.default_system is not None:
+        spec = replace(spec, default_system=options.default_system)
+    return spec
+
+
+def broken_rule(messages: Sequence[Message]) -> str | None:
+    """Which rule of a conversation is broken, as the rest of a sentence that begins with "dropped: "."""
+    if not messages:
+        return "it has no messages"
+    if any(message.role not in (_ANSWERING if place % 2 else _ASKING) for place, message in enumerate(messages)):
+        return "its questions (user, observation) and answers (assistant, function) do not alternate"
+    return "it ends with a question, without an answer to learn" if len(messages) % 2 else None
+
+
+class SlotFormat:
+    """A named template over one tokenizer.
+
+    Args:
+        spec: the row of the table, as the options ask for it.
+        options: ``TemplateOptions`` and ``LearnOptions``.
+    """
+
+    def __init__(self, spec: TemplateSpec, options: Any, tokenizer: Any) -> None:
+        self.spec = spec
+        self.options = options
+        self.tokenizer = tokenizer
+        self.thinks = options.enable_thinking
+        self.forgets_thoughts = options.mask_history and not options.preserve_thinking
+        self.fit()
+        self._thought = re.compile("(.*?)".join(map(re.escape, spec.thought_words)), re.DOTALL)
+        self._thought_words = re.compile(f"({'|'.join(map(re.escape, spec.thought_words))})")
+        TOOL_FORMATS.get(spec.tool_format)
+
+    def fit(self) -> None:
+        """Take note of the tokenizer as it is now; called again when its special tokens have changed."""
+        self.encoder = Encoder(self.tokenizer, keep=_words(self.spec))
+        slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
+        self._tokens = {slot: self._token(slot) for slot in slots if isinstance(slot, Token)}
+
+    def end_words(self) -> tuple[str, ...]:
+        return self.spec.stop_words
+
+    @property
+    def closing_word(self) -> str | None:
+        return self.tokenizer.eos_token if self.spec.efficient_eos else None
+
+    def identity(self) -> Any:
+        return asdict(self.spec)
+
+    def jinja(self) -> str:
+        return write_jinja(self.spec, self.options, self.tokenizer)
+
+    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
+        """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
+        conversations = [self._try(example, tally) for example in examples]
+        ids = self._ids(conversations)
+        return [
+            None if written is None else self._turns(example.messages, written, ids)
+            for example, written in zip(examples, conversations, strict=True)
+        ]
+
+    def prompt(self, example: Example) -> list[int]:
+        """The ids up to where the model is to answer: all messages as in training, without a final answer.
+
+        Raises:
+            ToolError, ValueError: if the conversation cannot be written.
+        """
+        messages = example.messages
+        if messages and messages[-1].role in _ANSWERING:
+            messages = messages[:-1]
+        asked = (*messages, Message("assistant", ""))
+        if rule := broken_rule(asked):
+            raise ValueError(f"{example.place}: no prompt can be made of it: {rule}.")
+        written = self._conversation(replace(example, messages=asked))[:-1]
+        ids = self._ids([written])
+        return [token for half in written for element in half.elements for token in _tokens(element, ids)]
+
+    def _try(self, example: Example, tally: Tally) -> list[Written] | None:
+        rule = broken_rule(example.messages)
+        if rule is None:
+            try:
+                return self._conversation(example)
+            except ToolError as error:
+                rule = str(error)
+        tally.add(f"dropped: {rule}", example)
+        return None
+
+    def _conversation(self, example: Example) -> list[Written]:
+        """Each message as written, thoughts settled."""
+        messages = list(example.messages)
+        if not self.spec.reasoning:
+            return [self._written(example, place, message) for place, message in enumerate(messages)]
+        for place in range(1, len(messages), 2):
+            is_history = place < len(messages) - 2
+            if self.thinks is False or (self.forgets_thoughts and is_history):
+                messages[place] = self._without_thought(messages[place])
+        written = [self._written(example, place, message) for place, message in enumerate(messages)]
+        for place in range(len(messages) - 1 if self.forgets_thoughts else 1, len(messages), 2):
+            if not any(word.strip() in messages[place].content for word in self.spec.thought_words):
+                self._add_empty_thought(written[place - 1], written[place])
+        return written
+
+    def _add_empty_thought(self, question: Written, answer: Written) -> None:
+        """Learned where the model is to think; given to it, and not learned, where it is not."""
+        if self.thinks:
+            answer.elements.insert(0, (self.spec.empty_thought,))
+        else:
+            question.elements.append((self.spec.empty_thought,))
+
+    def _without_thought(self, message: Message) -> Message:
+        if message.role not in _ANSWERING:
+            return message
+        return replace(message, content=self._thought.sub("", message.content).lstrip("\n"))
+
+    def _written(self, example: Example, place: int, message: Message) -> Written:
+        """One message in its slots, after what opens the conversation if it is the first."""
+        content = self._content(message)
+        slots: Slots = getattr(self.spec, message.role)
+        if place:
+            return Written(self._fill(slots, content))
+        opening = self._fill(self.spec.prefix, ())
+        system = self._system(example)
+        if system is not None and not self.spec.system_in_user:
+            opening += self._fill(self.spec.system, system)
+        elif system is not None and message.role == "user":
+            wrapped = self._fill(self.spec.system[:1], system)[0]
+            assert isinstance(wrapped, tuple)
+            content = _continue(wrapped, content)
+        return Written(opening + self._fill(slots, content), len(opening))
+
+    def _system(self, example: Example) -> Parts | None:
+        """The system message with the list of tools, or None where there is neither."""
+        if not (example.system or self.spec.default_system or example.tools):
+            return None
+        tools = describe_tools(self.encoder.hide(example.tools), self.spec.tool_list_format) if example.tools else ""
+        if example.system:
+            return ("", self.encoder.hide(example.system), tools)
+        if self.spec.tools_open_system and not self.spec.default_system:
+            tools = tools.lstrip("\n")
+        return (self.spec.default_system + tools,)
+
+    def _content(self, message: Message) -> Parts:
+        if message.role in _ASKING:
+            return ("", self.encoder.hide(message.content))
+        text = self.encoder.hide(message.content, assistant=True)
+        if message.role == "assistant":
+            return ("", *self._thought_words.split(text))
+        before, calls = read_calls(text, self.spec.thought_words, self.spec.tool_call_words)
+        return ("", before, TOOL_FORMATS[self.spec.tool_format].write(calls))
+
+    def _fill(self, slots: Slots, content: Parts) -> list[Element]:
+        elements: list[Element] = []
+        for slot in slots:
+            if isinstance(slot, Token):
+                elements += self._tokens[slot]
+            elif CONTENT in slot:
+                head, tail = slot.split(CONTENT, 1)
+                elements.append(_continue(_continue((head,), content), (tail,)))
+            else:
+                elements.append((slot,))
+        return elements
+
+    def _token(self, token: Token) -> list[Element]:
+        """The token's id; its name as text where the vocabulary lacks it; nothing where it may be lacking."""
+        if token.kind in ("bos", "eos"):
+            name = getattr(self.tokenizer, f"{token.kind}_token")
+            return [] if name is None else [self.tokenizer.convert_tokens_to_ids(name)]
+        if token.name in self.tokenizer.get_vocab():
+            return [self.tokenizer.convert_tokens_to_ids(token.name)]
+        return [(token.name,)] if token.kind == "named" else []
+
+    def _ids(self, conversations: Sequence[list[Written] | None]) -> Mapping[str, list[int]]:
+        """Text -> ids for all texts of a batch, in one call of the tokenizer."""
+        return self.encoder.encode(
+            "".join(element)
+            for written in conversations
+            for half in written or ()
+            for element in half.elements
+            if not isinstance(element, int)
+        )
+
+    def _turns(self, messages: Sequence[Message], written: list[Written], ids: Mapping[str, list[int]]) -> list[Turn]:
+        tokens = [[_tokens(element, ids) for element in half.elements] for half in written]
+        return [
+            Turn(
+                source=list(chain.from_iterable(tokens[place])),
+                target=list(chain.from_iterable(tokens[place + 1])),
+                asked_from=sum(map(len, tokens[place][: written[place].opening])),
+                question=messages[place],
+                answer=messages[place + 1],
+                content=partial(self._content_of, written[place], written[place + 1], ids),
+            )
+            for place in range(0, len(written), 2)
+        ]
+
+    def _content_of(
+        self, source: Written, target: Written, ids: Mapping[str, list[int]]
+    ) -> tuple[list[bool], list[bool]]:
+        """For each token of a question and of its answer: is it of a message's content?"""
+        marks = [[m for element in half.elements for m in self._marks(element, ids)] for half in (source, target)]
+        return marks[0], marks[1]
+
+    def _marks(self, element: Element, ids: Mapping[str, list[int]]) -> list[bool]:
+        marks = [False] * len(_tokens(element, ids))
+        if isinstance(element, int) or len(element) == 1:
+            return marks
+        edges = list(accumulate(map(len, element)))
+        borders = self.encoder.boundaries("".join(element), edges)
+        for part in range(1, len(element), 2):
+            begun, ended = borders[part - 1][1], borders[part][0]
+            marks[begun:ended] = [True] * max(0, ended - begun)
+        return marks
+
+
+def _words(spec: TemplateSpec) -> list[str]:
+    """What may stand in an answer although it is a special token: what opens and closes a thought or a call.
+
+    The words most models use count in every template, since data sets are shared between models.
+    """
+    words = (*spec.thought_words, *spec.tool_call_words, *TemplateSpec.thought_words, *TemplateSpec.tool_call_words)
+    return [variant for word in words for variant in (word, word.strip())]
+
+
+def _continue(parts: Parts, more: Parts) -> Parts:
+    """Two runs of parts as one: where the first ends in the template's words, the second's go on from there."""
+    if len(parts) % 2 and more:
+        return (*parts[:-1], parts[-1] + more[0], *more[1:])
+    return (*parts, *more)
+
+
+def _tokens(element: Element, ids: Mapping[str, list[int]]) -> list[int]:
+    return [element] if isinstance(element, int) else ids["".join(element)]

@@ -1,0 +1,196 @@
+"""The named chat templates, as data: what stands around each kind of message.
+
+The rows are in ``templates.json`` beside this file; a user's own row is a YAML or JSON file with the same keys. In:
+a mapping. Out: a ``TemplateSpec``. Refused: unknown keys, slots that are not what the row below describes.
+
+A slot list is what one message becomes. Its elements are
+- text with ``{{content}}`` where the message goes (text without it is constant);
+- ``{bos}`` and ``{eos}``: the tokenizer's own token, nothing where it has none;
+- ``{"token": "<|user|>"}``: this token by name; ``{"token_if_known": ...}``: nothing where the tokenizer lacks it.
+Each element is tokenised by itself, so no token ever spans two of them. A list of one element may be written bare.
+
+The texts and flags are those of LLaMA-Factory as of August 2026 (src/llamafactory/data/template.py), apart from the
+two faults named in docs/decisions/0010-templates-as-data.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from burnish.core.errors import Problem, UserError, did_you_mean
+
+CONTENT = "{{content}}"
+_MARKER = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^<>\s]+｜>")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of the vocabulary, by name or by its office."""
+
+    name: str
+    kind: Literal["bos", "eos", "named", "if_known"] = "named"
+
+
+Slots: TypeAlias = tuple[str | Token, ...]
+
+
+@dataclass(frozen=True)
+class TemplateSpec:
+    """One row of the table.
+
+    Args:
+        prefix: opens every conversation, before the system message.
+        system, user, assistant, observation, function: the slots of each role; ``function`` is a tool call.
+        default_system: spoken where the record has no system message.
+        text_end: closes a plain text, where that is not eos.
+        stop_words: end a generation besides eos; with ``replace_eos`` the first of them becomes eos.
+        efficient_eos: no end token per answer; one eos closes the row.
+        reasoning: an answer without a thought gets an empty one.
+        thought_words: what opens and closes a thought.
+        empty_thought: what an empty thought looks like, where it is not both words in a row.
+        tool_format: how tools and calls are written (``data/tools.py``).
+        tool_list_format: how the list of tools is written, where it differs from ``tool_format``.
+        tool_call_words: between them a record may keep a call's JSON, with text around it.
+        system_in_user: the system message opens the first user message.
+        tools_open_system: without a system message the list of tools begins at once, not after blank lines.
+        markers: control strings that the model's own tokenizer holds as one token, beyond <|...|> and <｜...｜>.
+        markers_are_text: the model's own tokenizer has no such tokens; <|...|> is ordinary text there.
+    """
+
+    name: str
+    prefix: Slots = ()
+    system: Slots = (CONTENT,)
+    user: Slots = (CONTENT,)
+    assistant: Slots = (CONTENT, Token("eos_token", "eos"))
+    observation: Slots = (CONTENT,)
+    function: Slots = (CONTENT, Token("eos_token", "eos"))
+    default_system: str = ""
+    text_end: str = ""
+    stop_words: tuple[str, ...] = ()
+    replace_eos: bool = False
+    efficient_eos: bool = False
+    reasoning: bool = False
+    thought_words: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    empty_thought: str = ""
+    tool_format: str = "default"
+    tool_list_format: str = ""
+    tool_call_words: tuple[str, str] = ("<tool_call>", "</tool_call>")
+    system_in_user: bool = False
+    tools_open_system: bool = False
+    markers: tuple[str, ...] = ()
+    markers_are_text: bool = False
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """What must be single tokens in the tokenizer for any conversation, tools or not, to mean something."""
+        if self.markers_are_text:
+            return []
+        found: list[str] = []
+        for slot in (*self.prefix, *self.system, *self.user, *self.assistant):
+            if isinstance(slot, Token):
+                found += [slot.name] if slot.kind == "named" else []
+                continue
+            found += _MARKER.findall(slot)
+            found += [marker for marker in self.markers if marker in slot]
+        return list(dict.fromkeys(found))
+
+
+def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec:
+    """The typed row. ``observation`` defaults to ``user``, ``function`` to ``assistant``.
+
+    Raises:
+        UserError: for every unknown key and every slot list that cannot be read, at once.
+    """
+    known = {field.name for field in fields(TemplateSpec)} - {"name"}
+    problems = [
+        Problem(f'A template has no key "{key}".{did_you_mean(key, known)}', where=where)
+        for key in row
+        if key not in known
+    ]
+    values: dict[str, Any] = {}
+    for key in known & set(row):
+        try:
+            values[key] = _READERS.get(key, _plain)(row[key])
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(f'"{key}" of template "{name}" {error}', where=where))
+    if problems:
+        raise UserError(problems)
+    if row.get("efficient_eos"):
+        values.setdefault("assistant", (CONTENT,))
+    values.setdefault("observation", values.get("user", (CONTENT,)))
+    values.setdefault("function", values.get("assistant", TemplateSpec.assistant))
+    values.setdefault("empty_thought", "".join(values.get("thought_words", TemplateSpec.thought_words)))
+    values.setdefault("tool_list_format", values.get("tool_format", TemplateSpec.tool_format))
+    return TemplateSpec(name=name, **values)
+
+
+@cache
+def table() -> Mapping[str, TemplateSpec]:
+    """Name -> row, in the order of the file."""
+    rows = json.loads((Path(__file__).parent / "templates.json").read_text(encoding="utf-8"))
+    return {name: read_row(name, row) for name, row in rows.items()}
+
+
+def _slots(value: Any) -> Slots:
+    return tuple(_slot(item) for item in (value if isinstance(value, list) else [value]))
+
+
+def _slot(item: Any) -> str | Token:
+    if item in ("{bos}", "{eos}"):
+        return Token(f"{item[1:-1]}_token", item[1:-1])
+    if isinstance(item, str):
+        return item
+    if isinstance(item, Mapping) and list(item) == ["token"]:
+        return Token(item["token"])
+    if isinstance(item, Mapping) and list(item) == ["token_if_known"]:
+        return Token(item["token_if_known"], "if_known")
+    raise ValueError(f'must be text, "{{bos}}", "{{eos}}" or {{"token": ...}}. Received: {item!r}.')
+
+
+def _message_slots(value: Any) -> Slots:
+    slots = _slots(value)
+    if sum(slot.count(CONTENT) for slot in slots if isinstance(slot, str)) != 1:
+        raise ValueError(f'must hold "{CONTENT}" once. Received: {value!r}.')
+    return slots
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise ValueError(f"must be a list of texts. Received: {value!r}.")
+    return tuple(value)
+
+
+def _two_words(value: Any) -> tuple[str, ...]:
+    words = _words(value)
+    if len(words) != 2:
+        raise ValueError(f"must be two texts, what opens and what closes. Received: {value!r}.")
+    return words
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false. Received: {value!r}.")
+    return value
+
+
+def _plain(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"must be text. Received: {value!r}.")
+    return value
+
+
+_READERS: dict[str, Any] = {
+    "prefix": _slots,
+    **dict.fromkeys(("system", "user", "assistant", "observation", "function"), _message_slots),
+    **dict.fromkeys(("stop_words", "markers"), _words),
+    **dict.fromkeys(("thought_words", "tool_call_words"), _two_words),
+    **dict.fromkeys(
+        ("replace_eos", "efficient_eos", "reasoning", "system_in_user", "tools_open_system", "markers_are_text"), _flag
+    ),
+}
