@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from burnish.data.batching import collate_flat
+from burnish.models.attention import Layout, lay_flat
 from burnish.ops import attention
 from burnish.ops.attention import Scores, flat_attention, masked_attention
+from burnish.ops.probe import find_head, isolates_sequences
+from tiny_models import tiny
 
 LENGTHS = [5, 1, 140, 33]
 
@@ -129,3 +133,139 @@ def test_torchs_kernel_is_asked_for_the_same_attention(monkeypatch, shares_keys,
     tensors, scores = inputs(), Scores(window=window)
     made = attention._torch_varlen(*tensors, cu_seq_lens(), 140, scores)
     assert (made - flat_attention(*tensors, cu_seq_lens(), 140, scores)).abs().max() < 1e-5
+
+
+# --- transformers' models ---------------------------------------------------------------------------------------------
+
+KEEPS_APART = [
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "phi", "gpt2", "gpt_neox", "opt", "cohere",
+    "granite", "mixtral", "qwen3_moe", "gpt_oss",
+]  # fmt: skip
+
+
+def flat(*sequences):
+    return collate_flat([{"input_ids": ids, "labels": ids} for ids in sequences])
+
+
+def logits(model, batch):
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        return model.eval()(**inputs, use_cache=False).logits
+
+
+def rows(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("family", KEEPS_APART)
+def test_a_model_gives_flat_sequences_the_logits_that_its_own_attention_gives_them_alone(family):
+    model, sequences = tiny(family), rows(7, 1, 12)
+    alone = torch.cat([logits(model, {"input_ids": torch.tensor([ids])}) for ids in sequences], 1)
+    assert lay_flat(model) == Layout(True)
+    assert model.config._attn_implementation == "burnish"
+    assert (logits(model, flat(*sequences)) - alone).abs().max() < 1e-5 * alone.abs().max()
+
+
+@pytest.mark.parametrize("family", ["stablelm", "gptj"])
+def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mask(family):
+    model = tiny(family)
+    before = model.config._attn_implementation
+    layout = lay_flat(model)
+    assert layout.is_flat
+    assert "under a mask" in layout.note
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mamba"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_mixes_neighbours_is_found_out(family, dtype):
+    layout = lay_flat(tiny(family, dtype))
+    assert not layout.is_flat
+    assert "rows are padded" in layout.note
+
+
+def test_attention_that_was_asked_for_is_left_alone():
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    lay_flat(model, own_attention=False)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_the_question_leaves_no_trace():
+    model = tiny("llama", attention_dropout=0.1)
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    before, drawn = torch.get_rng_state(), [p.clone() for p in model.parameters()]
+    isolates_sequences(model)
+    find_head(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), drawn, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss"])
+def test_batches_that_are_not_flat_are_attended_as_before(family):
+    model = tiny(family)
+    batch = {"input_ids": torch.tensor(rows(9, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    batch["attention_mask"][0, :4] = 0
+    before = logits(model, batch)
+    lay_flat(model)
+    seen = batch["attention_mask"].bool()
+    assert (logits(model, batch) - before)[seen].abs().max() < 1e-5 * before.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_model_generates_as_before(family):
+    model = tiny(family).eval()
+    asked = {"input_ids": torch.tensor(rows(6, 6)), "max_new_tokens": 8, "do_sample": False}
+    before = model.generate(**asked)
+    lay_flat(model)
+    assert torch.equal(model.generate(**asked), before)
+
+
+def test_burnishs_attention_is_not_written_into_a_saved_config(tmp_path):
+    model = tiny("llama")
+    lay_flat(model)
+    model.save_pretrained(tmp_path)
+    assert "burnish" not in (tmp_path / "config.json").read_text()
+
+
+def test_gradients_through_checkpointed_layers_are_the_same():
+    model, sequences = tiny("qwen2"), rows(7, 12)
+    lay_flat(model)
+    batch = flat(*sequences)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train().zero_grad()
+        model(**inputs, use_cache=False).logits.square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+HEADS = {"llama": (1, None), "gemma2": (1, 30.0), "cohere": (0.0625, None), "granite": (0.25, None), "phi": (1, None)}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_the_head_of_a_model_is_found(family):
+    head = find_head(tiny(family))
+    assert (head.scale, head.softcap) == HEADS[family]
+
+
+def test_a_head_that_does_more_than_it_says_is_not_believed():
+    capped, adapted, heard = tiny("gemma2"), tiny(), tiny()
+    capped.config.final_logit_softcapping = None
+    capped.forward = lambda *args, own=capped.forward, **kwargs: _capped(own(*args, **kwargs))
+    assert find_head(capped) is None
+    adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
+    assert find_head(adapted) is None
+    heard.lm_head.register_forward_hook(lambda *_: None)
+    assert find_head(heard) is None
+
+
+def _capped(output):
+    output.logits = 30 * torch.tanh(output.logits / 30)
+    return output

@@ -93,7 +93,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if scores.softcap:
         made = scores.softcap * torch.tanh(made / scores.softcap)
     if mask is not None:
-        made = made.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else made.add_(mask)
+        # The least number and not -inf: a padding token, who sees nobody, then gets a mean of all and not NaN.
+        made = made.masked_fill_(~mask, torch.finfo(made.dtype).min) if mask.dtype == torch.bool else made.add_(mask)
     weights = F.dropout(_softmax(made, scores.sinks), scores.dropout, scores.dropout > 0)
     return torch.bmm(weights.reshape(-1, groups * length, width), value).view(*leading, heads, length, -1)
 

@@ -1,0 +1,123 @@
+"""Lets transformers' models attend within sequences that lie end to end, through ``ops.attention``.
+
+In: a loaded model. Out: the same model, set so that it keeps neighbours apart if there is a way, and whether there is
+one. The ways, in the order in which they are tried, each held to the probe of ``ops.probe``:
+
+1. burnish's attention, for models that speak transformers' attention interface and its flash-attention contract
+   (windows, caps and sinks arrive as arguments, and masks are not needed);
+2. the model's own attention under the mask that transformers makes of ``position_ids`` that restart;
+3. none: its batches are padded.
+
+https://huggingface.co/docs/transformers/attention_interface
+"""
+
+# B rows, H query heads, K key heads, T tokens in a row, D size of a head
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from burnish.ops.attention import Scores, flat_attention, masked_attention
+from burnish.ops.probe import causal_lm, isolates_sequences
+
+NAME = "burnish"
+"""What transformers' configs call this attention while a model is in memory."""
+
+_REPLACED = {"sdpa", "eager"}
+"""Attention that burnish's stands in for. Another one was asked for by name."""
+
+
+class Layout(NamedTuple):
+    """Whether sequences may lie end to end, and a sentence for a person where that took something."""
+
+    is_flat: bool
+    note: str = ""
+
+
+def lay_flat(model: nn.Module, *, own_attention: bool = True) -> Layout:
+    """Set the model's attention so that sequences laid end to end do not see each other.
+
+    Args:
+        own_attention: whether burnish's attention may stand in for the model's; false where one was asked for.
+    """
+    inner = causal_lm(model)
+    before = inner.config._attn_implementation
+    if own_attention and before in _REPLACED and _speaks_the_interface(inner):
+        _register()
+        inner.set_attn_implementation(NAME)
+        hook = inner.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+        if isolates_sequences(model):
+            return Layout(True)
+        hook.remove()
+        inner.set_attn_implementation(before)
+    if isolates_sequences(model):
+        return Layout(True, f"{type(inner).__name__} attends under a mask; burnish's faster attention does not fit it.")
+    return Layout(False, f"{type(inner).__name__} mixes sequences that lie beside each other, so rows are padded.")
+
+
+def _speaks_the_interface(inner: Any) -> bool:
+    return bool(inner._supports_flash_attn and inner._can_set_attn_implementation())
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Spares a flat batch the mask that transformers would make of its positions, and never use.
+
+    That mask is (T, T), and to learn whether it is needed costs a wait for the device. A mask that has four dimensions
+    already is handed on as it is (transformers.masking_utils, since 4.53), so here is one of a single element.
+    """
+    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    if cu_seq_lens is None or kwargs.get("attention_mask") is not None:
+        return None
+    return args, {**kwargs, "attention_mask": cu_seq_lens.new_ones(1, 1, 1, 1, dtype=torch.bool)}
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention function. A batch that is not flat goes to transformers' own.
+
+    Args:
+        query: (B, H, T, D); key, value: (B, K, T, D).
+    Returns:
+        (B, T, H, D), and no attention weights.
+    """
+    scores = Scores(scaling, sliding_window, softcap, s_aux, dropout)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if cu_seq_lens_q is not None and max_length_q is not None:
+        if not is_causal or len(query) != 1:
+            raise ValueError(
+                f"A flat batch is one row under causal attention. Received: {len(query)} rows, {is_causal=}."
+            )
+        q, k, v = (whole[0].transpose(0, 1) for whole in (query, key, value))
+        return flat_attention(q, k, v, cu_seq_lens_q, max_length_q, scores).unsqueeze(0), None
+    if not scores.is_plain:
+        mask = _causal(query, key) if attention_mask is None and is_causal else attention_mask
+        return masked_attention(query, key, value, mask, scores).transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return output, None
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor | None:
+    """(T, M) true where a token is seen; None for a single new token, which sees all before it."""
+    length, seen = query.shape[2], key.shape[2]
+    return None if length == 1 else torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)

@@ -1,0 +1,171 @@
+"""What a model does, found by asking it: a few tokens go in, and what comes out is compared.
+
+Neither the name of a model nor its config says whether it keeps neighbours apart or what it does between its last
+hidden states and its logits, and both have been wrong where they were believed. A question costs some forward passes
+over about twenty tokens, in evaluation mode; weights, gradients, random numbers and the mode of every module are as
+before.
+"""
+
+# T tokens, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NotImplementedError)
+"""What a model raises where it does not understand the question; that is an answer too."""
+
+_NEIGHBOUR, _LENGTH = 9, 13
+_LEAK = 0.05
+_LOUD = 1024.0
+
+
+def isolates_sequences(model: nn.Module) -> bool:
+    """Whether a sequence gets the logits it would get alone when another one lies before it in the same row.
+
+    The neighbour is exchanged: the logits must stay. Where they do not stay to the bit (in a mixture of experts the
+    neighbour decides with whom a token is multiplied, hence how its sums are rounded), they may move by a twentieth
+    of what the exchange does to a sequence that does see its neighbour. Bloom, state-space models and some eager
+    attention fail here without a word, and ``use_cache=True`` makes all models fail.
+    """
+    try:
+        with _asking(model) as ask:
+            neighbour, other, tokens = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, 9, _LENGTH)))
+            alone = ask(tokens)
+            beside, beside_other = (
+                ask(torch.cat([first, tokens], 1), **_two_sequences(tokens.device))[:, _NEIGHBOUR:]
+                for first in (neighbour, other)
+            )
+            if not _close(beside, alone, model):
+                return False
+            if torch.equal(beside, beside_other):
+                return True
+            seen, seen_other = (ask(torch.cat([first, tokens], 1))[:, _NEIGHBOUR:] for first in (neighbour, other))
+            return bool((beside - beside_other).abs().max() < _LEAK * (seen - seen_other).abs().max())
+    except REFUSALS:
+        return False
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a model makes logits of its last hidden states: ``softcap(scale * linear(hidden))``.
+
+    Args:
+        backbone: ids -> hidden states (B, T, H).
+        linear: (B, T, H) -> (B, T, V); its weight may be the embedding's.
+        scale: before the cap; Cohere and Granite have one.
+        softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
+    """
+
+    backbone: nn.Module
+    linear: nn.Linear
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def hidden(self, **inputs: Any) -> Tensor:
+        states: Tensor = self.backbone(**inputs)[0]
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.linear(hidden) * self.scale
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+def find_head(model: nn.Module) -> Head | None:
+    """The head of a causal language model, or None where its logits are not what ``Head`` says.
+
+    None too where the head is no plain linear layer (quantised, adapted), or where somebody listens to its calls,
+    since going past it would leave them out. The hidden states are made a thousand times as large for the comparison,
+    so that a cap or an offset which small logits do not feel is seen.
+    """
+    try:
+        head = _claimed_head(model)
+        if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
+            return None
+        tokens = _tokens(model, _LENGTH, seed=3)
+        with _asking(model) as ask, _louder(head.linear):
+            said = ask(tokens)
+            hidden = head.hidden(input_ids=tokens, use_cache=False)
+            return head if _close(said, head.logits(hidden), model) else None
+    except REFUSALS:
+        return None
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The model itself, or the one that an adapter of the peft library is wrapped around."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def _claimed_head(model: nn.Module) -> Head | None:
+    """What the attributes and the config of a transformers model say of its head."""
+    inner = causal_lm(model)
+    backbone, linear, config = inner.base_model, inner.get_output_embeddings(), inner.config.get_text_config()
+    if backbone is inner or linear is None:
+        return None
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(backbone, linear, float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+@contextmanager
+def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
+    """Inside it a function ids (1, T) -> logits (1, T, V); the model is left as it was found."""
+    modes = {module: module.training for module in model.modules()}
+    device = _device(model)
+
+    def ask(input_ids: Tensor, **inputs: Any) -> Tensor:
+        logits: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
+        return logits
+
+    try:
+        model.eval()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            yield ask
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _louder(linear: nn.Linear) -> Iterator[None]:
+    hook = linear.register_forward_pre_hook(lambda module, inputs: (inputs[0] * _LOUD, *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _two_sequences(device: torch.device) -> dict[str, Any]:
+    """What a batch of two sequences laid flat says besides its ids (``data.batching.collate_flat``)."""
+    position_ids = torch.cat([torch.arange(_NEIGHBOUR), torch.arange(_LENGTH)]).unsqueeze(0).to(device)
+    begins = torch.tensor([0, _NEIGHBOUR, _NEIGHBOUR + _LENGTH], dtype=torch.int32, device=device)
+    lengths = {"max_length_q": _LENGTH, "max_length_k": _LENGTH}
+    return {"position_ids": position_ids, "cu_seq_lens_q": begins, "cu_seq_lens_k": begins, **lengths}
+
+
+def _tokens(model: nn.Module, length: int, seed: int) -> Tensor:
+    """(1, T) some ids of the vocabulary, the same each time."""
+    vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
+    drawn = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(_device(model))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
+    """Equal but for rounding in the coarsest format among the weights: half of its digits agree."""
+    formats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    tolerance = max(torch.finfo(dtype).eps for dtype in formats) ** 0.5
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
