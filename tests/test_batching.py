@@ -17,9 +17,11 @@ from burnish.data.batching import (
     lengths_of,
     pack,
     pack_best_fit,
+    packed,
     packing_efficiency,
     packs_rows,
     sequences_of,
+    splits_rows,
 )
 
 
@@ -71,14 +73,14 @@ def test_the_first_token_of_a_flat_sequence_is_not_learned_from_its_neighbour():
 
 def test_a_pack_is_laid_flat_as_the_sequences_that_lie_in_it():
     rows = [row(10, 3), row(20, 2), row(30, 4)]
-    (packed,) = pack(rows, 9)
-    flat, loose = collate_flat([packed]), collate_flat([rows[2], rows[0], rows[1]])
+    (one,) = pack(rows, 9)
+    flat, loose = collate_flat([one]), collate_flat([rows[2], rows[0], rows[1]])
     assert all(torch.equal(torch.as_tensor(flat[name]), torch.as_tensor(loose[name])) for name in loose)
 
 
 def test_a_pack_is_taken_apart_for_a_model_that_needs_padding():
-    (packed,) = pack([row(10, 3), row(20, 2)], 5)
-    batch = collator(BatchingOptions(packing=True), pad_id=0, lies_flat=False)([packed])
+    (one,) = pack([row(10, 3), row(20, 2)], 5)
+    batch = collator(BatchingOptions(packing=True), pad_id=0, lies_flat=False)([one])
     assert batch["input_ids"].tolist() == [[10, 11, 12], [20, 21, 0]]
 
 
@@ -154,12 +156,10 @@ def test_packs_are_as_few_as_those_of_llama_factory_and_hold_the_same_rows(share
     for case in golden(shared, "packed"):
         if not case["neat"]:
             continue
-        packed = case["out"]
-        rows = [
-            ids for p in zip(*(packed[k] for k in ("input_ids", "attention_mask")), strict=True) for ids in _split(*p)
-        ]
+        theirs = list(zip(case["out"]["input_ids"], case["out"]["attention_mask"], strict=True))
+        rows = [ids for tokens, segments in theirs for ids in _split(tokens, segments)]
         made = pack([{"input_ids": ids, "labels": ids} for ids in rows], case["cutoff_len_used"])
-        assert len(made) <= len(packed["input_ids"])
+        assert len(made) <= len(theirs)
         assert Counter(str(s["input_ids"]) for p in made for s in sequences_of(p)) == Counter(map(str, rows))
 
 
@@ -187,6 +187,26 @@ def test_rows_are_packed_when_asked_or_for_pretraining(given, stage, expected):
 def test_evaluation_packs_as_training_does_unless_told_otherwise():
     assert packs_rows(BatchingOptions(packing=True), "sft", is_eval=True)
     assert not packs_rows(BatchingOptions(packing=True, eval_packing=False), "sft", is_eval=True)
+
+
+def test_pretraining_cuts_one_long_text_and_fine_tuning_keeps_rows_whole():
+    rows = [row(0, 5), row(10, 4)]
+    assert [lengths_of(p) for p in packed(rows, BatchingOptions(), "pt", 6)] == [[5, 1], [3]]
+    assert [lengths_of(p) for p in packed(rows, BatchingOptions(packing=True), "sft", 6)] == [[5], [4]]
+    assert packed(rows, BatchingOptions(), "sft", 6) is rows
+
+
+@pytest.mark.parametrize(
+    ("given", "stage", "expected"),
+    [
+        ({}, "pt", True),
+        ({}, "sft", False),
+        ({"packing": True}, "sft", False),
+        ({"packing_strategy": "bfd"}, "pt", False),
+    ],
+)
+def test_rows_need_not_be_cut_where_packing_cuts_them(given, stage, expected):
+    assert splits_rows(BatchingOptions(**given), stage) is expected
 
 
 def test_options_that_contradict_each_other_are_named():

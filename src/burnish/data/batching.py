@@ -35,8 +35,9 @@ class BatchingOptions:
         None, "Put several rows into one of cutoff_len tokens; where nothing is given, for stage pt only."
     )
     neat_packing: bool = option(False, "LLaMA-Factory's name for packing in which rows do not see each other.")
-    packing_strategy: str = option(
-        "bfd", "How packs are filled: best fit, best fit with long rows split, or cut from one long text.",
+    packing_strategy: str | None = option(
+        None, "How packs are filled: best fit (bfd), best fit with long rows split (bfd_split), or cut from one long "
+        "text (wrapped); where nothing is given, wrapped for stage pt and bfd else.",
         choices=("bfd", "bfd_split", "wrapped"),
     )  # fmt: skip
     eval_packing: bool | None = option(None, "The same for evaluation; as packing where nothing is given.")
@@ -69,6 +70,15 @@ def packs_rows(options: Any, stage: str, is_eval: bool = False) -> bool:
     if options.packing is None:
         return bool(options.neat_packing or stage == "pt")
     return bool(options.packing)
+
+
+def splits_rows(options: Any, stage: str, is_eval: bool = False) -> bool:
+    """Whether packing takes rows of any length and cuts them itself, so that nobody has to cut them before."""
+    return packs_rows(options, stage, is_eval) and strategy_of(options, stage) != "bfd"
+
+
+def strategy_of(options: Any, stage: str) -> str:
+    return options.packing_strategy or ("wrapped" if stage == "pt" else "bfd")
 
 
 # --- rows -> batch ----------------------------------------------------------------------------------------------------
@@ -177,6 +187,13 @@ def _weights_of(row: Row) -> Sequence[float]:
 
 
 # --- rows -> packs ----------------------------------------------------------------------------------------------------
+
+
+def packed(rows: Sequence[Row], options: Any, stage: str, capacity: int, is_eval: bool = False) -> Sequence[Row]:
+    """``rows`` in packs of ``capacity`` tokens, where the options ask for it; else as they are."""
+    if not packs_rows(options, stage, is_eval):
+        return rows
+    return pack(rows, capacity, strategy_of(options, stage), options.drop_incomplete_block)
 
 
 def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incomplete: bool = False) -> list[Row]:
