@@ -23,7 +23,10 @@ def make_model(folder: Path, dropout: float = 0.0, seed: int = 0, **changes) -> 
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([f"user assistant system {' '.join(WORDS)}"] * 20, trainer)
     fast = PreTrainedTokenizerFast(

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toy import make_run, same, weights
 from torch import nn
 
 from burnish.core.checkpoint import load
@@ -13,6 +12,7 @@ from burnish.core.events import TrainerCallback
 from burnish.core.loop import train
 from burnish.optim.badam import BadamOptions, blocks_of, check_badam
 from burnish.optim.builtin import OptimOptions, create_optimizer
+from toy import make_run, same, weights
 
 NUM_LAYERS = 3
 
@@ -184,7 +184,9 @@ def test_blocks_are_the_numbered_layers_in_the_order_of_their_numbers():
 
 def test_what_badam_cannot_do_is_refused():
     assert "finetuning_type" in str(check_badam(badam_options(finetuning_type="lora"))[0])
-    assert "badam_switch_interval" in str(check_badam(badam_options(finetuning_type="full", badam_switch_interval=0))[0])
+    assert "badam_switch_interval" in str(
+        check_badam(badam_options(finetuning_type="full", badam_switch_interval=0))[0]
+    )
     with pytest.raises(UserError, match="must be below 3"):
         optimizer_of(Layered(), badam_start_block=3)
     with pytest.raises(UserError, match="no layers"):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import make_run, same, weights, without_times
 
 from burnish.core.checkpoint import Checkpoints, compare_fingerprints, load, only_writer
 from burnish.core.errors import UserError
@@ -18,6 +17,7 @@ from burnish.core.events import TrainerCallback
 from burnish.core.loop import train
 from burnish.core.manifest import faults, write_manifest
 from burnish.core.snapshot import join, split
+from toy import make_run, same, weights, without_times
 
 
 class StopAt(TrainerCallback):

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from toy import Regression, make_run, rows, same, weights
 
 from burnish.core.errors import NonFiniteError
 from burnish.core.events import TrainerCallback
 from burnish.core.loop import train
+from toy import Regression, make_run, rows, same, weights
 
 
 class Recorder(TrainerCallback):

@@ -107,7 +107,17 @@ def test_a_union_refuses_two_groups_that_declare_the_same_field():
 
 def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default():
     assert specs(Both)["mode"].group is Shape
-    assert list(specs(Both)) == ["learning_rate", "warmup", "mode", "curve", "names", "extra", "resume", "is_on", "limit"]
+    assert list(specs(Both)) == [
+        "learning_rate",
+        "warmup",
+        "mode",
+        "curve",
+        "names",
+        "extra",
+        "resume",
+        "is_on",
+        "limit",
+    ]
     assert changed(Both(limit=3, is_on=False)) == {"limit": 3}
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import as_words, make_user
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
+from small_run import as_words, make_user
 
 
 def run(given, command="train"):
@@ -222,6 +222,12 @@ def test_real_files_of_four_kinds_train_together(tmp_path, shared):
     for entry in info.values():
         (folder / entry["file_name"]).symlink_to(shared / "data" / entry["file_name"])
     (folder / "dataset_info.json").write_text(json.dumps(info))
-    given |= {"dataset_dir": str(folder), "dataset": "en,zh,me,tools", "max_samples": 8, "template": "qwen", "max_steps": 3}
+    given |= {
+        "dataset_dir": str(folder),
+        "dataset": "en,zh,me,tools",
+        "max_samples": 8,
+        "template": "qwen",
+        "max_steps": 3,
+    }
     assert run(given) == 0
     assert history(tmp_path / "out")[-1]["train_loss"] > 0

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from burnish.adapters.base import ADAPTERS, ModelState, set_precision, trainable_summary
+from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_precision, trainable_summary
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.plan import Plan
@@ -33,23 +34,25 @@ from burnish.core.meter import Meter
 from burnish.core.options import raise_if
 from burnish.core.schedule import StepPlan, check_curve, plan_steps
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Row, Run
-from burnish.data.batching import pack, packs_rows
+from burnish.core.types import Engine, Example, Row, Run
+from burnish.data.batching import collator, lengths_of, pack, packs_rows
 from burnish.data.prepare import prepare as prepare_rows
+from burnish.data.rows import Template
 from burnish.data.sources import load_datasets
 from burnish.data.stream import Cut, EvalBatches, RowStream
 from burnish.data.tally import Tally
-from burnish.data.templates import Template, fit_tokenizer, load_template
+from burnish.data.templates import fit_tokenizer, load_template
 from burnish.engine.base import create_engine, set_seed
 from burnish.models.check import check_model
-from burnish.models.load import load_config, load_model, meta_model, raise_if_not_finite
+from burnish.models.load import check_context, load_config, load_model, meta_model, raise_if_not_finite
 from burnish.models.save import save_config, save_model
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
-from burnish.objectives.base import OBJECTIVES
+from burnish.models.attention import Layout, lay_flat
+from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
 from burnish.report.card import CardFacts, write_card
-from burnish.report.console import note
+from burnish.report.console import note, set_log_levels, warn
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.options import counts_tokens
 from burnish.report.plots import plot_history
@@ -72,6 +75,7 @@ class Prepared:
     tally: Tally
     fingerprints: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -92,16 +96,25 @@ def train_run(plan: Plan) -> Result:
     """
     options, folder = plan.options, Path(plan.options.output_dir)
     prepared = prepare(plan)
-    for sentence in (*plan.notes, *prepared.notes, *prepared.tally.sentences()):
+    for sentence in (*plan.notes, *prepared.notes):
         note(sentence)
-    with only_writer(folder), InterruptCallback() as interrupt:
+    for sentence in (*prepared.warnings, *prepared.tally.sentences()):
+        warn(sentence)
+    engine = create_engine(options)
+    set_log_levels(options, engine.rank == 0, engine.rank == 0)
+
+    def any_rank(asked: bool) -> bool:
+        """Ranks hear of a signal at different moments and must stop at the same step; one read per step."""
+        return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
+
+    with only_writer(folder) if engine.rank == 0 else nullcontext(), InterruptCallback(any_rank) as interrupt:
         found = checkpoint_to_resume(plan)
         if found is None and options.overwrite_output_dir:
             clear(folder)
         if found is not None and is_finished(folder, found, prepared.steps):
             note(f"{folder} holds this run, finished at step {prepared.steps.max_steps}: there is nothing to do.")
             return Result(None, folder)
-        run = assemble(plan, prepared, found, [interrupt])
+        run = assemble(plan, prepared, engine, found, [interrupt])
         if found is not None:
             resume(run, plan, prepared, found)
         output = train(run, options) if options.do_train else None
@@ -116,7 +129,8 @@ def train_run(plan: Plan) -> Result:
 def prepare(plan: Plan) -> Prepared:
     """Records become rows, and everything that can be refused is refused. Reads no weight and writes no file but the
     cache of encoded rows."""
-    options, notes, tally = plan.options, [], Tally()
+    options, tally = plan.options, Tally()
+    notes: list[str] = []
     set_seed(options.seed, options.full_determinism)
     raise_if(check_model(options))
     config = load_config(options, options.cutoff_len, notes)
@@ -130,33 +144,42 @@ def prepare(plan: Plan) -> Prepared:
     sets = load_datasets(options, options.seed, tally)
     notes += sets.notes
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
-    rows = encode(sets.train, objective, tally, f"{sets.fingerprint} train", options)
-    eval_rows = {
-        name: encode(examples, objective, tally, f"{sets.fingerprint} {name}", options, is_eval=True)
-        for name, examples in sets.eval.items()
-    }
+    rows = encode(sets.train, objective, tally, options)
+    eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
     if not len(rows) and options.do_train:
         raise UserError(nothing_to_learn(tally, options))
+    longest = max((length for some in (rows, *eval_rows.values()) for length in row_lengths(some)), default=0)
+    raise_if(check_context(config, longest))
     steps = plan_steps(options, len(rows), plan.world_size)
     raise_if(check_curve(options, steps.max_steps))
     fingerprints = fingerprints_of(plan, sets.fingerprint, template.fingerprint, steps)
-    return Prepared(tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes)
+    return Prepared(
+        tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes, sets.warnings
+    )
 
 
 def encode(
-    examples: Sequence[Any], objective: Any, tally: Tally, source: str, options: Any, is_eval: bool = False
+    examples: Sequence[Example], objective: Any, tally: Tally, options: Any, eval_name: str | None = None
 ) -> Sequence[Row]:
-    """Rows of a set, packed where the options ask for it."""
-    rows = prepare_rows(
-        examples,
-        lambda batch, counted: objective.encode(batch, counted),
-        tally,
-        fingerprint=f"{source} {objective.fingerprint}",
-        options=options,
+    """Rows of a set, packed where the options ask for it.
+
+    Args:
+        eval_name: of an evaluation set; None for the training set.
+    """
+    is_eval = eval_name is not None
+    name = f"eval_{eval_name}".rstrip("_") if is_eval else "train"
+    rows: Sequence[Row] = prepare_rows(
+        examples, objective.encode, tally, fingerprint=objective.fingerprint, options=options, name=name
     )
     if packs_rows(options, options.stage, is_eval):
         return pack(rows, options.cutoff_len, options.packing_strategy)
     return rows
+
+
+def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each sequence; of a pack, of each row in it."""
+    lengths = getattr(rows, "lengths", None)
+    return lengths if lengths is not None else [length for row in rows for length in lengths_of(row)]
 
 
 def check_adapter(options: Any, config: Any) -> list[Problem]:
@@ -177,11 +200,9 @@ def nothing_to_learn(tally: Tally, options: Any) -> Problem:
 # --- assemble ---------------------------------------------------------------------------------------------------------
 
 
-def assemble(plan: Plan, prepared: Prepared, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
+def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
     """Every part of the run, made in the order in which each needs the one before it."""
     options, folder = plan.options, Path(plan.options.output_dir)
-    engine = create_engine(options)
-
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = load_model(options, dtype=load_dtype(options, engine), config=prepared.config, notes=prepared.notes)
@@ -189,8 +210,11 @@ def assemble(plan: Plan, prepared: Prepared, found: Path | None, callbacks: Sequ
     fit_vocabulary(model, prepared.tokenizer, options, prepared.notes)
     model = adapter.attach(model)
     set_precision(model, trainable_dtype(options, model))
+    for sentence in (*adapter.notes, *parameter_lines(model, options)):
+        note(sentence)
     objective = prepared.objective
-    prepared.notes.extend(objective.fit(model))
+    for sentence in fit_objective(objective, model, prepared.tokenizer, options):
+        note(sentence)
 
     optimizer = create_optimizer(model.named_parameters(), model, options)
     wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
@@ -256,6 +280,15 @@ def assemble(plan: Plan, prepared: Prepared, found: Path | None, callbacks: Sequ
     )  # fmt: skip
 
 
+def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> list[str]:
+    """Choose between flat and padded batches, and find the way to the head; sentences for a person."""
+    layout = Layout(False)
+    if options.padding_free or packs_rows(options, options.stage):
+        layout = lay_flat(model, own_attention=options.flash_attn == "auto")
+    notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat))
+    return [sentence for sentence in (layout.note, *notes) if sentence]
+
+
 def load_dtype(options: Any, engine: Any) -> Any:
     """Weights that train are loaded as they are and raised to float32; frozen ones in the format they compute in."""
     if options.pure_bf16:
@@ -312,7 +345,9 @@ def checkpoint_to_resume(plan: Plan) -> Path | None:
         if not Path(asked).is_dir():
             there = ", ".join(str(path) for path in checkpoints.all()) or "none"
             raise UserError(
-                Problem(f'resume_from_checkpoint "{asked}" is not there.', remedy=f"Checkpoints in output_dir: {there}.")
+                Problem(
+                    f'resume_from_checkpoint "{asked}" is not there.', remedy=f"Checkpoints in output_dir: {there}."
+                )
             )
         return Path(asked)
     if asked is False or options.resume == "never" or options.overwrite_output_dir or not options.do_train:
@@ -337,7 +372,9 @@ def resume(run: Run, plan: Plan, prepared: Prepared, found: Path) -> None:
     planned = {name: getattr(run.state, name) for name in
                ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
                 "is_local_process_zero", "is_world_process_zero")}  # fmt: skip
-    rates = [group["initial_lr"] for group in run.optimizer.param_groups] if hasattr(run.scheduler, "lr_lambdas") else []
+    rates = (
+        [group["initial_lr"] for group in run.optimizer.param_groups] if hasattr(run.scheduler, "lr_lambdas") else []
+    )
     load(found, run.parts, run.engine.rank)
     for name, value in planned.items():
         setattr(run.state, name, value)

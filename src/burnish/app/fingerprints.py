@@ -6,10 +6,11 @@ the arithmetic of a step are kept one by one; where a run writes, what it logs a
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
+from importlib.metadata import version
 from typing import Any
 
+import burnish
 from burnish.app.plan import GROUPS, MEMBER_GROUPS, Plan
 from burnish.core.options import specs
 from burnish.core.schedule import StepPlan
@@ -24,7 +25,7 @@ _HARMLESS = frozenset(
      "gradient_checkpointing_kwargs", "padding_free", "torch_compile", "torch_compile_backend", "torch_compile_mode"}
 )  # fmt: skip
 _HARMLESS_PREFIXES = ("dataloader_", "ddp_", "fsdp", "bf16_full", "fp16_full", "badam_verbose", "eval_")
-LIBRARIES = ("burnish", "torch", "transformers")
+LIBRARIES = ("torch", "transformers")
 
 
 def fingerprints_of(plan: Plan, data: str, template: str, steps: StepPlan) -> dict[str, Any]:
@@ -43,5 +44,5 @@ def fingerprints_of(plan: Plan, data: str, template: str, steps: StepPlan) -> di
         "base_model": base_fingerprint(plan.options),
         "rows_per_step": steps.rows_per_step,
         "world_size": plan.world_size,
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": {"burnish": burnish.__version__, **{name: version(name) for name in LIBRARIES}},
     }

@@ -32,12 +32,14 @@ from burnish.core.loop import LoopOptions
 from burnish.core.options import Given, Spec, build, changed, convert, option, specs, union
 from burnish.core.schedule import CurveOptions, StepOptions
 from burnish.data.batching import BatchingOptions
+from burnish.data.options import DataOptions
 from burnish.data.stream import StreamOptions
 from burnish.data.templates import TemplateOptions
 from burnish.data.truncate import EncodingOptions
 from burnish.engine.options import EngineOptions
 from burnish.models.options import ModelOptions
-from burnish.optim import badam as _badam  # noqa: F401 (registers itself)
+from burnish.objectives import OBJECTIVES
+from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.report.options import ReportOptions
 
@@ -48,7 +50,9 @@ Check = Callable[[Any], list[Problem]]
 class TaskOptions:
     """What the run does."""
 
-    stage: str = option("sft", "What is learned: answers to instructions (sft), or plain text (pt).")
+    stage: str = option(
+        "sft", "What is learned: answers to instructions (sft), or plain text (pt).", choices=OBJECTIVES.names
+    )
     do_train: bool = option(True, "Train; false only evaluates or predicts.")
     do_eval: bool = option(False, "Evaluate after training.")
     do_predict: bool = option(False, "Predict on the evaluation set after training.")
@@ -58,6 +62,7 @@ GROUPS: tuple[type, ...] = (
     TaskOptions,
     ModelOptions,
     FinetuningOptions,
+    DataOptions,
     TemplateOptions,
     EncodingOptions,
     BatchingOptions,
@@ -73,7 +78,11 @@ GROUPS: tuple[type, ...] = (
     EngineOptions,
 )
 """What every run reads, in the order in which ``burnish train --help`` lists it."""
-MEMBER_GROUPS: tuple[type, ...] = (*ADAPTERS.option_groups(), *OPTIMIZERS.option_groups())
+MEMBER_GROUPS: tuple[type, ...] = (
+    *ADAPTERS.option_groups(),
+    *OBJECTIVES.option_groups(),
+    *OPTIMIZERS.option_groups(),
+)
 """What single members of a family read, plugins included."""
 RunOptions: type = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="Every option of a run, flat.")
 

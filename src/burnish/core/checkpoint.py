@@ -183,7 +183,7 @@ class Checkpoints:
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that is whole, and a sentence for each newer one that was passed over."""
-        skipped = []
+        skipped: list[str] = []
         for path in reversed(self.all()):
             wrong = faults(path)
             if not wrong:
@@ -258,7 +258,9 @@ def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = F
                 remedy="Restore the old value, use another output_dir, or set resume_despite_changes: true.",
             )
         )
-    return [f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now." for name, (old, new) in changed.items()]
+    return [
+        f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now." for name, (old, new) in changed.items()
+    ]
 
 
 @contextmanager
@@ -326,7 +328,9 @@ def _missing(folder: Path, name: str, stem: str) -> Problem:
 
 def _others(folder: Path) -> str:
     there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
-    return f"Whole checkpoints beside it: {', '.join(there)}." if there else "Start anew with overwrite_output_dir: true."
+    return (
+        f"Whole checkpoints beside it: {', '.join(there)}." if there else "Start anew with overwrite_output_dir: true."
+    )
 
 
 def _short(value: Any) -> str:

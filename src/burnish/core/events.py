@@ -56,7 +56,10 @@ class FlowOptions:
         "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
     )
     eval_steps: float | None = option(
-        None, "Steps between two evaluations; below 1 a share of all steps; logging_steps if not given.", unit="steps", gt=0
+        None,
+        "Steps between two evaluations; below 1 a share of all steps; logging_steps if not given.",
+        unit="steps",
+        gt=0,
     )
     eval_delay: float = option(0, "No evaluation before this step (or epoch, by eval_strategy).", ge=0)
     eval_on_start: bool = option(False, "Evaluate once before the first step.")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
@@ -89,7 +90,14 @@ class Spec:
     @property
     def type_name(self) -> str:
         """How a person would call the type: "number", "true or false", "list"."""
-        words = {float: "a number", int: "a whole number", bool: "true or false", str: "text", list: "a list", dict: "a mapping"}
+        words = {
+            float: "a number",
+            int: "a whole number",
+            bool: "true or false",
+            str: "text",
+            list: "a list",
+            dict: "a mapping",
+        }
         names = [words.get(get_origin(m) or m) for m in _members(self.type) if m is not type(None)]
         return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
 
@@ -108,7 +116,11 @@ def specs(group: type) -> dict[str, Spec]:
     hints = get_type_hints(group)
     found = {}
     for f in dataclasses.fields(group):
-        default = f.default if f.default is not MISSING else (f.default_factory() if f.default_factory is not MISSING else None)
+        default = (
+            f.default
+            if f.default is not MISSING
+            else (f.default_factory() if f.default_factory is not MISSING else None)
+        )
         meta = f.metadata
         found[f.name] = Spec(
             name=f.name,
@@ -140,7 +152,9 @@ def union(name: str, *groups: type, doc: str = "") -> type:
                     "one component must own it."
                 )
             owner[field_name] = group
-    made = type(name, tuple(reversed(groups)), {"__doc__": doc or f"Options of {', '.join(g.__name__ for g in groups)}."})
+    made = type(
+        name, tuple(reversed(groups)), {"__doc__": doc or f"Options of {', '.join(g.__name__ for g in groups)}."}
+    )
     return dataclass(made)
 
 
@@ -164,7 +178,11 @@ def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
             continue
         if name in first_place:
             other, place = first_place[name]
-            problems.append(Problem(f'"{key}" and "{other}" are two names of one option; give one of them.', where=item.where or place))
+            problems.append(
+                Problem(
+                    f'"{key}" and "{other}" are two names of one option; give one of them.', where=item.where or place
+                )
+            )
             continue
         first_place[name] = (key, item.where)
         try:
@@ -186,7 +204,9 @@ def convert(spec: Spec, raw: Any) -> Any:
         for item in value if isinstance(value, list) else [value]:
             if item not in choices and not (isinstance(item, str) and _open_text(spec)):
                 listed = ", ".join(str(c) for c in choices)
-                raise ValueError(f'must be one of {listed}. Received: "{item}".{did_you_mean(str(item), map(str, choices))}')
+                raise ValueError(
+                    f'must be one of {listed}. Received: "{item}".{did_you_mean(str(item), map(str, choices))}'
+                )
     if isinstance(value, int | float) and not isinstance(value, bool):
         _check_bounds(spec, value)
     return value
@@ -195,7 +215,7 @@ def convert(spec: Spec, raw: Any) -> Any:
 def check(options: Any) -> list[Problem]:
     """Hold every value of an instance against its declaration; for objects made in Python rather than parsed."""
     problems = []
-    for spec in specs(type(options)).values():
+    for spec in specs(options.__class__).values():
         value = getattr(options, spec.name)
         if value == spec.default or not isinstance(value, str | int | float | list | dict):
             continue
@@ -208,7 +228,7 @@ def check(options: Any) -> list[Problem]:
 
 def changed(options: Any) -> dict[str, Any]:
     """The options that are not at their default."""
-    return {n: getattr(options, n) for n, s in specs(type(options)).items() if getattr(options, n) != s.default}
+    return {n: getattr(options, n) for n, s in specs(options.__class__).items() if getattr(options, n) != s.default}
 
 
 def _open_text(spec: Spec) -> bool:
@@ -217,13 +237,19 @@ def _open_text(spec: Spec) -> bool:
 
 
 def _check_bounds(spec: Spec, value: float) -> None:
-    tests = {"ge": (lambda a, b: a >= b, "at least"), "gt": (lambda a, b: a > b, "greater than"),
-             "le": (lambda a, b: a <= b, "at most"), "lt": (lambda a, b: a < b, "less than")}  # fmt: skip
-    broken = [k for k, bound in spec.bounds.items() if bound is not None and not tests[k][0](value, bound)]
-    if broken:
-        limits = " and ".join(f"{tests[k][1]} {bound}" for k, bound in spec.bounds.items() if bound is not None)
+    limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
+    if not all(holds(value, bound) for (holds, _), bound in limits):
+        words = " and ".join(f"{word} {bound}" for (_, word), bound in limits)
         unit = f" {spec.unit}" if spec.unit else ""
-        raise ValueError(f"must be {limits}{unit}. Received: {value}.")
+        raise ValueError(f"must be {words}{unit}. Received: {value}.")
+
+
+_BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "greater than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
 
 
 def _to_type(spec: Spec, raw: Any) -> Any:

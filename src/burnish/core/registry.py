@@ -63,14 +63,17 @@ class Registry(Generic[T]):
             known = sorted(self._members)
             raise UserError(
                 Problem(
-                    f'There is no {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Known: {', '.join(known)}."
+                    f'There is no {self.family} "{name}".{did_you_mean(name, known)}',
+                    remedy=f"Known: {', '.join(known)}.",
                 )
             )
         return self._members[name]
 
     def choose(self, name: str, options: Any) -> Member[T]:
         """The member that ``options`` ask for: one whose ``when`` is true, else the one called ``name``."""
-        return next((member for member in self if member.when is not None and member.when(options)), None) or self.get(name)
+        return next((member for member in self if member.when is not None and member.when(options)), None) or self.get(
+            name
+        )
 
     def __getitem__(self, name: str) -> T:
         return self.get(name).value

@@ -16,7 +16,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    pass
 
 
 @dataclass
@@ -35,7 +35,7 @@ class StepOptions:
 class CurveOptions:
     """How the learning rate moves."""
 
-    lr_scheduler_type: str = option("linear", "The curve of the learning rate.", choices=lambda: CURVES)
+    lr_scheduler_type: str = option("linear", "The curve of the learning rate.", choices=lambda: curve_names())
     lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Arguments of that curve, such as num_cycles or min_lr.")
     warmup_steps: float = option(0, "Steps of linear warm-up; below 1 a share of all steps.", unit="steps", ge=0)
     warmup_ratio: float = option(0.0, "Share of all steps to warm up over; warmup_steps wins.", ge=0, le=1)
@@ -75,7 +75,9 @@ def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1) -> S
             )
         )
     if options.max_steps > 0:
-        return StepPlan(rows, rows_per_step, steps_per_epoch, options.max_steps, math.ceil(options.max_steps / steps_per_epoch))
+        return StepPlan(
+            rows, rows_per_step, steps_per_epoch, options.max_steps, math.ceil(options.max_steps / steps_per_epoch)
+        )
     max_steps = math.ceil(options.num_train_epochs * steps_per_epoch)
     return StepPlan(rows, rows_per_step, steps_per_epoch, max_steps, math.ceil(options.num_train_epochs))
 
@@ -148,8 +150,8 @@ def _polynomial(step: int, warmup: int, total: int, lr_init: float, lr_end: floa
         return step / max(1, warmup)
     if step > total:
         return lr_end / lr_init
-    left = 1 - (step - warmup) / (total - warmup)
-    return ((lr_init - lr_end) * left**power + lr_end) / lr_init
+    left: float = (1 - (step - warmup) / (total - warmup)) ** power
+    return ((lr_init - lr_end) * left + lr_end) / lr_init
 
 
 def _inverse_sqrt(step: int, warmup: int, total: int, timescale: int | None = None) -> float:
@@ -209,7 +211,10 @@ _FACTORS: dict[str, Callable[..., float]] = {
     "warmup_stable_decay": _warmup_stable_decay,
 }
 FOLLOWS_METRIC = ("reduce_lr_on_plateau", "greedy")
-CURVES = (*_FACTORS, *FOLLOWS_METRIC)
+
+
+def curve_names() -> list[str]:
+    return [*_FACTORS, *FOLLOWS_METRIC]
 
 
 def lr_factor(options: CurveOptions, max_steps: int, learning_rate: float) -> Callable[[int], float]:

@@ -29,7 +29,7 @@ class TrainerState:
     num_train_epochs: int = 0
     num_input_tokens_seen: int = 0
     total_flos: float = 0
-    log_history: list[dict[str, float]] = None  # type: ignore[assignment]
+    log_history: list[dict[str, Any]] | Any = None
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None

@@ -135,9 +135,7 @@ class RowStream:
     def order(self, epoch: int) -> list[int]:
         """The items of an epoch in the order of their use; the same on every rank."""
         per_step = self.cut.batch_size * self.cut.accumulation
-        return order_of(
-            len(self.items), self.seed, epoch, self.options.train_sampling_strategy, self.lengths, per_step
-        )
+        return order_of(len(self.items), self.seed, epoch, self.options.train_sampling_strategy, self.lengths, per_step)
 
     def advance(self, group: Group) -> None:
         self.load_state_dict(group.cursor)

@@ -1,0 +1,198 @@
+"""Encoded rows in flat arrays: in memory, or in a folder from which they are mapped.
+
+In: rows, one at a time. Out: ``Rows``, a sequence that gives them back as plain lists; a million rows take the memory
+of their lengths. A folder holds two files per column (values end to end, where each row's end), and a manifest, written
+last, with the sizes of the files and whatever the writer wants to know again.
+
+Refuses a folder whose files are not those of its manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, overload
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import Row
+
+MANIFEST = "rows.json"
+LAYOUT = 1
+"""Of the files in a folder; another number is another layout."""
+
+_KINDS = {int: "i", bool: "i", float: "d"}  # of array.array: token ids fit into 32 bits, weights keep all of theirs
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of all rows: ``values`` end to end, ``ends[i]`` where row i's end. A row without values has none."""
+
+    values: Any
+    ends: Any
+    is_scalar: bool = False
+
+    def of(self, index: int) -> Any:
+        start, end = self.ends[index - 1] if index else 0, self.ends[index]
+        if start == end:
+            return None
+        return self.values[start].item() if self.is_scalar else self.values[start:end].tolist()
+
+
+class Rows(Sequence[Row]):
+    """Encoded rows. ``rows[i]`` gives plain lists; the lengths are known without reading a token.
+
+    Args:
+        columns: name -> values.
+        origins: the index of the example that each row was made from; examples without a row are missing here.
+        folder: where the values are mapped from, None in memory.
+    """
+
+    def __init__(self, columns: Mapping[str, Column], origins: Any, folder: Path | None = None) -> None:
+        self._columns = dict(columns)
+        self.origins = origins
+        self.folder = folder
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each row."""
+        import numpy
+
+        lengths = array("q")
+        if "input_ids" in self._columns:
+            lengths.frombytes(numpy.diff(self._columns["input_ids"].ends, prepend=0).astype("q").tobytes())
+        return lengths
+
+    def __len__(self) -> int:
+        return len(self.origins)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self._row(at) for at in range(*index.indices(len(self)))]
+        return self._row(range(len(self))[index])
+
+    def _row(self, index: int) -> Row:
+        found = {name: column.of(index) for name, column in self._columns.items()}
+        return {name: value for name, value in found.items() if value is not None}  # type: ignore[return-value]
+
+    def __reduce__(self) -> Any:
+        """Another process maps the same files; what is in memory goes along."""
+        return (Rows, (self._columns, self.origins)) if self.folder is None else (open_rows, (self.folder,))
+
+
+def open_rows(folder: Path) -> Rows:
+    """The rows of a folder. Raises UserError where it is not whole."""
+    manifest = read_manifest(folder)
+    columns = {
+        name: Column(_mapped(folder / f"{name}.values", kind), _mapped(folder / f"{name}.ends", "q"), is_scalar)
+        for name, (kind, is_scalar) in manifest["columns"].items()
+    }
+    return Rows(columns, _mapped(folder / "origins", "q"), folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder, its files held against it. Raises UserError where they are not whole."""
+    remedy = "Remove the folder, and the rows are encoded again."
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            Problem(f"the encoded rows have no whole {MANIFEST}: {error}.", str(folder), remedy=remedy)
+        ) from None
+    if manifest.get("layout") != LAYOUT:
+        raise UserError(Problem("another version of burnish wrote the encoded rows.", str(folder), remedy=remedy))
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    for name, size in manifest["files"].items():
+        if sizes.get(name) != size:
+            what = f'"{name}" of the encoded rows is not whole: expected {size} bytes. Received: {sizes.get(name, 0)}.'
+            raise UserError(Problem(what, str(folder), remedy=remedy))
+    return manifest
+
+
+class RowWriter:
+    """Takes rows, and lays their values end to end: in files of ``folder``, or in memory where that is None."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._columns: dict[str, _Growing] = {}
+        self._origins = array("q")
+
+    def add(self, origin: int, row: Row) -> None:
+        """Args: origin: the index of the example that the row was made from."""
+        for name, values in row.items():
+            if name not in self._columns and values != []:
+                self._columns[name] = self._column(name, values)
+            if values != []:
+                self._columns[name].add(values)
+        for column in self._columns.values():
+            column.ends.append(column.end)
+        self._origins.append(origin)
+
+    def in_memory(self) -> Rows:
+        """The rows added so far, which lie in memory."""
+        columns = {
+            name: Column(_view(column.sink.getbuffer(), column.kind), _view(column.ends, "q"), column.is_scalar)
+            for name, column in self._columns.items()
+            if isinstance(column.sink, BytesIO)
+        }
+        return Rows(columns, _view(self._origins, "q"))
+
+    def close(self, **known: Any) -> None:
+        """Finish the folder. ``known`` is written into its manifest."""
+        assert self.folder is not None
+        for name, column in self._columns.items():
+            column.sink.close()
+            (self.folder / f"{name}.ends").write_bytes(column.ends.tobytes())
+        (self.folder / "origins").write_bytes(self._origins.tobytes())
+        manifest = {
+            "layout": LAYOUT,
+            "rows": len(self._origins),
+            "columns": {name: (column.kind, column.is_scalar) for name, column in self._columns.items()},
+            "files": {file.name: file.stat().st_size for file in sorted(self.folder.iterdir())},
+            **known,
+        }
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+    def _column(self, name: str, values: Any) -> _Growing:
+        is_scalar = not isinstance(values, Sequence)
+        kind = _KINDS[type(values if is_scalar else values[0])]
+        sink = BytesIO() if self.folder is None else (self.folder / f"{name}.values").open("wb")
+        return _Growing(sink, kind, is_scalar, len(self._origins))
+
+
+class _Growing:
+    """One column while rows are added; the rows before it came up have nothing in it."""
+
+    def __init__(self, sink: IO[bytes], kind: str, is_scalar: bool, num_rows: int) -> None:
+        self.sink, self.kind, self.is_scalar = sink, kind, is_scalar
+        self.ends = array("q", [0]) * num_rows
+        self.end = 0
+
+    def add(self, values: Any) -> None:
+        flat = array(self.kind, [values] if self.is_scalar else values)
+        self.sink.write(flat.tobytes())
+        self.end += len(flat)
+
+
+def _view(buffer: Any, kind: str) -> Any:
+    import numpy
+
+    return numpy.frombuffer(buffer, dtype=numpy.dtype(kind))
+
+
+def _mapped(path: Path, kind: str) -> Any:
+    """The numbers of a file, read when they are asked for."""
+    import numpy
+
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return numpy.empty(0, dtype=kind)
+    # As a plain array over the mapping: a slice of numpy's memmap class costs several times as much.
+    return numpy.asarray(numpy.memmap(path, dtype=numpy.dtype(kind), mode="r"))

@@ -1,0 +1,60 @@
+"""What the documentation says is true: the names are there, the commands are known."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+_DOTTED = re.compile(r"`(burnish(?:\.\w+)+)`")
+
+
+def resolve(name):
+    """The object of a dotted name: a module, or an attribute of one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_on_a_page_is_a_real_one(page):
+    for name in _DOTTED.findall(page.read_text(encoding="utf-8")):
+        assert resolve(name) is not None
+
+
+def test_the_walk_from_file_to_weights_names_each_of_its_stations():
+    names = _DOTTED.findall((ROOT / "docs" / "from-file-to-weights.md").read_text(encoding="utf-8"))
+    assert len(set(names)) > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_command_in_the_readme_is_known():
+    from burnish.cli import COMMANDS
+
+    for command in re.findall(r"^burnish (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+        assert command in COMMANDS
+
+
+def test_the_options_in_the_readme_are_options():
+    import yaml
+
+    from burnish.app.config import read_arguments
+    from burnish.app.plan import aliases, plan
+
+    block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    given, _ = read_arguments([f"{k}={v}" for k, v in yaml.safe_load(block).items()], aliases())
+    assert plan(given).options.finetuning_type == "lora"
