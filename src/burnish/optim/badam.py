@@ -38,12 +38,16 @@ class BadamOptions:
     """Block-wise AdamW."""
 
     use_badam: bool = option(False, "Train block after block with AdamW, in the memory of one block.")
-    badam_mode: str = option("layer", "What is active: one layer, or a share of every tensor.", choices=("layer", "ratio"))
+    badam_mode: str = option(
+        "layer", "What is active: one layer, or a share of every tensor.", choices=("layer", "ratio")
+    )
     badam_start_block: int | None = option(None, "Index of the first block; by the switch mode if not given.", ge=0)
     badam_switch_mode: str = option(
         "ascending", "Which block comes next.", choices=("ascending", "descending", "random", "fixed")
     )
-    badam_switch_interval: int = option(50, "Updates of a block before the next; -1 never switches.", unit="steps", ge=-1)
+    badam_switch_interval: int = option(
+        50, "Updates of a block before the next; -1 never switches.", unit="steps", ge=-1
+    )
     badam_update_ratio: float = option(0.05, "Share of the entries that ratio mode moves.", gt=0, le=1)
     badam_mask_mode: str = option(
         "adjacent", "Entries that ratio mode moves: side by side, or scattered.", choices=("adjacent", "scatter")
@@ -58,7 +62,8 @@ def check_badam(options: Any) -> list[Problem]:
     if options.finetuning_type != "full":
         problems.append(
             Problem(
-                f'use_badam trains the whole model, block by block. Received: finetuning_type "{options.finetuning_type}".',
+                "use_badam trains the whole model, block by block. "
+                f'Received: finetuning_type "{options.finetuning_type}".',
                 remedy="Set finetuning_type: full.",
             )
         )
@@ -153,7 +158,9 @@ class _LayerAdam(_BlockAdam):
         if not self.blocks:
             raise UserError("BAdam found no layers: no parameter lies in a numbered block such as model.layers.0.")
         if start is not None and start >= len(self.blocks):
-            raise UserError(f'"badam_start_block" must be below {len(self.blocks)}, the number of layers. Received: {start}.')
+            raise UserError(
+                f'"badam_start_block" must be below {len(self.blocks)}, the number of layers. Received: {start}.'
+            )
         self._activate()
 
     @property
@@ -218,7 +225,9 @@ class _RatioAdam(_BlockAdam):
 
     def __init__(self, groups: Groups, options: Any) -> None:
         super().__init__(groups, options)
-        in_layers = {name for names in blocks_of([n for g in groups for n in g["param_names"]]).values() for name in names}
+        in_layers = {
+            name for names in blocks_of([n for g in groups for n in g["param_names"]]).values() for name in names
+        }
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 parameter.requires_grad_(name in in_layers)
@@ -226,7 +235,9 @@ class _RatioAdam(_BlockAdam):
 
     def _activate(self) -> None:
         generator = torch.Generator().manual_seed(self.options.seed + self.round)
-        self._parts: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, entries (K,), their float32 values (K,)
+        self._parts: list[
+            tuple[nn.Parameter, Tensor, Tensor]
+        ] = []  # parameter, entries (K,), their float32 values (K,)
         per_group = []
         for group in self.param_groups:
             moved = []
@@ -263,4 +274,6 @@ def blocks_of(names: Sequence[str]) -> dict[str, set[str]]:
         match = _IN_A_LAYER.match(name)
         if match:
             blocks.setdefault(match[1], set()).add(name)
-    return dict(sorted(blocks.items(), key=lambda item: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", item[0])]))
+    return dict(
+        sorted(blocks.items(), key=lambda item: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", item[0])])
+    )

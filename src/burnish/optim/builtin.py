@@ -1,14 +1,18 @@
 """Optimizers by name, the parameter groups they get, and the schedule that moves their learning rate.
 
 ``optim: adamw_torch`` and its kin are transformers' names. A member of the family is a function
-``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay set.
+``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay,
+and with ``lr`` where a learning rate is not the run's. What its ``state_dict`` holds is tensors and plain data, so that
+a checkpoint can hold it (core/snapshot.py). Traits of a member: ``library``, what it cannot do without; ``refused``,
+why a name that others know is not here, and what to use instead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
@@ -16,13 +20,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from burnish.core.errors import Problem, UserError
-from burnish.core.options import option
+from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.options import option, raise_if
 from burnish.core.registry import Registry
 from burnish.core.schedule import CurveOptions, lr_factor
 
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[[Groups, Any], Optimizer]] = Registry("optimizer")
+EXTRA = "optimizers"
+"""What to install for an optimizer that comes from a library: ``pip install "burnish[optimizers]"``."""
 
 
 @dataclass
@@ -38,13 +44,40 @@ class OptimOptions:
     adam_epsilon: float = option(1e-8, "Adam's guard against division by zero.", ge=0)
 
 
-def create_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, options: Any) -> Optimizer:
+def check_optimizer(options: Any) -> list[Problem]:
+    """Whether the optimizer can be had; asked before a model is read."""
+    if options.optim not in OPTIMIZERS:
+        return []  # said already, with the nearest name
+    member = OPTIMIZERS.choose(options.optim, options)
+    refused = member.traits.get("refused")
+    if refused:
+        return [Problem(f'optim "{options.optim}" is not part of burnish: {refused[0]}.', remedy=refused[1])]
+    return missing_library(member.name)
+
+
+def missing_library(name: str) -> list[Problem]:
+    """A problem where the library of the optimizer ``name`` is not installed."""
+    library = OPTIMIZERS.get(name).traits.get("library")
+    if library is None or find_spec(library) is not None:
+        return []
+    return list(MissingExtraError(library, f'optim "{name}"', EXTRA).problems)
+
+
+def create_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, options: Any,
+    learning_rates: Mapping[str, float] | None = None,
+) -> Optimizer:  # fmt: skip
     """The optimizer of the run over the parameters that train.
 
+    Args:
+        learning_rates: parameter name -> its own learning rate (LoRA+); the others learn at ``learning_rate``.
     Raises:
-        UserError: for an unknown name or arguments that the optimizer does not take.
+        UserError: for an unknown name, a library that is missing, or arguments that the optimizer does not take.
     """
+    raise_if(check_optimizer(options))
     groups = parameter_groups(named_parameters, model, options.weight_decay)
+    if learning_rates:
+        groups = split_by_rate(groups, learning_rates)
     member = OPTIMIZERS.choose(options.optim, options)
     try:
         return member.value(groups, options)
@@ -77,6 +110,19 @@ def parameter_groups(
     ]
 
 
+def split_by_rate(groups: Groups, learning_rates: Mapping[str, float]) -> Groups:
+    """``groups`` cut so that each has one learning rate: those at the run's own first, then the others, with ``lr``."""
+    found: Groups = []
+    for group in groups:
+        by_rate: dict[float | None, dict[str, nn.Parameter]] = {}
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            by_rate.setdefault(learning_rates.get(name), {})[name] = parameter
+        for rate, part in by_rate.items():
+            own = {} if rate is None else {"lr": rate}
+            found.append({**group, "params": list(part.values()), "param_names": list(part), **own})
+    return sorted(found, key=lambda group: "lr" in group)
+
+
 def arguments_of(options: Any) -> dict[str, Any]:
     """``optim_args`` as a dict: ``"momentum=0.9, nesterov=true"`` -> ``{"momentum": 0.9, "nesterov": True}``."""
     found: dict[str, Any] = {}
@@ -98,7 +144,8 @@ def _literal(text: str) -> Any:
     return text
 
 
-def _adam(options: Any) -> dict[str, Any]:
+def adam_arguments(options: Any) -> dict[str, Any]:
+    """What AdamW and its kin are made with; ``optim_args`` has the last word."""
     return {
         "lr": options.learning_rate,
         "betas": (options.adam_beta1, options.adam_beta2),
@@ -110,13 +157,13 @@ def _adam(options: Any) -> dict[str, Any]:
 @OPTIMIZERS.register("adamw_torch_fused")
 def adamw_fused(groups: Groups, options: Any) -> Optimizer:
     """AdamW, all parameters in one kernel."""
-    return torch.optim.AdamW(groups, fused=True, **_adam(options))
+    return torch.optim.AdamW(groups, fused=True, **adam_arguments(options))
 
 
 @OPTIMIZERS.register("adamw_torch")
 def adamw(groups: Groups, options: Any) -> Optimizer:
     """AdamW, one tensor operation at a time."""
-    return torch.optim.AdamW(groups, **_adam(options))
+    return torch.optim.AdamW(groups, **adam_arguments(options))
 
 
 @OPTIMIZERS.register("sgd")

@@ -1,0 +1,23 @@
+"""Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235): second moments as one row and one column.
+
+transformers' implementation at the learning rate of the run: no steps relative to the age of the run, none scaled by
+the size of the weights, as its own Trainer sets it. ``optim_args`` sets ``beta1``, ``clip_threshold``, ``decay_rate``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of
+
+
+@OPTIMIZERS.register("adafactor")
+def adafactor(groups: Groups, options: Any) -> Optimizer:
+    """Adafactor at a given learning rate."""
+    from transformers.optimization import Adafactor
+
+    arguments = {"scale_parameter": False, "relative_step": False, **arguments_of(options)}
+    made: Optimizer = Adafactor(groups, lr=options.learning_rate, **arguments)
+    return made

@@ -1,0 +1,70 @@
+"""Optimizers of the bitsandbytes library: moments in 8 bits (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861),
+paged to main memory where a GPU has too little, and Lion, RMSprop and AdEMAMix in 8 and 32 bits.
+
+Tensors below 4096 elements keep moments in 32 bits, by the library's own rule. On a CPU nothing is paged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, arguments_of
+
+LIBRARY = "bitsandbytes"
+
+
+def _adam(options: Any) -> dict[str, Any]:
+    return {name: value for name, value in adam_arguments(options).items() if name != "lr"}
+
+
+def _lion(options: Any) -> dict[str, Any]:
+    return {"betas": (options.adam_beta1, options.adam_beta2), **arguments_of(options)}
+
+
+def _ademamix(options: Any) -> dict[str, Any]:
+    """Adam's arguments, a third beta and ``alpha`` (Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137)."""
+    given = arguments_of(options)
+    betas = (
+        given.pop("beta1", options.adam_beta1),
+        given.pop("beta2", options.adam_beta2),
+        given.pop("beta3", 0.9999),
+    )
+    return {"betas": betas, "eps": options.adam_epsilon, **given}
+
+
+def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary: str, **fixed: Any) -> Any:
+    """The function that makes one of the library's optimizers."""
+
+    def make(groups: Groups, options: Any) -> Optimizer:
+        import bitsandbytes.optim
+
+        kind = getattr(bitsandbytes.optim, class_name)
+        made: Optimizer = kind(groups, lr=options.learning_rate, **fixed, **arguments(options))
+        return made
+
+    make.__doc__ = summary
+    return make
+
+
+def _register() -> None:
+    """transformers' names: what is in them says how many bits, and whether paged."""
+    families: list[tuple[str, Callable[[Any], dict[str, Any]], str, tuple[str, ...]]] = [
+        ("AdamW", _adam, "AdamW",
+         ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")),
+        ("Lion", _lion, "Lion", ("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit")),
+        ("AdEMAMix", _ademamix, "AdEMAMix",
+         ("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit")),
+        ("RMSprop", arguments_of, "RMSprop", ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")),
+    ]  # fmt: skip
+    for class_name, arguments, title, names in families:
+        for name in names:
+            bits, is_paged = (8 if "8bit" in name else 32), name.startswith("paged_")
+            fixed = {"optim_bits": bits} | ({"is_paged": True} if is_paged else {})
+            summary = f"{title}, moments in {bits} bits{', paged to main memory' if is_paged else ''} (bitsandbytes)."
+            OPTIMIZERS.register(name, library=LIBRARY)(_member(class_name, arguments, summary, **fixed))
+
+
+_register()

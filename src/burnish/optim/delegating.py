@@ -1,0 +1,57 @@
+"""An optimizer that hands its step to others: what the families share that are made of more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from burnish.optim.builtin import Groups
+
+
+class Delegating(Optimizer):
+    """Groups of its own, which the schedule moves and the loop clips; their parameters are moved by ``inner``.
+
+    The groups of ``inner``, in order, are those of this optimizer: their learning rates follow.
+    """
+
+    def __init__(self, groups: Groups, learning_rate: float, inner: Sequence[Optimizer] = ()) -> None:
+        super().__init__(groups, {"lr": learning_rate, "weight_decay": 0.0})
+        self.inner = list(inner)
+
+    def inner_groups(self) -> Groups:
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for own, followed in zip(self.inner_groups(), self.param_groups, strict=True):
+            _set_rate(own, followed["lr"])
+        for optimizer in self.inner:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
+            "inner": [optimizer.state_dict() for optimizer in self.inner],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update(saved)
+        for optimizer, saved in zip(self.inner, state["inner"], strict=True):
+            optimizer.load_state_dict(dict(saved))
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def copied(groups: Groups, keep: Sequence[str] = ("lr", "weight_decay")) -> Groups:
+    """Groups over the same parameters for an optimizer within; torch adds its settings to the dicts it is given."""
+    return [{"params": list(g["params"])} | {name: g[name] for name in keep if name in g} for g in groups]

@@ -1,0 +1,80 @@
+"""AdamW with moments in 8 or 4 bits, from the library torchao. Like bitsandbytes' but written in torch: it is compiled
+on first use, which takes seconds, and runs wherever torch.compile does.
+
+The library keeps its moments in tensors of a kind of its own, and its learning rate in a tensor. Both are undone at the
+door: a checkpoint holds the plain tensors a moment is made of, the schedule sees a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments
+from burnish.optim.delegating import Delegating, copied
+
+LIBRARY = "torchao"
+_KIND = "quantised as"
+
+
+@OPTIMIZERS.register("adamw_torch_8bit", library=LIBRARY)
+def adamw_8bit(groups: Groups, options: Any) -> Optimizer:
+    """AdamW, moments in 8 bits (torchao)."""
+    from torchao.optim import AdamW8bit
+
+    return _wrapped(AdamW8bit, groups, options)
+
+
+@OPTIMIZERS.register("adamw_torch_4bit", library=LIBRARY)
+def adamw_4bit(groups: Groups, options: Any) -> Optimizer:
+    """AdamW, moments in 4 bits (torchao)."""
+    from torchao.optim import AdamW4bit
+
+    return _wrapped(AdamW4bit, groups, options)
+
+
+def _wrapped(kind: Any, groups: Groups, options: Any) -> Optimizer:
+    made: Optimizer = kind(copied(groups), **adam_arguments(options))
+    made.register_state_dict_post_hook(_plain)
+    made.register_load_state_dict_pre_hook(_quantised)
+    return Delegating(groups, options.learning_rate, [made])
+
+
+def _plain(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": _each(_taken_apart, state["state"])}
+
+
+def _quantised(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": _each(_put_together, state["state"])}
+
+
+def _each(change: Callable[[Any], Any], moments: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """``change`` on every moment of every parameter."""
+    return {index: {name: change(value) for name, value in own.items()} for index, own in moments.items()}
+
+
+def _taken_apart(value: Any) -> Any:
+    """A tensor of the library's own kind as plain tensors and data; anything else as it is."""
+    if not isinstance(value, Tensor) or type(value) is Tensor:
+        return value
+    names, attributes = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    plain = [str(a) if isinstance(a, torch.dtype) else list(a) if isinstance(a, torch.Size) else a for a in attributes]
+    return {_KIND: type(value).__name__, "parts": {name: getattr(value, name) for name in names}, "attributes": plain}
+
+
+def _put_together(value: Any) -> Any:
+    if not isinstance(value, dict) or _KIND not in value:
+        return value
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    kind: Any = {"OptimState8bit": OptimState8bit, "OptimState4bit": OptimState4bit}[value[_KIND]]
+    attributes = [
+        getattr(torch, a.removeprefix("torch.")) if isinstance(a, str) else torch.Size(a) if isinstance(a, list) else a
+        for a in value["attributes"]
+    ]
+    return kind.__tensor_unflatten__(value["parts"], attributes)

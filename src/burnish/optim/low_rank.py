@@ -1,0 +1,354 @@
+"""GaLore and APOLLO: full training with moments of low rank.
+
+The gradient of a matrix is projected onto a few directions, and AdamW (for GaLore also Adafactor, or AdamW in 8 bits)
+keeps its moments of that small matrix only:
+
+    R = Pᵀ G  or  R = G Qᵀ,    r rows or columns        (the directions change every ``update_interval`` updates)
+    GaLore   W -= lr * scale * (N projected back)       Zhao et al. 2024, algorithm 2, https://arxiv.org/abs/2403.03507
+    APOLLO   W -= lr * sqrt(scale) * s G,  s = ‖N‖/‖R‖  Zhu et al. 2024, algorithm 1, https://arxiv.org/abs/2412.05270
+
+where N is the step that the optimizer within would take for R. It is had by letting that optimizer move a small matrix
+of zeros with the gradient R at a learning rate of 1: any optimizer whose step follows from gradients alone will do.
+
+In:  the groups of the run. Projected are the matrices in numbered layers (``all``), or those whose name holds one of
+     the targets. Out: an optimizer whose state (directions, moments, counter) a checkpoint holds.
+Refuses: updating layer by layer inside the backward pass, targets that name no matrix.
+"""
+
+# m, n the sides of a weight, r rank; G (m, n) gradient, P (m, r), Q (r, n), R (r, n), (m, r) or (r, r)
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.options import option
+from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, missing_library
+from burnish.optim.delegating import Delegating, copied
+
+WITHIN = {
+    "adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adafactor": "adafactor",
+    "adamw_bnb_8bit": "adamw_bnb_8bit", "adamw_8bit": "adamw_bnb_8bit",
+    "galore_adamw": "adamw_torch", "galore_adafactor": "adafactor", "galore_adamw_8bit": "adamw_bnb_8bit",
+    "apollo_adamw": "adamw_torch",
+}  # fmt: skip
+"""``optim`` -> the optimizer that moves the small matrices."""
+GROWTH_LIMIT = 1.01  # Fira, Chen et al. 2024, section 3.3, https://arxiv.org/abs/2410.01623
+_IN_A_LAYER = re.compile(r"\.\d+\.")
+
+
+@dataclass
+class LowRankOptions:
+    """GaLore and APOLLO: moments of low rank."""
+
+    use_galore: bool = option(False, "Project gradients to low rank (GaLore); optim says what moves them there.")
+    galore_target: list[str] = option(["all"], "Names of layers that GaLore projects; all for every linear one.")
+    galore_rank: int | None = option(None, "Rank of GaLore; 16 if not given, 128 under optim: galore_*.", ge=1)
+    galore_update_interval: int = option(200, "Updates between new directions for GaLore.", ge=1, unit="steps")
+    galore_scale: float | None = option(
+        None, "What GaLore's step is multiplied by; 2 if not given, 0.25 under optim: galore_*.", gt=0
+    )
+    galore_proj_type: str = option(
+        "std", "Side that GaLore projects: the shorter (std), the longer, right, left, or both.",
+        choices=("std", "reverse_std", "right", "left", "full"),
+    )  # fmt: skip
+    galore_layerwise: bool = option(False, "Move each layer inside the backward pass; refused: clipping is lost.")
+    use_apollo: bool = option(False, "Scale gradients as AdamW of low rank would (APOLLO).")
+    apollo_target: list[str] = option(["all"], "Names of layers that APOLLO scales; all for every linear one.")
+    apollo_rank: int | None = option(None, "Rank of APOLLO; 16 if not given, 128 under optim: apollo_adamw.", ge=1)
+    apollo_update_interval: int = option(200, "Updates between new directions for APOLLO.", ge=1, unit="steps")
+    apollo_scale: float | None = option(
+        None, "APOLLO's step is multiplied by its root; 32 if not given, 1 under optim: apollo_adamw.", gt=0
+    )
+    apollo_proj: str = option("random", "Directions: random, or the gradient's own.", choices=("svd", "random"))
+    apollo_proj_type: str = option("std", "Side that APOLLO projects.", choices=("std", "right", "left"))
+    apollo_scale_type: str = option("channel", "One scale per channel, or per matrix.", choices=("channel", "tensor"))
+    apollo_scale_front: bool = option(False, "Multiply by the root of apollo_scale before a step's growth is limited.")
+    apollo_layerwise: bool = option(False, "Move each layer inside the backward pass; refused: clipping is lost.")
+    optim_target_modules: str | list[str] | None = option(
+        None, "Layers of optim: galore_* and apollo_*: names, a regular expression, or all-linear."
+    )
+
+
+def check_low_rank(options: Any) -> list[Problem]:
+    problems = []
+    switches = [name for name in ("use_galore", "use_apollo", "use_badam") if getattr(options, name, False)]
+    if len(switches) > 1:
+        problems.append(Problem(f'"{switches[0]}" and "{switches[1]}" are two optimizers; set one of them.'))
+    layerwise = {"galore_layerwise": options.galore_layerwise, "apollo_layerwise": options.apollo_layerwise}
+    for name, is_set in layerwise.items():
+        if is_set:
+            problems.append(
+                Problem(
+                    f'"{name}" would move each weight inside the backward pass, before the gradient of the step is '
+                    "whole: it could not be clipped, added up over micro-batches, or left out where it is not finite.",
+                    remedy=f"Leave {name} out.",
+                )
+            )
+    if options.use_galore or options.use_apollo:
+        problems += _check_within(options)
+    return problems
+
+
+def _check_within(options: Any) -> list[Problem]:
+    """Whether ``optim`` can move the small matrices."""
+    switch = "use_galore" if options.use_galore else "use_apollo"
+    able = [name for name, within in WITHIN.items() if options.use_galore or within == "adamw_torch"]
+    if options.optim not in able:
+        return [Problem(f'"{switch}" works with optim {", ".join(able)}. Received: optim "{options.optim}".')]
+    return missing_library(WITHIN[options.optim])
+
+
+class Method(NamedTuple):
+    """One way of training in low rank, decided."""
+
+    targets: str | list[str]
+    rank: int
+    interval: int
+    scale: float
+    side: str  # std, reverse_std, right, left, full
+    directions: str  # svd, random
+    growth: str = ""  # "": GaLore; channel, tensor: what APOLLO takes one scale of
+    scale_front: bool = False
+
+
+@OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions,
+                     when=lambda options: getattr(options, "use_galore", False))  # fmt: skip
+def galore(groups: Groups, options: Any) -> Optimizer:
+    """GaLore: moments of the gradient's largest directions."""
+    return LowRank(groups, options, _galore_method(options))
+
+
+# A name of its own, because it alone needs a library.
+OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsandbytes")(galore)
+
+
+@OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, when=lambda options: getattr(options, "use_apollo", False))
+def apollo(groups: Groups, options: Any) -> Optimizer:
+    """APOLLO: the gradient, scaled as AdamW of low rank would scale it."""
+    return LowRank(groups, options, _apollo_method(options))
+
+
+def _galore_method(options: Any) -> Method:
+    """LLaMA-Factory's options, or under ``optim: galore_*`` transformers' ``optim_args`` and defaults."""
+    given, is_named = arguments_of(options), not options.use_galore
+    return Method(
+        targets=_targets(options.optim_target_modules, options.galore_target),
+        rank=given.get("rank", options.galore_rank or (128 if is_named else 16)),
+        interval=given.get("update_proj_gap", options.galore_update_interval),
+        scale=given.get("scale", options.galore_scale or (0.25 if is_named else 2.0)),
+        side=given.get("proj_type", options.galore_proj_type),
+        directions="svd",
+    )
+
+
+def _apollo_method(options: Any) -> Method:
+    given, is_named = arguments_of(options), not options.use_apollo
+    return Method(
+        targets=_targets(options.optim_target_modules, options.apollo_target),
+        rank=given.get("rank", options.apollo_rank or (128 if is_named else 16)),
+        interval=given.get("update_proj_gap", options.apollo_update_interval),
+        scale=given.get("scale", options.apollo_scale or (1.0 if is_named else 32.0)),
+        side=given.get("proj_type", options.apollo_proj_type),
+        directions=given.get("proj", options.apollo_proj),
+        growth=given.get("scale_type", options.apollo_scale_type),
+        scale_front=options.apollo_scale_front,
+    )
+
+
+def _targets(modules: str | list[str] | None, names: list[str]) -> str | list[str]:
+    return names if modules is None else modules
+
+
+class LowRank(Delegating):
+    """AdamW or its like on small matrices and on the parameters that have none.
+
+    ``inner`` holds, in order, the groups that are not projected with their own parameters, then the projected ones with
+    small matrices in place of theirs. It is made at the first step, when the model is where it stays.
+    """
+
+    def __init__(self, groups: Groups, options: Any, method: Method) -> None:
+        projected, plain = split_groups(groups, lambda name, parameter: is_target(name, parameter, method.targets))
+        if not projected:
+            raise UserError(
+                Problem(
+                    f"no matrix that trains has a name with {method.targets}, so there is nothing to project.",
+                    remedy='Set the target to "all" for the linear layers.',
+                )
+            )
+        super().__init__([*plain, *projected], options.learning_rate)
+        self.options, self.method = options, method
+        self.num_plain = len(plain)
+        self.updates = 0
+        self.small: list[Tensor] = []  # per projected parameter: zeros, with the projected gradient as theirs
+        self.sides: dict[int, list[Tensor | None]] = {}  # projected parameter -> P and Q, one of them or both
+        self.lengths: dict[int, Tensor] = {}  # APOLLO: projected parameter -> () length of its last step
+
+    def projected(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+        """Every projected parameter with its group."""
+        return [(p, group) for group in self.param_groups[self.num_plain :] for p in group["params"]]
+
+    def _make_inner(self) -> None:
+        plain = copied(self.param_groups[: self.num_plain])
+        self.small = [_zeros(p, self.method) for p, _ in self.projected()]
+        remaining = iter(self.small)
+        small: Groups = [
+            {"params": [next(remaining) for _ in group["params"]], "weight_decay": 0.0, "lr": 1.0}
+            for group in self.param_groups[self.num_plain :]
+        ]
+        within = OPTIMIZERS[WITHIN[self.options.optim]]
+        self.inner = [within([*plain, *small], _Within(self.options))]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if not self.inner:
+            self._make_inner()
+        self._project()
+        for own, followed in zip(self.inner_groups()[: self.num_plain], self.param_groups, strict=False):
+            own["lr"] = followed["lr"]
+        self.inner[0].step()
+        self.updates += 1
+        for index, (parameter, group) in enumerate(self.projected()):
+            if parameter.grad is not None:
+                step = self._galore_step(index) if not self.method.growth else self._apollo_step(index, parameter.grad)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(step.to(parameter.dtype), alpha=group["lr"])
+            self.small[index].zero_()
+            self.small[index].grad = None
+
+    def _project(self) -> None:
+        """Every small matrix gets its gradient R, along new directions where it is time for them."""
+        is_time = self.updates % self.method.interval == 0
+        for index, (parameter, _) in enumerate(self.projected()):
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad.float()
+            if is_time or index not in self.sides:
+                self.sides[index] = self._directions(gradient, index)
+            left, right = self.sides[index]
+            small = gradient if left is None else left.t() @ gradient
+            self.small[index].grad = small if right is None else small @ right.t()
+
+    def _directions(self, gradient: Tensor, index: int) -> list[Tensor | None]:
+        method = self.method
+        has_left, has_right = sides_of(gradient.shape, method.side)
+        if method.directions == "random":
+            # A function of the parameter and the time alone: every rank draws the same.
+            generator = torch.Generator().manual_seed(1_000_003 * index + self.updates // method.interval)
+            (m, n), rank = gradient.shape, min(method.rank, *gradient.shape)
+            left = torch.randn(m, rank, generator=generator).to(gradient.device) / math.sqrt(rank)
+            right = torch.randn(rank, n, generator=generator).to(gradient.device) / math.sqrt(rank)
+        else:
+            u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+            left, right = u[:, : method.rank].contiguous(), v[: method.rank].contiguous()
+        return [left if has_left else None, right if has_right else None]
+
+    def _galore_step(self, index: int) -> Tensor:
+        """(m, n) the small step along the directions it was found in."""
+        left, right = self.sides[index]
+        step = self.small[index] if left is None else left @ self.small[index]
+        return (step if right is None else step @ right) * self.method.scale
+
+    def _apollo_step(self, index: int, gradient: Tensor) -> Tensor:
+        """(m, n) the gradient times what AdamW makes of its channels, its growth limited.
+
+        The growth is that of the step without Adam's correction of its young moments, as in the authors' code.
+        """
+        method, small = self.method, self.small[index]
+        correction = self._young_moments()
+        along = None if method.growth == "tensor" else 1 if self.sides[index][0] is None else 0
+        assert small.grad is not None
+        norm, before = (torch.linalg.vector_norm(x, dim=along, keepdim=along is not None) for x in (small, small.grad))
+        step = gradient.float() * (norm / correction / (before + 1e-8))
+        root = math.sqrt(method.scale)
+        step = self._limited(index, step * root) if method.scale_front else self._limited(index, step) * root
+        return -correction * step
+
+    def _young_moments(self) -> float:
+        """Adam's correction of a step's length for moments that began at zero."""
+        beta1: float = self.options.adam_beta1
+        beta2: float = self.options.adam_beta2
+        return math.sqrt(1 - beta2**self.updates) / (1 - beta1**self.updates)
+
+    def _limited(self, index: int, step: Tensor) -> Tensor:
+        """``step``, at most 1.01 times as long as the one before."""
+        length = torch.linalg.vector_norm(step)
+        if index in self.lengths:
+            excess = (length / (self.lengths[index] + 1e-8)).clamp(min=GROWTH_LIMIT) / GROWTH_LIMIT
+            step, length = step / excess, length / excess
+        self.lengths[index] = length
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "updates": self.updates, "sides": self.sides, "lengths": self.lengths}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates = state["updates"]
+        if state["inner"]:
+            self._make_inner()
+        super().load_state_dict(state)
+        devices = [parameter.device for parameter, _ in self.projected()]
+        self.sides = {int(i): [_moved(side, devices[int(i)]) for side in pair] for i, pair in state["sides"].items()}
+        self.lengths = {int(i): length.to(devices[int(i)]) for i, length in state["lengths"].items()}
+
+
+class _Within:
+    """The options for the optimizer within: ``optim_args`` are the projection's, not its."""
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+        self.optim_args = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._options, name)
+
+
+def in_layers(name: str, parameter: nn.Parameter) -> bool:
+    """Whether this is a matrix inside a numbered layer: neither an embedding, nor the head, nor a norm."""
+    return parameter.ndim == 2 and _IN_A_LAYER.search(name) is not None
+
+
+def is_target(name: str, parameter: nn.Parameter, targets: str | list[str]) -> bool:
+    if targets in (["all"], "all", "all-linear", "all_linear", ["all-linear"]):
+        return in_layers(name, parameter)
+    if isinstance(targets, str):
+        return parameter.ndim == 2 and re.search(targets, name) is not None
+    return parameter.ndim == 2 and any(target in name for target in targets)
+
+
+def split_groups(groups: Groups, is_wanted: Callable[[str, nn.Parameter], bool]) -> tuple[Groups, Groups]:
+    """The groups cut in two by name and parameter: those wanted, and the rest; none of them empty."""
+    wanted: Groups = []
+    rest: Groups = []
+    for group in groups:
+        pairs = list(zip(group["param_names"], group["params"], strict=True))
+        for target, answer in ((wanted, True), (rest, False)):
+            part = [pair for pair in pairs if is_wanted(*pair) is answer]
+            if part:
+                target.append({**group, "params": [p for _, p in part], "param_names": [n for n, _ in part]})
+    return wanted, rest
+
+
+def sides_of(shape: torch.Size, side: str) -> tuple[bool, bool]:
+    """Whether P, and whether Q, projects a matrix of that shape."""
+    is_tall = shape[0] >= shape[1]
+    left = {"std": not is_tall, "reverse_std": is_tall, "left": True, "right": False, "full": True}[side]
+    return left, side == "full" or not left
+
+
+def _zeros(parameter: nn.Parameter, method: Method) -> Tensor:
+    (m, n), (left, right) = parameter.shape, sides_of(parameter.shape, method.side)
+    rank = min(method.rank, m, n)
+    return torch.zeros(rank if left else m, rank if right else n, device=parameter.device)
+
+
+def _moved(side: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if side is None else side.to(device)

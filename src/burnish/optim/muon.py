@@ -1,0 +1,48 @@
+"""Muon: momentum whose directions are made equally long (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+For the matrices inside the layers; embeddings, the head, norms and biases are AdamW's, as the method asks for. The step
+is scaled so that it is as long as AdamW's (Liu et al. 2025, section 2.2, https://arxiv.org/abs/2502.16982): learning
+rates found for AdamW can stay. torch's implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from burnish.core.errors import Problem
+from burnish.core.options import option
+from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of
+from burnish.optim.delegating import Delegating, copied
+from burnish.optim.low_rank import in_layers, split_groups
+
+
+@dataclass
+class MuonOptions:
+    """Muon."""
+
+    use_muon: bool = option(False, "Move the matrices of the layers with Muon, the rest with AdamW.")
+
+
+def check_muon(options: Any) -> list[Problem]:
+    others = [name for name in ("use_badam", "use_galore", "use_apollo") if getattr(options, name, False)]
+    if not options.use_muon or not others:
+        return []
+    return [Problem(f'"use_muon" and "{others[0]}" are two optimizers; set one of them.')]
+
+
+@OPTIMIZERS.register("muon", options=MuonOptions, when=lambda options: getattr(options, "use_muon", False))
+def muon(groups: Groups, options: Any) -> Optimizer:
+    """Muon on the matrices of the layers, AdamW on the rest."""
+    matrices, rest = split_groups(groups, in_layers)
+    moved: list[Optimizer] = []
+    if matrices:
+        arguments = {"adjust_lr_fn": "match_rms_adamw", **arguments_of(options)}
+        moved.append(torch.optim.Muon(copied(matrices), lr=options.learning_rate, **arguments))
+    if rest:
+        betas = (options.adam_beta1, options.adam_beta2)
+        moved.append(torch.optim.AdamW(copied(rest), lr=options.learning_rate, betas=betas, eps=options.adam_epsilon))
+    return Delegating([*matrices, *rest], options.learning_rate, moved)

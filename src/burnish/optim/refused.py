@@ -1,0 +1,39 @@
+"""Names that transformers knows and burnish refuses, each with the reason and what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from burnish.core.errors import Problem, UserError
+from burnish.optim.builtin import OPTIMIZERS, Groups
+
+_IN_BACKWARD = (
+    "it moves each weight inside the backward pass, before the gradient of the step is whole, so there is nothing left "
+    "to add up over micro-batches, to clip, or to leave out where it is not finite"
+)
+_NOT_THIS_DEVICE = "it is made for a device that burnish does not run on"
+_REFUSED = {
+    "lomo": (_IN_BACKWARD, "To train with little memory: use_badam, use_galore, or optim: adafactor."),
+    "adalomo": (_IN_BACKWARD, "To train with little memory: use_badam, use_galore, or optim: adafactor."),
+    "galore_adamw_layerwise": (_IN_BACKWARD, "Set optim: galore_adamw."),
+    "galore_adamw_8bit_layerwise": (_IN_BACKWARD, "Set optim: galore_adamw_8bit."),
+    "galore_adafactor_layerwise": (_IN_BACKWARD, "Set optim: galore_adafactor."),
+    "apollo_adamw_layerwise": (_IN_BACKWARD, "Set optim: apollo_adamw."),
+    "adamw_torch_xla": (_NOT_THIS_DEVICE, "Set optim: adamw_torch."),
+    "adamw_torch_npu_fused": (_NOT_THIS_DEVICE, "Set optim: adamw_torch_fused."),
+    "adamw_anyprecision": (
+        "its library (torchdistx) ended with torch 2.0",
+        "Set optim: stable_adamw with pure_bf16: true, which keeps what bfloat16 cannot hold, or adamw_torch.",
+    ),
+}
+
+
+def _refuse(groups: Groups, options: Any) -> Optimizer:
+    """Not here; says why."""
+    raise UserError(Problem(f'optim "{options.optim}" is not part of burnish.'))
+
+
+for _name, _why in _REFUSED.items():
+    OPTIMIZERS.register(_name, refused=_why)(_refuse)

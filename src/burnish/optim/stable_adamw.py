@@ -1,0 +1,19 @@
+"""StableAdamW (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013): AdamW whose step shrinks where a gradient is
+larger than its second moment expects. From the library optimi (package torch-optimi)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments
+
+
+@OPTIMIZERS.register("stable_adamw", library="optimi")
+def stable_adamw(groups: Groups, options: Any) -> Optimizer:
+    """AdamW with Adafactor's update clipping (torch-optimi)."""
+    from optimi import StableAdamW
+
+    made: Optimizer = StableAdamW(groups, **adam_arguments(options))
+    return made
