@@ -2,6 +2,7 @@
 one component and written by none. Read from the syntax trees, so nothing is imported to be judged."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -30,11 +31,13 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None}
 DOORS = {
     "accelerate": {"engine/accelerate.py"},
     "datasets": {"data/sources.py", "data/prepare.py"},
-    "transformers": {"models", "hf", "app/demo.py"},
+    # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
+    # demo asks the saved model as any program would.
+    "transformers": {"models", "hf", "optim/adafactor.py", "optim/builtin.py", "report/trackers.py", "app/demo.py"},
     "peft": {"adapters/peft.py"},
     "bitsandbytes": {"models", "optim"},
-    "yaml": {"app/config.py"},
-    "rich": {"app/explain.py", "app/demo.py", "report"},
+    "yaml": {"app/config.py", "data/templates.py"},
+    "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},
     "wandb": {"report/trackers.py"},
     "tensorboard": {"report/trackers.py"},
@@ -43,6 +46,8 @@ DOORS = {
     "gradio": {"web"},
     "fastapi": {"serve"},
 }
+CORE_MAY_IMPORT = {"burnish", "torch", "safetensors", "numpy"} | sys.stdlib_module_names
+"""safetensors is the format of checkpoints; numpy has a generator whose state belongs into them."""
 
 
 def name_of(file: Path) -> str:
@@ -93,12 +98,10 @@ def test_each_library_is_entered_by_its_door(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if package_of(f) == "core"], ids=name_of)
-def test_core_imports_torch_safetensors_and_the_standard_library_only(file: Path) -> None:
+def test_core_imports_torch_and_the_standard_library_only(file: Path) -> None:
     for module, line in imports(file):
         root = module.split(".")[0]
-        assert root in {"burnish", "torch", "safetensors"} | sys.stdlib_module_names, (
-            f"{name_of(file)}:{line}: {module}"
-        )
+        assert root in CORE_MAY_IMPORT, f"{name_of(file)}:{line}: {module}"
 
 
 def test_a_door_is_a_file_that_exists() -> None:
@@ -141,9 +144,15 @@ def _is_options(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in HOLDERS
 
 
+def _without_checks(tree: ast.Module) -> ast.Module:
+    """A check or a remark may look at any option, to hold others against it; that is not what the option is for."""
+    kept = [n for n in tree.body if not (isinstance(n, ast.FunctionDef) and re.match(r"_?check_|\w+_notes$", n.name))]
+    return ast.Module(kept, type_ignores=[])
+
+
 def option_reads(file: Path) -> Iterator[tuple[str, int]]:
     """The options that a file reads: ``options.name``, ``getattr(options, "name")``, and names listed for a getattr."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = _without_checks(ast.parse(file.read_text(encoding="utf-8")))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_options(node.value):
             yield node.attr, node.lineno

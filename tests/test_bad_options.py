@@ -91,7 +91,7 @@ REFUSED = [
     Wrong("nothing for a number", ["seed", "nothing"], {"seed": "null"}),
     Wrong("half an integer", ["max_steps", "2.5"], {"max_steps": "2.5"}),
     Wrong("a preference stage", ["dpo", "sft"], {"stage": "dpo"}),
-    Wrong("another tool's optimizer", ["use_galore", "use_badam"], {"use_galore": "true"}),
+    Wrong("another tool's quantization", ["fp8", "bf16"], {"fp8": "true"}),
     Wrong("an interval of one and a half", ["logging_steps", "1.5"], {"logging_steps": "1.5"}),
     Wrong("a schedule's argument", ["cosine", "lr_scheduler_kwargs"],
           {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{cycles: 2}"}),

@@ -120,10 +120,10 @@ def _plan(words: Arguments) -> Plan:
     from burnish.app.config import merge, read_arguments
 
     file, flags = read_arguments(words)  # first: what is wrong here is said before torch is loaded
+    from burnish.app.checks import problems_in_files
     from burnish.app.plan import aliases, plan
-    from burnish.models.check import check_model
 
-    return plan(merge(file, flags, aliases()), also=[check_model])
+    return plan(merge(file, flags, aliases()), also=[problems_in_files])
 
 
 @dataclass(frozen=True)

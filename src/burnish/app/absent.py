@@ -91,7 +91,7 @@ _no_effect(
     "ld_alpha",
 )
 _CROSS_ENTROPY = "The loss of stage: sft and stage: pt is cross entropy; leave it out."
-_absent(_CROSS_ENTROPY, use_dft_loss=False, loss_type="nll", router_aux_loss_coef=None, moe_aux_loss_coef=None)
+_absent(_CROSS_ENTROPY, use_dft_loss=False, loss_type="nll")
 _family("use_asft_loss", False, _CROSS_ENTROPY, "asft_alpha")
 _family("use_eaft_loss", False, _CROSS_ENTROPY, "eaft_alpha")
 _absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
@@ -105,18 +105,8 @@ _no_effect(
 
 # --- how it is learned ------------------------------------------------------------------------------------------------
 _MEMORY = "To train with less memory: use_badam, finetuning_type: lora, or gradient_checkpointing."
-_family(
-    "use_galore", False, _MEMORY,
-    "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise",
-)  # fmt: skip
-_family(
-    "use_apollo", False, _MEMORY,
-    "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type "
-    "apollo_layerwise apollo_scale_front",
-)  # fmt: skip
-_absent(_MEMORY, use_adam_mini=False, optim_target_modules=None, activation_offloading=False)
-_OPTIM = "Choose an optimizer with optim: burnish train --help optim lists them."
-_absent(_OPTIM, use_muon=False, adafactor=False)
+_absent(_MEMORY, use_adam_mini=False, activation_offloading=False)
+_absent("Set optim: adafactor.", adafactor=False)
 _METHODS = "Choose with finetuning_type: burnish train --help finetuning_type lists the methods."
 _absent(_METHODS, use_llama_pro=False, mixture_of_depths=None, shift_attn=False)
 _no_effect(
@@ -142,6 +132,8 @@ _absent("Set template: to its path.", chat_template_path=None)
 _absent("Set truncation or on_too_long.", truncation_mode="keep_start")
 _absent("Set model_revision, flash_attn, trust_remote_code and their like directly.", model_init_kwargs=None)
 _absent("Set the options of the data directly.", dataset_kwargs=None)
+_absent("Set columns: {text: <name>}.", dataset_text_field="text")
+_absent("Set preprocessing_num_workers.", dataset_num_proc=None)
 _absent("Leave it out: a run goes on at its place at once, without reading what came before.", ignore_data_skip=False)
 _no_effect(
     "burnish has a fused loss and unpadded batches of its own.",

@@ -6,6 +6,7 @@ Each is ``check_<topic>(options) -> list[Problem]``; ``plan.py`` calls them all,
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,27 @@ def _check_meeting_steps(options: Any, cause: str) -> list[Problem]:
             remedy=f"Set save_steps: {every_eval}.",
         )
     ]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+_PEEKED = 1000
+
+
+def problems_in_files(options: Any) -> list[Problem]:
+    """What is wrong with the model and the data. ``prepare`` finds the same; here it completes a list of problems."""
+    from burnish.core.errors import UserError
+    from burnish.data.options import check_data
+    from burnish.data.sources import load_datasets
+    from burnish.data.tally import Tally
+    from burnish.models.check import check_model
+
+    problems = check_model(options)
+    if check_data(options):  # in the list already
+        return problems
+    try:
+        first = min(options.max_samples or _PEEKED, _PEEKED)
+        load_datasets(replace(options, max_samples=first, tokenized_path=None), options.seed, Tally())
+    except UserError as error:
+        problems += error.problems
+    return problems

@@ -39,7 +39,6 @@ from burnish.data.truncate import EncodingOptions
 from burnish.engine.options import EngineOptions
 from burnish.models.options import ModelOptions
 from burnish.objectives import OBJECTIVES
-from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.report.options import ReportOptions
 
