@@ -1,0 +1,201 @@
+"""Files -> records: which files make a data set, and how each type is read.
+
+In: a file of a known type, or a folder of files of one type. Out: records (column -> value) in the order of the file,
+one at a time: what comes first can be used before the rest is read.
+
+Refuses, with file and line: unknown file types, Python loading scripts, folders of mixed types, broken files.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+
+from burnish.core.errors import Problem, UserError
+from burnish.data.json_files import Values, count, json_places, read_json, text_lines, whole_text
+
+_CSV_FIELD = 2**31 - 1
+_PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
+"""How the names begin of files that lie beside data and hold none."""
+
+
+def read_records(path: Path) -> Iterator[Values]:
+    """The records of one file, in order.
+
+    Raises:
+        UserError: if the file cannot be read as what its name says; names the line or the byte.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(unknown_type(path))
+    return reader(path)
+
+
+def line_of(path: Path, number: int) -> int | None:
+    """The line on which record ``number`` (from 1) begins, or None where the file has no lines. Reads the file again,
+    so that only a run which stops anyway pays for it."""
+    locate = _LOCATORS.get(path.suffix.lower())
+    if locate is None or not path.is_file():
+        return None
+    return next(islice(locate(path), number - 1, None), None)
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files of a data set: ``path`` itself, or the files of a folder in the order of their names. Folders in it,
+    hidden files and those that describe the data (README, LICENSE, dataset_info.json) are passed over.
+
+    Raises:
+        UserError: if there are none, they are of several types, or of a type that is not read.
+    """
+    if not path.is_dir():
+        return [_known(path)]
+    if (path / "state.json").is_file() and any(path.glob("*.arrow")):  # written by datasets' save_to_disk
+        return sorted(path.glob("*.arrow"))
+    inside = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith(_PAPERS))
+    if not inside:
+        folders = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir()))
+        remedy = f"It holds folders; name one of them: {folders}." if folders else f"Put {_types()} files into it."
+        raise UserError(Problem(f'the folder "{path}" holds no data files.', remedy=remedy))
+    files = [_known(file) for file in inside]
+    suffixes = [file.suffix.lower() for file in files]
+    if len({READERS[suffix] for suffix in suffixes}) > 1:
+        listed = ", ".join(f"{suffix} ({suffixes.count(suffix)})" for suffix in sorted(set(suffixes)))
+        raise UserError(
+            Problem(
+                f'the files of the folder "{path}" must be of one type. Received: {listed}.',
+                remedy="Put each type into a folder of its own, or name one file.",
+            )
+        )
+    return files
+
+
+def missing_file(path: Path, where: str = "") -> Problem:
+    """``path`` is not there: its absolute name, and what lies near it."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return Problem(f'the folder "{folder}" does not exist, so neither does "{path.name}".', where=where)
+    names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(_PAPERS))
+    near = get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
+    remedy = f"In that folder: {', '.join(near)}." if near else "That folder is empty."
+    return Problem(f'the file "{path.absolute()}" does not exist.', where=where, remedy=remedy)
+
+
+def unknown_type(path: Path) -> Problem:
+    """``path`` is of no type that is read here."""
+    if path.suffix == ".py":
+        return loading_script(path)
+    kind = f'of type "{path.suffix}"' if path.suffix else "without a type in their name"
+    return Problem(f"files {kind} are not read. Received: {path}", remedy=f"Known types: {_types()}.")
+
+
+def loading_script(path: Path | str, where: str = "") -> Problem:
+    """``path`` is code that would have to be run to get at its records."""
+    return Problem(
+        f'"{path}" is a Python loading script, and burnish runs no code that comes with data.',
+        where,
+        remedy=f"Run it yourself, and save its records as {_types()}.",
+    )
+
+
+def _known(path: Path) -> Path:
+    if path.suffix.lower() not in READERS:
+        raise UserError(unknown_type(path))
+    return path
+
+
+def _types() -> str:
+    return ", ".join(READERS)
+
+
+# --- other types ------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path) -> Iterator[Values]:
+    """A record per line, in the column "text"; empty lines are records too, as datasets' text loader has it."""
+    for line in text_lines(path):
+        yield from ({"text": part} for part in line.split("\r"))
+
+
+def read_csv(path: Path) -> Iterator[Values]:
+    """A record per row under a header. Every value is text as written: "007" stays "007"."""
+    rows = _csv_rows(path)
+    header = next(rows, (0, []))[1]
+    for line, row in rows:
+        if len(row) != len(header):
+            raise UserError(
+                Problem(
+                    f"the row has {count(len(row), 'value')}, and the header names {count(len(header), 'column')}.",
+                    where=f"{path}, line {line}",
+                    remedy='A value that holds a comma or a line break must stand in quotes: "a, b".',
+                )
+            )
+        yield dict(zip(header, row, strict=True))
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line on which it begins, values) of each row, blank ones left out."""
+    csv.field_size_limit(_CSV_FIELD)  # the default, 128 KiB, is less than a long document; the setting is global
+    reader = csv.reader(io.StringIO(whole_text(path), newline=""), strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise UserError(Problem(f"the CSV is broken: {error}.", where=f"{path}, line {line}")) from None
+        if row is None:
+            return
+        if row:
+            yield line, row
+
+
+def read_parquet(path: Path) -> Iterator[Values]:
+    """The rows of a Parquet file."""
+    import pyarrow.lib  # type: ignore[import-untyped, unused-ignore]
+    import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.lib.ArrowInvalid as error:
+        raise UserError(_not_of_type(path, "Parquet", error)) from None
+    for batch in file.iter_batches(batch_size=1000):
+        yield from batch.to_pylist()
+
+
+def read_arrow(path: Path) -> Iterator[Values]:
+    """The rows of an Arrow file, stream (as datasets writes it) or random access."""
+    import pyarrow.ipc  # type: ignore[import-untyped, unused-ignore]
+    import pyarrow.lib
+
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            batches = iter(pyarrow.ipc.open_stream(source))
+        except pyarrow.lib.ArrowInvalid:
+            try:
+                file = pyarrow.ipc.open_file(source)
+            except pyarrow.lib.ArrowInvalid as error:
+                raise UserError(_not_of_type(path, "Arrow", error)) from None
+            batches = map(file.get_batch, range(file.num_record_batches))
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
+    return Problem(f"the file is not {kind}: {error}", where=str(path), remedy="Was it copied whole?")
+
+
+READERS: dict[str, Callable[[Path], Iterator[Values]]] = {
+    ".json": read_json, ".jsonl": read_json, ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
+    ".txt": read_text,
+}  # fmt: skip
+"""File type -> how it is read."""
+
+_LOCATORS: dict[str, Callable[[Path], Iterator[int]]] = {
+    ".json": json_places,
+    ".jsonl": json_places,
+    ".csv": lambda path: (line for line, _ in islice(_csv_rows(path), 1, None)),
+    ".txt": lambda path: (line for line, text in enumerate(text_lines(path), start=1) for _ in text.split("\r")),
+}

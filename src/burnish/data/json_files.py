@@ -1,0 +1,229 @@
+"""JSON and JSON Lines -> records, and the line of each. Text that is not what it should be is named by line or byte.
+
+In: a UTF-8 file; a byte order mark is accepted. Out: records in order, one at a time. These files are read here and not
+by a library, because a library that fails names no record and no line.
+
+Refuses: text that is not UTF-8, broken or cut JSON, records that are not objects, a list wrapped in an object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from burnish.core.errors import Problem, UserError
+
+Values: TypeAlias = Mapping[str, Any]
+"""One record as read: column -> value."""
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_SHOWN = 5
+"""Broken lines named in one error; the rest is counted."""
+_RECORD_KEYS = {"messages", "conversations", "conversation", "instruction", "prompt", "question", "text", "completion"}
+"""An object with one of these is a record, whatever lists it holds."""
+
+
+def read_json(path: Path) -> Iterator[Values]:
+    """A JSON list of records, or JSON Lines, whichever the file holds: its name does not decide."""
+    if _first_character(path) == "[":
+        yield from _json_list(path)
+    else:
+        yield from _json_lines(path)
+
+
+def _json_list(path: Path) -> Iterator[Values]:
+    text = whole_text(path)
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        whole = sum(1 for _ in _starts(text))
+        raise UserError(
+            Problem(
+                f"the JSON is broken: {error.msg} (column {error.colno}).",
+                where=f"{path}, line {error.lineno}",
+                why=f"{count(whole, 'record')} before it can be read.",
+                remedy="The file ends too early; was it copied whole?" if error.pos >= len(text.rstrip()) else "",
+            )
+        ) from None
+    for number, record in enumerate(records, start=1):
+        yield record if isinstance(record, dict) else _refuse(path, number, record)
+
+
+def _json_lines(path: Path) -> Iterator[Values]:
+    """A record per line. Every broken line of the file is found before the first is complained of."""
+    broken: list[Problem] = []
+    decode = json.JSONDecoder().decode
+    number = line = 0
+    for line, text in enumerate(text_lines(path), start=1):
+        if not text or text.isspace():
+            continue
+        number += 1
+        try:
+            record = decode(text)
+        except json.JSONDecodeError as error:
+            if number == 1:
+                _refuse_document(path)
+            broken.append(_broken_line(path, line, text, error))
+            continue
+        if not isinstance(record, dict):
+            _refuse(path, number, record)
+        if number == 1 and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
+            raise UserError(_unwrap(path, key, record[key]))
+        if not broken:
+            yield record
+    if broken:
+        raise UserError(_first_of(broken, path, last_line=line))
+
+
+def _broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
+    return Problem(
+        f"the line is not whole JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}",
+        where=f"{path}, line {line}",
+    )
+
+
+def _first_of(broken: list[Problem], path: Path, last_line: int) -> list[Problem]:
+    """The problems to show, the last one with what to do about them."""
+    *before, last = broken[:_SHOWN]
+    is_cut = len(broken) == 1 and last.where == f"{path}, line {last_line}"
+    remedy = "Each line must hold one JSON object."
+    if is_cut:
+        remedy = "It is the last line; was the file copied whole?"
+    more = f"{count(len(broken), 'line')} in all." if len(broken) > _SHOWN else ""
+    return [*before, Problem(last.what, last.where, why=more, remedy=remedy)]
+
+
+def _refuse_document(path: Path) -> None:
+    """Raises where a file whose first line is not JSON is one JSON document, spread over lines."""
+    try:
+        document = json.loads(whole_text(path))
+    except json.JSONDecodeError:
+        return
+    if isinstance(document, dict) and (key := _wrapped(document)):
+        raise UserError(_unwrap(path, key, document[key]))
+    raise UserError(
+        Problem(
+            f"expected a list of records. Received: {shortened(document, 100)}",
+            where=str(path),
+            remedy="Put the object into a list, [ ... ], or write each object on one line.",
+        )
+    )
+
+
+def _wrapped(record: Values) -> str | None:
+    """The key under which an object holds a list of records, as in {"data": [...]}."""
+    if _RECORD_KEYS & record.keys():
+        return None
+    lists = (key for key, value in record.items() if isinstance(value, list) and value)
+    return next((key for key in lists if all(isinstance(item, dict) for item in record[key])), None)
+
+
+def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
+    held = count(len(records), "record")
+    return Problem(
+        f'expected a list of records. Received: an object whose key "{key}" holds {held}.',
+        where=str(path),
+        remedy=f'Keep only the list under "{key}" in the file: jq ".{key}" old > new',
+    )
+
+
+def _refuse(path: Path, number: int, record: Any) -> Values:
+    raise UserError(
+        Problem(
+            f"expected an object with named columns. Received: {shortened(record)}",
+            where=f"{path}, record {number}",
+            remedy='A record looks like {"instruction": "...", "output": "..."}.',
+        )
+    )
+
+
+def _starts(text: str) -> Iterator[int]:
+    """Where each whole element of a JSON list begins."""
+    decoder, at = json.JSONDecoder(), text.index("[") + 1
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            return
+        yield at
+        at = end
+
+
+def json_places(path: Path) -> Iterator[int]:
+    if _first_character(path) != "[":
+        yield from (line for line, text in enumerate(text_lines(path), start=1) if text.strip())
+        return
+    text, line, counted = whole_text(path), 1, 0
+    for start in _starts(text):
+        line += text.count("\n", counted, start)
+        counted = start
+        yield line
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file without their ends, one at a time. A byte order mark at its start is no text."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            shown = raw.removeprefix(_BOM) if number == 1 else raw
+            try:
+                yield shown.decode("utf-8").removesuffix("\n").removesuffix("\r")
+            except UnicodeDecodeError as error:
+                at = offset + len(raw) - len(shown) + error.start
+                raise UserError(_not_utf8(path, number, at, raw, error)) from None
+            offset += len(raw)
+
+
+def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDecodeError) -> Problem:
+    byte = error.object[error.start]
+    where = f"{path}, line {line}"
+    if line == 1 and raw.startswith(_UTF16):
+        remedy = "Convert it: iconv -f utf-16 -t utf-8 old > new"
+        return Problem("the file is UTF-16, and burnish reads UTF-8.", where, remedy=remedy)
+    return Problem(
+        f"the text is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
+        where,
+        why=f'In Latin-1 that byte is "{bytes([byte]).decode("latin-1")}".' if byte >= 0xA0 else "",
+        remedy="Convert the file: iconv -f latin1 -t utf-8 old > new",
+    )
+
+
+def whole_text(path: Path) -> str:
+    raw = path.read_bytes()
+    try:
+        return raw.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError:
+        deque(text_lines(path), maxlen=0)  # finds the line, and raises
+        raise
+
+
+def _first_character(path: Path) -> str:
+    """The first character of the file that is not white space."""
+    with path.open("rb") as file:
+        start = file.read(len(_BOM)).removeprefix(_BOM)
+        while chunk := start or file.read(4096):
+            if seen := chunk.lstrip():
+                return chr(seen[0])
+            start = b""
+    return ""
+
+
+def shortened(value: Any, length: int = 160) -> str:
+    """A value as an error shows it: JSON where it can be, and not more than ``length`` characters."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair could not be printed
+    return text if len(text) <= length else text[: length - 4] + " ..."
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,308 @@
+"""The data sets of a run: from the names in its options to examples, those to learn from and those to evaluate on.
+
+In: ``DataOptions``, a seed. Out: ``DataSets``. In the order of LLaMA-Factory (src/llamafactory/data/loader.py): load,
+``num_samples``, ``max_samples``, convert, merge, split. What is dropped on the way is counted in the tally.
+
+Refuses, all sets at once: what ``dataset_info.py`` cannot find, ``files.py`` cannot read, ``layouts.py`` cannot tell
+and ``formats.py`` cannot convert; data sets without a record, and those whose answers are all empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.options import raise_if
+from burnish.core.types import Example
+from burnish.data.dataset_info import INFO_NAME, Source, find_sources
+from burnish.data.files import data_files, read_records
+from burnish.data.formats import convert, place, same_in
+from burnish.data.json_files import Values
+from burnish.data.layouts import layout_of
+from burnish.data.mixing import merged, sampled, split
+from burnish.data.options import DataOptions, check_data
+from burnish.data.tally import Tally
+
+__all__ = ["DataOptions", "DataSets", "check_data", "content_hash", "load_datasets"]
+
+Located: TypeAlias = tuple[Values, str, int]
+"""A record, its source as an error names it, and its number in it from 1."""
+
+PEEKED = 20
+"""First records that a layout is recognised from and held against."""
+EMPTY = "dropped: all its answers are empty"
+EMPTY_KEPT = "kept: an answer in it is empty"
+
+
+@dataclass
+class DataSets:
+    """The examples of a run.
+
+    Args:
+        train: what is learned from.
+        eval: name -> examples; "" for the only set.
+        notes: what was chosen for the user, a sentence each.
+        warnings: what is probably not meant.
+    """
+
+    train: Sequence[Example] = ()
+    eval: dict[str, Sequence[Example]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the content or the order of the training examples; not with the name of a file."""
+        return content_hash(self.train)
+
+    @cached_property
+    def eval_fingerprints(self) -> dict[str, str]:
+        """The same of each evaluation set."""
+        return {name: content_hash(examples) for name, examples in self.eval.items()}
+
+
+def content_hash(examples: Sequence[Example]) -> str:
+    """A hash of what the examples say, in their order; where they were read does not count."""
+    hashed = blake2b(digest_size=16)
+    encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
+    for example in examples:
+        turns = [(turn.role, turn.content, turn.train, turn.weight) for turn in example.messages]
+        rest = (example.system, example.tools, example.text, example.prompt, example.completion, dict(example.extra))
+        hashed.update(encode([turns, rest]).encode())
+    return hashed.hexdigest()
+
+
+def load_datasets(options: Any, seed: int, tally: Tally) -> DataSets:
+    """The training and evaluation examples that the options name.
+
+    Args:
+        seed: decides the rows of ``num_samples``, the order of interleaved sets, and the split.
+
+    Raises:
+        UserError: with the problems of all data sets.
+    """
+    raise_if(check_data(options))
+    loading = _Loading(options, seed, tally)
+    train = loading.named(options.dataset or [])
+    others = loading.named(options.eval_dataset or [])
+    raise_if(loading.problems)
+
+    sets = DataSets(_merge(list(train.values()), options, seed), notes=loading.notes, warnings=loading.warnings)
+    if options.val_size and train:
+        learned, held_out = split(len(sets.train), options.val_size, seed)
+        sets.eval[""] = [sets.train[row] for row in held_out]
+        sets.train = [sets.train[row] for row in learned]
+    elif options.eval_on_each_dataset:
+        sets.eval.update(others)
+    elif others:
+        sets.eval[""] = _merge(list(others.values()), options, seed)
+    sets.train = _with_answers(sets.train, options.on_empty_target, tally)
+    sets.eval = {name: _with_answers(examples, options.on_empty_target, tally) for name, examples in sets.eval.items()}
+    return sets
+
+
+def _merge(sets: Sequence[Sequence[Example]], options: Any, seed: int) -> list[Example]:
+    order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
+    return [sets[index][row] for index, row in order]
+
+
+class _Loading:
+    """Loads one data set after the other, and collects what is wrong with any of them."""
+
+    def __init__(self, options: Any, seed: int, tally: Tally) -> None:
+        import numpy
+
+        self.options = options
+        self.tally = tally
+        self.generator = numpy.random.RandomState(seed)
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def named(self, names: Sequence[str]) -> dict[str, list[Example]]:
+        """Name -> examples, in the order named; a path goes by the name of its file."""
+        found: dict[str, list[Example]] = {}
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            self.warnings.append(
+                f'The data set "{name}" is named {names.count(name)} times; its records count as often.'
+            )
+        for source in self._sources(names):
+            name = source.name if source.is_described else Path(source.name).stem
+            try:
+                found[_unused(name, found)] = self._examples(source)
+            except UserError as error:
+                self.problems += error.problems
+        return found
+
+    def _sources(self, names: Sequence[str]) -> list[Source]:
+        options = self.options
+        bare = {"formatting": options.formatting, "columns": options.columns, "tags": options.tags}
+        try:
+            return find_sources(names, options.dataset_dir, _remote_info, bare) if names else []
+        except UserError as error:
+            self.problems += error.problems
+            return []
+
+    def _examples(self, source: Source) -> list[Example]:
+        records = self._chosen(source)
+        first = list(islice(records, PEEKED))
+        if not first:
+            raise UserError(Problem("the data set holds no records.", where=_named(source)))
+        layout = layout_of(source, [values for values, _, _ in first], _named(source))
+        examples = convert(chain(first, records), layout, self.tally, self.options.on_bad_record)
+        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        return examples
+
+    def _chosen(self, source: Source) -> Iterator[Located]:
+        """The records of a source, sampled and cut as its entry and the options say."""
+        records: Iterable[Located] = _records(source)
+        if source.num_samples is not None:
+            there = list(records)
+            records = [there[row] for row in sampled(len(there), source.num_samples, self.generator)] if there else []
+        return islice(records, self.options.max_samples)
+
+
+def _unused(name: str, taken: Iterable[str]) -> str:
+    """``name``, with a number behind it where it is taken."""
+    candidates = chain([name], (f"{name}_{number}" for number in range(2, 10**6)))
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _named(source: Source) -> str:
+    """How an error about the columns names a data set: its file, and the entry that describes it."""
+    if source.kind != "file":
+        return source.where
+    return f"{source.location} ({source.where})" if source.is_described else str(source.location)
+
+
+def _with_answers(examples: Sequence[Example], on_empty_target: str, tally: Tally) -> list[Example]:
+    """The examples that have something to learn. Examples without an answer at all are the template's to count."""
+    kept: list[Example] = []
+    empty: list[Example] = []
+    for example in examples:
+        answers = _answers(example)
+        if not answers or all(answer.strip() for answer in answers):
+            kept.append(example)
+        elif any(answer.strip() for answer in answers) or on_empty_target == "keep":
+            tally.add(EMPTY_KEPT, example)
+            kept.append(example)
+        else:
+            tally.add(EMPTY, example)
+            empty.append(example)
+    if empty and (on_empty_target == "raise" or not kept):
+        raise UserError(_empty_problem(empty, len(examples)))
+    return kept
+
+
+def _answers(example: Example) -> list[str]:
+    if example.completion is not None:
+        return [example.completion]
+    return [turn.content for turn in example.messages if turn.role in ("assistant", "function")]
+
+
+def _empty_problem(empty: Sequence[Example], num_examples: int) -> Problem:
+    others = same_in([example.number for example in empty[1:]])
+    what = "the assistant turn is empty, so nothing would be learned from it."
+    remedy = "Fill in the answers, or set on_empty_target: drop."
+    if len(empty) == num_examples:
+        remedy = "Every record is like that: is it the right column that is read as the answer?"
+    return Problem(f"{what} {others}".strip(), where=place(empty[0].source, empty[0].number), remedy=remedy)
+
+
+# --- where records come from ------------------------------------------------------------------------------------------
+
+
+def _records(source: Source) -> Iterator[Located]:
+    if source.kind == "file":
+        for path in data_files(source.location):
+            yield from ((values, str(path), number) for number, values in enumerate(read_records(path), start=1))
+        return
+    label = source.name if source.kind == "records" else str(source.location)
+    found = source.location if source.kind == "records" else _REMOTE[source.kind](source)
+    yield from ((values, label, number) for number, values in enumerate(found, start=1))
+
+
+def _hugging_face(source: Source) -> Iterable[Values]:
+    """A data set of the Hugging Face hub, or of its cache."""
+    import datasets
+
+    try:
+        loaded: Iterable[Values] = datasets.load_dataset(
+            source.location, name=source.subset, data_dir=source.folder, split=source.split
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(_unreachable(source, error)) from error
+    return loaded
+
+
+def _modelscope(source: Source) -> Iterable[Values]:
+    """A data set of ModelScope, or of its cache."""
+    try:
+        from modelscope import MsDataset
+    except ImportError:
+        raise MissingExtraError("modelscope", f'the data set "{source.location}" of ModelScope', "modelscope") from None
+    try:
+        loaded = MsDataset.load(
+            source.location, subset_name=source.subset, data_dir=source.folder, split=source.split
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(_unreachable(source, error)) from error
+    records: Iterable[Values] = loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
+    return records
+
+
+def _unreachable(source: Source, error: Exception) -> Problem:
+    hub = {"hf_hub": " of the Hugging Face hub", "ms_hub": " of ModelScope"}.get(source.kind, "")
+    return Problem(
+        f'the data set "{source.location}"{hub} cannot be loaded: {_first_line(error)}',
+        where=source.where,
+        remedy="Check the name and the network; without a network only what an earlier run has downloaded is there.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
+
+
+def _remote_info(repository: str) -> Path:
+    """The dataset_info.json of a repository of the Hugging Face hub, as a local file."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, INFO_NAME, repo_type="dataset"))
+    except (OSError, ValueError) as error:
+        what = f'"{INFO_NAME}" of the hub repository "{repository}" cannot be loaded: {_first_line(error)}'
+        raise UserError(Problem(what, where="dataset_dir", remedy="Check the name and the network.")) from error
+
+
+def _cloud(source: Source) -> Iterator[Values]:
+    """Files of a cloud store, by address (s3://bucket/folder/file.jsonl), read from a local copy."""
+    import fsspec  # type: ignore[import-untyped]
+
+    address = str(source.location)
+    with TemporaryDirectory() as folder:
+        try:
+            store, path = fsspec.core.url_to_fs(address)
+            store.get(path, folder, recursive=True)
+        except ImportError as error:
+            raise MissingExtraError(error.name or "fsspec", f'the data set "{address}"', "cloud") from None
+        except (OSError, ValueError) as error:
+            raise UserError(_unreachable(source, error)) from error
+        try:
+            for file in data_files(Path(folder) / Path(path).name):
+                yield from read_records(file)
+        except UserError as error:
+            raise UserError(replace(p, where=p.where.replace(folder, address)) for p in error.problems) from None
+
+
+_REMOTE: Mapping[str, Callable[[Source], Iterable[Values]]] = {
+    "hf_hub": _hugging_face, "ms_hub": _modelscope, "cloud": _cloud,
+}  # fmt: skip
