@@ -1,4 +1,4 @@
-# ruff: noqa: RUF009  option() is dataclasses.field(); lists and mappings get a factory there
+# ruff: noqa: RUF036  HfArgumentParser reads unions from left to right
 """``TrainingArguments``: every field of transformers' class, by its name, type and default.
 
 The fields that burnish's components read are inherited from their option groups; the others, and those whose default
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers.debug_utils import DebugOption
@@ -43,7 +43,7 @@ from burnish.hf.argument_setters import Setters
 from burnish.hf.old_names import todays_names
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 
-logger = logging.get_logger("burnish.hf")
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 _Groups: Any = union(
     "_Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, FlowOptions, StreamOptions,
@@ -71,6 +71,13 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     ``save_in_background``, ``save_hf_format``, ``resume``, ``resume_despite_changes``.
     """
 
+    if TYPE_CHECKING:  # fields of the groups that are written here; a type checker does not see into a union
+        output_dir: str | None
+        eval_steps: float | None
+        metric_for_best_model: str | None
+        greater_is_better: bool | None
+        torch_compile_backend: str | None
+
     # --- defaults that differ from burnish's own, because a script that only changes its import expects them
     resume: str = option("never", "Continue from output_dir without being told to: auto, never or must.")
     resume_from_checkpoint: str | None = option(None, "For the script to hand to train(); not read by the Trainer.")
@@ -93,7 +100,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
 
     # --- fields that are the face's own
-    optim_target_modules: str | list[str] | None = option(None, "Layers of an optimizer that takes some (GaLore).")
+    optim_target_modules: None | str | list[str] = option(None, "Layers of an optimizer that takes some (GaLore).")
     average_tokens_across_devices: bool = option(True, "The mean of a step is over the items of all processes.")
     label_smoothing_factor: float = option(0.0, "The share of probability spread over all labels.")
     activation_checkpointing: bool | None = option(None, "Keep layer inputs only; compute the rest again backwards.")
@@ -109,12 +116,12 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     log_level_replica: str = option("warning", "What they may say on the others.")
     log_on_each_node: bool = option(True, "The first process of every node is a main process for logs.")
     disable_tqdm: bool | None = option(None, "Print logs instead of the progress bar.")
-    report_to: str | list[str] | None = option("none", "Trackers that receive every log.")
+    report_to: None | str | list[str] = option("none", "Trackers that receive every log.")
     run_name: str | None = option(None, "The name of the run in a tracker.")
     project: str = option("huggingface", "The project in Trackio.")
     trackio_space_id: str | None = option(None, "The Space of a Trackio project.")
     trackio_bucket_id: str | None = option(None, "The bucket of a Trackio project.")
-    trackio_static_space_id: str | Literal[False] | None = option(None, "The static Space of a Trackio project.")
+    trackio_static_space_id: str | None | Literal[False] = option(None, "The static Space of a Trackio project.")
     prediction_loss_only: bool = option(False, "Evaluate the loss alone.")
     eval_do_concat_batches: bool = option(True, "Predictions of all batches in one array; else a list of arrays.")
     eval_use_gather_object: bool = option(False, "Gather nested objects between processes.")

@@ -6,20 +6,57 @@ event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes f
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from transformers import trainer_callback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
-from burnish.core.events import EVENTS, CallbackHandler, DefaultFlowCallback
+from burnish.core import events
+from burnish.core.events import EVENTS, CallbackHandler, TrainerCallback
 from burnish.core.state import TrainerControl
 from burnish.report.trackers import tracker_callbacks
 
-logger = logging.get_logger("burnish.hf")
+logger = logging.get_logger("transformers.trainer_callback")  # whose verbosity scripts set
 
 PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """What every event passes by keyword."""
+
+
+class DefaultFlowCallback(events.DefaultFlowCallback, trainer_callback.DefaultFlowCallback):  # type: ignore[misc]
+    """burnish's flow. It answers to transformers' class too, so ``remove_callback(DefaultFlowCallback)`` finds it."""
+
+
+class SaveWhenTold(TrainerCallback):
+    """``enable_jit_checkpoint``: when the process is told to end (SIGTERM), the step under way is finished, a
+    checkpoint is written, and training stops. A second signal ends the process as it would have."""
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self._before: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._tell)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_told:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._restore()
+
+    def _tell(self, *_: Any) -> None:
+        self.is_told = True
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
 
 
 class FaceHandler(CallbackHandler):
@@ -53,8 +90,8 @@ class FaceHandler(CallbackHandler):
         made = callback() if isinstance(callback, type) else callback
         if any(type(other) is type(made) for other in self.callbacks):
             logger.warning(
-                f"You are adding a {type(made)} to the callbacks of this Trainer, but there is already one. The current "
-                f"list of callbacks is:\n{self.callback_list}"
+                f"You are adding a {type(made)} to the callbacks of this Trainer, but there is already one. The "
+                f"current list of callbacks is:\n{self.callback_list}"
             )
         self.callbacks.append(made)
 
@@ -71,6 +108,19 @@ class FaceHandler(CallbackHandler):
             self.pop_callback(callback)
         else:
             self.callbacks.remove(callback)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "TrainerControl": self.control.state()}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """The state of each callback and of the control: what it was made with, and what it has become since."""
+        queues = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
+        for keeper in (*self.callbacks, self.control):
+            queue = queues.get(type(keeper).__name__)
+            if queue and callable(getattr(keeper, "state", None)):
+                saved = queue.pop(0)
+                for name, value in {**saved.get("args", {}), **saved.get("attributes", {})}.items():
+                    setattr(keeper, name, value)
 
     @property
     def callback_list(self) -> str:
@@ -108,7 +158,8 @@ for _name in EVENTS:
 
 def default_callbacks(args: Any) -> list[Any]:
     """What every Trainer has before the user's own: the flow of log, evaluation and save, and the trackers."""
-    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir)]
+    told = [SaveWhenTold()] if args.enable_jit_checkpoint else []
+    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *told]
 
 
 def display_callback(args: Any) -> Any:

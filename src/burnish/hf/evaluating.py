@@ -30,7 +30,7 @@ from burnish.engine.options import full_eval_dtype
 from burnish.hf.face import Face
 from burnish.hf.losses import LossMethods, takes
 
-logger = logging.get_logger("burnish.hf")
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
 class Gathered:
@@ -123,15 +123,13 @@ class EvaluationMethods(LossMethods, Face):
             losses = None if loss is None else self.accelerator.gather(loss.detach().repeat(max(rows, 1)))
             logits, labels, given = (self.accelerator.gather(value) for value in (logits, labels, given))
             self.control = self.callback_handler.call_event("on_prediction_step", args, self.state, self.control)
-            if args.batch_eval_metrics and description != "Prediction":
-                if self.compute_metrics is not None and logits is not None and labels is not None:
-                    extras = self._extras(losses, inputs)
-                    batch_metrics = self.compute_metrics(
-                        EvalPrediction(logits, labels, **extras), compute_result=is_last
-                    )
-                continue
+            by_batch = args.batch_eval_metrics and self.compute_metrics is not None
+            if by_batch and logits is not None and labels is not None:
+                prediction = EvalPrediction(logits, labels, **self._extras(losses, inputs))
+                batch_metrics = self.compute_metrics(prediction, compute_result=is_last)  # type: ignore[misc]
+            is_kept = not args.batch_eval_metrics or description == "Prediction"
             for container, value in zip(vars(kept).values(), (losses, logits, labels, given), strict=True):
-                if value is not None:
+                if is_kept and value is not None:
                     container.add(value)
             if args.eval_accumulation_steps is not None and (step + 1) % args.eval_accumulation_steps == 0:
                 kept.to_cpu()
@@ -208,7 +206,8 @@ class EvaluationMethods(LossMethods, Face):
         """The metrics of the set from what was kept of its batches."""
         predictions, labels = kept.predictions.get_arrays(), kept.labels.get_arrays()
         metrics = dict(batch_metrics or {})
-        if self.compute_metrics is not None and predictions is not None and labels is not None:
+        has_both = predictions is not None and labels is not None
+        if self.compute_metrics is not None and has_both and not self.args.batch_eval_metrics:
             extras = self._extras(kept.losses.get_arrays(), kept.inputs.get_arrays())
             metrics = dict(self.compute_metrics(EvalPrediction(predictions, labels, **extras)))
         metrics = denumpify_detensorize(metrics)

@@ -55,10 +55,11 @@ class Face:
     _engine: Engine
     _run: Run | None  # while train() goes on, and of the last call after it
     _checkpoints: Any
-    _train_batch_size: int
+    _train_batch_size: int  # rows of a micro-batch, which auto_find_batch_size may halve
+    _accumulation: int  # micro-batches of a step
     _signature_columns: list[str] | None
     _loss_shifts_labels: bool
-    _share: Tensor | None  # () 1 / items of the step under way; None outside of one
+    _step_weight: Tensor | None  # () items of the step under way, over all its micro-batches; None outside of one
     _sums: dict[str, Tensor]  # metrics of the micro-batch under way, sums over its items; compute_loss may add to it
     _memory_tracker: Any
     _created_lr_scheduler: bool

@@ -21,7 +21,18 @@ from burnish.data.stream import Cut
 from burnish.hf.face import Face
 from burnish.hf.stream import EpochOrder
 
-logger = logging.get_logger("burnish.hf")
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+
+class TrainerLoader(DataLoader[Any]):
+    """torch's loader, with the one number that accelerate's adds."""
+
+    world_size = 1
+
+    @property
+    def total_batch_size(self) -> int:
+        """Rows that all processes take together."""
+        return (self.batch_size or 0) * self.world_size
 
 
 class LoaderMethods(Face):
@@ -99,7 +110,9 @@ class LoaderMethods(Face):
                 dataset, batch_size=batch_size, drop_last=args.dataloader_drop_last,
                 num_processes=self._engine.world_size, process_index=self._engine.rank,
             )  # fmt: skip
-        return DataLoader(dataset, **parameters)
+        loader = TrainerLoader(dataset, **parameters)
+        loader.world_size = self._engine.world_size
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The order of training; a subclass may give another sampler."""
@@ -114,7 +127,7 @@ class LoaderMethods(Face):
             )
         lengths = self._lengths(dataset) if strategy == "group_by_length" else None
         cut = Cut(
-            self._train_batch_size, self.args.gradient_accumulation_steps, self._engine.world_size, self._engine.rank,
+            self._train_batch_size, self._accumulation, self._engine.world_size, self._engine.rank,
             self.args.dataloader_drop_last,
         )  # fmt: skip
         return EpochOrder(len(dataset), cut, self._order_seed, strategy, lengths)

@@ -47,7 +47,7 @@ class LossMethods(Face):
             switch()
         inputs = self._prepare_inputs(inputs)
         weight = self._weight(inputs)
-        share = torch.ones_like(weight) if self._share is None else weight * self._share
+        share = torch.ones_like(weight) if self._step_weight is None else weight / self._step_weight
         items = self._items(inputs, weight)
         if self.loss_is_scaled_for_ga:
             share, items = torch.ones_like(weight), num_items_in_batch
@@ -128,12 +128,12 @@ class LossMethods(Face):
 
     def _microstep(self, run: Run, batch: Batch, share: Tensor, is_last: bool) -> Loss:
         """``training_step`` as the loop's microstep."""
-        self._share, self._sums = share, {}
-        items = None if self._items(batch, share) is None else torch.round(1 / share)
+        self._step_weight, self._sums = whole_inverse(share), {}
+        items = None if self._items(batch, share) is None else self._step_weight
         run.state.total_flos += float(self.floating_point_ops(batch))
         with run.engine.microbatch(run.model, last=is_last):
             value = takes(self.training_step, "num_items_in_batch")(run.model, batch, num_items_in_batch=items)
-        self._share = None
+        self._step_weight = None
         if value.device.type != self._engine.device.type:
             raise ValueError(
                 f"Calculated loss must be on the original device: {self._engine.device} but device in use is "
@@ -173,6 +173,14 @@ class TrainerObjective:
         weight = self.trainer._weight(batch)
         mean = self.trainer.compute_loss(model, dict(batch), num_items_in_batch=self.trainer._items(batch, weight))
         return Loss(mean * weight)
+
+
+def whole_inverse(share: Tensor) -> Tensor:
+    """() 1 / share; the whole number it is within rounding of, where there is one. So that a micro-batch which is the
+    whole step has a share of exactly 1, and its gradient is the model's own to the bit."""
+    items = 1 / share
+    nearest = items.round()
+    return torch.where((items - nearest).abs() <= 1e-6 * nearest, nearest, items)
 
 
 def loss_of(outputs: Any, inputs: Any) -> Any:

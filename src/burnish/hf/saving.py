@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from burnish.adapters.base import load_whole_state, whole_state
 from burnish.adapters.peft import PeftAdapter
+from burnish.core import loop
 from burnish.core.checkpoint import Checkpoints
 from burnish.core.types import Stateful
 from burnish.hf.face import Face
@@ -42,6 +43,8 @@ class ModelPart:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self.adapter:
             self.adapter.load_state(self.model, state)
+        elif type(self.model).load_state_dict is not nn.Module.load_state_dict:
+            self.model.load_state_dict(dict(state), strict=False)  # the model's own way
         else:
             load_whole_state(self.model, state)
 
@@ -52,11 +55,12 @@ class FaceCheckpoints(Checkpoints):
     def __init__(self, trainer: SavingMethods, folder: Path, **given: Any) -> None:
         super().__init__(folder, **given)
         self.trainer = trainer
-        self.due: tuple[int, Mapping[str, Stateful], str | None] | None = None
+        self.due: tuple[int, Mapping[str, Stateful], str | None] | None = None  # while a save is under way
 
     def save(self, step: int, parts: Mapping[str, Stateful], *, best: str | None = None) -> Path:
         self.due = step, parts, best
         self.trainer._save_checkpoint(self.trainer.model, self.trainer._trial)
+        self.due = None
         return self.path(step)
 
     def write(self) -> Path:
@@ -99,6 +103,10 @@ class SavingMethods(Face):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write ``checkpoint-<step>`` with everything that the run needs to go on."""
+        if self._checkpoints.due is None:  # asked for by a script or a callback rather than by the loop
+            assert self._run is not None
+            loop.save(self._run)
+            return
         folder = self._checkpoints.write()
         if self.args.push_to_hub:
             self._checkpoints.wait()

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from burnish.core.errors import MissingExtraError
 from burnish.hf.face import Face
 
-logger = logging.get_logger("burnish.hf")
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
 class SearchMethods(Face):
@@ -105,7 +105,6 @@ class SearchMethods(Face):
             old = getattr(self.args, name)
             setattr(self.args, name, value if old is None else type(old)(value))
         logger.info(f"Trial: {trial.params}")
-        self._train_batch_size = self.args.train_batch_size
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """An evaluation's objective to the trial, which may be given up for it."""

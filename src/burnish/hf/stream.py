@@ -54,6 +54,7 @@ class EpochOrder(Sampler[int]):
         order = order_of(self.num_items, self.seed, self.epoch, self.strategy, self.lengths, per_step)
         mine, start = self._mine(order[: self._used]), self.start
         self.start = 0
+        self.epoch += 1  # unless it is told, as where a user's own loader goes through this one
         return iter(mine[start * self.cut.batch_size :])
 
     @property
@@ -87,7 +88,8 @@ class LoaderStream:
 
     def groups(self) -> Iterator[Group]:
         """From the cursor to the end of the epoch."""
-        batches, start, used = self._batches(), self.position, self.position
+        start = used = self.position
+        batches = iter(()) if self.is_used_up else self._batches()
         while used < self.total:
             group = list(islice(batches, min(self.accumulation, self.total - used)))
             if not group:
@@ -133,15 +135,15 @@ class LoaderStream:
         back, so that dropout after a resume is what it would have been.
         """
         set_epoch(self.loader, self.epoch)
+        order = order_in(self.loader)
+        if order is not None:
+            order.start = self.position
         if self.position == 0:
             self.generator_at_start = torch.get_rng_state()
             return self._filled(iter(self.loader))
         now = torch.get_rng_state()
         if self.generator_at_start is not None:
             torch.set_rng_state(self.generator_at_start)
-        order = order_in(self.loader)
-        if order is not None:
-            order.start = self.position
         rest = iter(self.loader)
         if order is None:
             for _ in islice(rest, self.position):

@@ -16,7 +16,6 @@ from torch import nn
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainerMemoryTracker, has_length, validate_quantization_for_training
@@ -37,7 +36,7 @@ from burnish.hf.saving import SavingMethods
 from burnish.hf.search import SearchMethods
 from burnish.hf.training import TrainingMethods
 
-logger = logging.get_logger("burnish.hf")
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
 class Trainer(
@@ -127,13 +126,6 @@ class Trainer(
         if model is not None and model_init is not None:
             raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both.")
         self.model = model = self.call_model_init() if model is None else model
-        if type(model).__name__ in MODEL_MAPPING_NAMES:
-            raise ValueError(
-                f"The model you have picked ({type(model).__name__}) cannot be used as is for training: it only "
-                "computes hidden states and does not accept any labels. You should choose a model with a head suitable for your "
-                "task like any of the `AutoModelForXxx` listed at "
-                "https://huggingface.co/docs/transformers/model_doc/auto"
-            )
         validate_quantization_for_training(model)
         args, base = self.args, base_model(model)
         asked = args.place_model_on_device
@@ -207,10 +199,11 @@ class Trainer(
         self.is_in_train = False
         self.hp_name = self.hp_search_backend = self.hub_model_id = self._push = self._trial = self._run = None
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self._signature_columns = self._ignore_keys_for_eval = self._share = None
+        self._signature_columns = self._ignore_keys_for_eval = self._step_weight = None
         self._created_lr_scheduler = False
         self._sums = {}
         self._train_batch_size = self.args.train_batch_size
+        self._accumulation = self.args.gradient_accumulation_steps
 
     # --- callbacks ----------------------------------------------------------------------------------------------------
 

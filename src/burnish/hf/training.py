@@ -41,7 +41,7 @@ from burnish.hf.losses import LossMethods, TrainerObjective
 from burnish.hf.saving import FaceCheckpoints, ModelPart, SavingMethods
 from burnish.hf.stream import LoaderStream, num_batches
 
-logger = logging.get_logger("burnish.hf")
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
 class TrainingMethods(LossMethods, SavingMethods, Face):
@@ -65,6 +65,8 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
         try:
             self._renew_model(trial)
             self._hp_search_setup(trial)  # type: ignore[attr-defined]
+            self._train_batch_size = self.args.train_batch_size
+            self._accumulation = self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
             folder = self._checkpoint_to_resume(resume_from_checkpoint)
             with self._prepared_model(), self._writing_alone():
                 return self._train_from(folder)
@@ -72,6 +74,30 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
             self.is_in_train = False
 
     def _train_from(self, folder: Path | None) -> loop.TrainOutput:
+        """One attempt after another, with half the micro-batch each time that memory runs out and halving was asked."""
+        if not self.args.auto_find_batch_size:
+            return self._attempt(folder)
+        if folder is not None:
+            self._cut_to(checkpoint.load_state(folder).train_batch_size or self._train_batch_size)
+        before = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        while True:
+            try:
+                return self._attempt(folder)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or self._train_batch_size == 1:
+                    raise
+            self._cut_to(self._train_batch_size // 2)
+            logger.warning(f"Memory ran out. Beginning anew with micro-batches of {self._train_batch_size}.")
+            self.model.load_state_dict(before)
+            self.optimizer = self.lr_scheduler = None
+            self.accelerator.free_memory()
+
+    def _cut_to(self, batch_size: int) -> None:
+        """Smaller micro-batches, more of them: the rows of a step stay the same where they can be divided so."""
+        rows = self._train_batch_size * self._accumulation
+        self._train_batch_size, self._accumulation = batch_size, -(-rows // batch_size)
+
+    def _attempt(self, folder: Path | None) -> loop.TrainOutput:
         run, plan = self._build_run()
         self._run = run
         if folder is not None:
@@ -133,8 +159,8 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
             "model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler,
             "train_dataloader": loader,
         }  # fmt: skip
-        total = num_batches(loader) or plan.max_steps * args.gradient_accumulation_steps
-        stream = LoaderStream(loader, args.gradient_accumulation_steps, total, self._count, self._stop_empty)
+        total = num_batches(loader) or plan.max_steps * self._accumulation
+        stream = LoaderStream(loader, self._accumulation, total, self._count, self._stop_empty)
         meter = Meter(self._engine.device, args.logging_nan_inf_filter)
         parts: dict[str, Any] = {
             "model": ModelPart(self.model), "optimizer": self.optimizer, "scheduler": self.lr_scheduler,
@@ -166,7 +192,7 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
                 f"{self.args.max_steps}"
             )
         counted: Any = SimpleNamespace(
-            per_device_train_batch_size=1, gradient_accumulation_steps=self.args.gradient_accumulation_steps,
+            per_device_train_batch_size=1, gradient_accumulation_steps=self._accumulation,
             num_train_epochs=self.args.num_train_epochs, max_steps=self.args.max_steps, dataloader_drop_last=False,
         )  # fmt: skip
         return plan_steps(counted, batches or None)
@@ -262,11 +288,11 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
     def _continue_from(self, folder: Path, run: Run, plan: StepPlan) -> None:
         """Give every part its state back, then let the arguments have their say."""
         if is_foreign(folder):
-            notes = load_foreign(folder, run, self.model, plan.steps_per_epoch, self.args.gradient_accumulation_steps)
+            notes = load_foreign(folder, run, self.model, plan.steps_per_epoch, self._accumulation)
         else:
             notes = checkpoint.compare_fingerprints(folder, self._fingerprints(plan), despite=True)
             checkpoint.load(folder, run.parts, run.engine.rank)
-        for note in notes:
+        for note in [*notes, *self._differences(run.state)]:
             logger.warning(note)
         self._set_intervals(run.state, plan)
         best = run.state.best_model_checkpoint
@@ -275,21 +301,36 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
             run.state.best_model_checkpoint = None
         if self.args.ignore_data_skip:
             run.stream.load_state_dict({"epoch": run.stream.state_dict()["epoch"], "position": 0})
-        if self.args.restore_callback_states_from_checkpoint:
-            self._restore_callbacks(run)
+        self._load_callback_state()
 
-    def _restore_callbacks(self, run: Run) -> None:
-        states = run.state.stateful_callbacks
-        here = {type(callback).__name__ for callback in run.callbacks.callbacks} | {"TrainerControl"}
+    def _load_callback_state(self) -> None:
+        """Callbacks and control go on with their state, where that is asked for."""
+        if not self.args.restore_callback_states_from_checkpoint:
+            return
+        states, handler = self.state.stateful_callbacks, self.callback_handler
+        here = {type(callback).__name__ for callback in handler.callbacks} | {"TrainerControl"}
         lost = [name for name in states if name not in here]
         if lost:
-            logger.warning(f"The checkpoint has the state of callbacks that are not here: {', '.join(lost)}.")
-        run.callbacks.load_state_dict(states)
+            logger.warning(
+                f"Checkpoint included callbacks not included in current configuration. Ignoring. ({', '.join(lost)})"
+            )
+        handler.load_state_dict(states)
+
+    def _differences(self, state: TrainerState) -> list[str]:
+        """Sentences on arguments that differ from the checkpoint's. The arguments are followed."""
+        now = {name: getattr(self.args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+        pairs = [(name, value, getattr(state, name)) for name, value in now.items() if value is not None and value >= 1]
+        pairs.append(("per_device_train_batch_size", self.args.per_device_train_batch_size, state.train_batch_size))
+        return [
+            f"{name}: {value} (from args) != {before} (from trainer_state.json)"
+            for name, value, before in pairs
+            if before is not None and value != before
+        ]
 
     def _fingerprints(self, plan: StepPlan) -> dict[str, Any]:
         """What the run depends on, for the sentences at a resume."""
         args = self.args
-        rows = self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size
+        rows = self._train_batch_size * self._accumulation * self._engine.world_size
         return {
             "learning_rate": args.learning_rate, "max_steps": plan.max_steps, "rows_per_step": rows,
             "seed": args.seed, "data_seed": args.data_seed, "steps_per_epoch": plan.steps_per_epoch,
@@ -307,7 +348,7 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
 
     def _announce_training(self, run: Run, plan: StepPlan) -> None:
         args, across = self.args, self._engine.world_size
-        rows = self._train_batch_size * args.gradient_accumulation_steps * across
+        rows = self._train_batch_size * self._accumulation * across
         logger.info("***** Running training *****")
         logger.info(f"  Num examples = {self._num_rows_said(run):,}")
         logger.info(f"  Num Epochs = {plan.num_train_epochs:,}")
@@ -321,9 +362,15 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
     def _num_rows_said(self, run: Run) -> int:
         loader = self.callback_handler.parts["train_dataloader"]
         if num_batches(loader) is None:
-            rows = self._train_batch_size * self.args.gradient_accumulation_steps * self._engine.world_size
+            rows = self._train_batch_size * self._accumulation * self._engine.world_size
             return int(run.state.max_steps * rows)
         return int(self.num_examples(loader))  # type: ignore[attr-defined]
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device or the machine says that memory ran out; torch has a class for it on some devices only."""
+    words = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def take_old_keywords(kwargs: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | bool | None:

@@ -1,0 +1,68 @@
+"""Models and rows small enough to reason about, and a burnish ``Trainer`` over them, for the tests of the face."""
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import PrinterCallback
+
+from burnish import Trainer, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import parity
+
+gpt2, text_rows, bert, classes = parity.lm, parity.text_rows, parity.classifier, parity.classes
+
+
+class Regression(nn.Module):
+    """y = a x + b; the whole of it fits in a head."""
+
+    def __init__(self, a=0.0, b=0.0, dropout=0.0):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(a)), nn.Parameter(torch.tensor(b))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, labels=None):
+        y = self.dropout(x * self.a + self.b)
+        return {"logits": y} if labels is None else {"loss": nn.functional.mse_loss(y, labels), "logits": y}
+
+
+def points(number=22, seed=3):
+    x = torch.randn(number, generator=torch.Generator().manual_seed(seed))
+    return [{"x": value, "labels": 2 * value + 3} for value in x]
+
+
+def arguments(folder, **given):
+    usual = {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "learning_rate": 0.1,
+             "save_strategy": "no", "logging_steps": 1, "num_train_epochs": 2}  # fmt: skip
+    return TrainingArguments(str(folder), **{**usual, **given})
+
+
+def make_trainer(folder, kind=Trainer, model=None, train=None, trainer=None, **given):
+    """A trainer on the regression, quiet. ``trainer``: of its constructor; ``given``: of its arguments."""
+    made = kind(
+        Regression() if model is None else model, arguments(folder, **given),
+        train_dataset=points() if train is None else train, **(trainer or {}),
+    )  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def originals(folder, **given):
+    """transformers' own arguments, where a test needs them."""
+    usual = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    return transformers.TrainingArguments(str(folder), **{**usual, **given})

@@ -1,0 +1,174 @@
+"""TrainingArguments: transformers' fields, old names, what is refused in which words."""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import HfArgumentParser
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
+
+from burnish import TrainingArguments
+from hf_toy import arguments
+
+SPEC = Path(__file__).parents[1].parent / "shared" / "spec" / "arguments.json"
+
+
+@pytest.mark.skipif(not SPEC.is_file(), reason="the list of transformers' fields is not beside this checkout")
+def test_every_field_of_transformers_is_there_with_its_default():
+    own = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+    for spec in json.loads(SPEC.read_text())["TrainingArguments"]:
+        field = own[spec["name"]]
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        assert default == spec["default"], spec["name"]
+
+
+def test_every_field_of_the_transformers_that_is_installed_is_there():
+    own = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert not {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - own
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "value"),
+    [
+        ({"evaluation_strategy": "epoch"}, "eval_strategy", "epoch"),
+        ({"no_cuda": True}, "use_cpu", True),
+        ({"per_gpu_train_batch_size": 3}, "per_device_train_batch_size", 3),
+        ({"per_gpu_eval_batch_size": 3}, "per_device_eval_batch_size", 3),
+        ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
+        ({"group_by_length": True}, "train_sampling_strategy", "group_by_length"),
+        ({"include_inputs_for_metrics": True}, "include_for_metrics", ["inputs"]),
+        ({"include_tokens_per_second": True}, "include_num_input_tokens_seen", "all"),
+        ({"adafactor": True}, "optim", "adafactor"),
+        ({"logging_dir": "logs"}, "logging_dir", "logs"),
+        ({"push_to_hub_model_id": "a/b"}, "hub_model_id", "a/b"),
+        ({"gradient_checkpointing": True}, "activation_checkpointing", True),
+        ({"overwrite_output_dir": True}, "output_dir", "out"),
+        ({"save_safetensors": True}, "output_dir", "out"),
+    ],
+)
+def test_an_old_name_works_with_one_warning(old, name, value):
+    with pytest.warns(FutureWarning) as said:
+        args = TrainingArguments("out", **old)
+    assert getattr(args, name) == value
+    assert len(said) == 1
+    assert next(iter(old)) in str(said[0].message)
+
+
+def test_an_old_name_that_was_never_one_is_refused():
+    with pytest.raises(TypeError, match="learning_rat"):
+        TrainingArguments("out", learning_rat=1)
+
+
+def test_old_names_work_in_a_subclass_of_ones_own():
+    @dataclasses.dataclass
+    class Mine(TrainingArguments):
+        extra: int = 3
+
+    with pytest.warns(FutureWarning):
+        args = Mine("out", no_cuda=True, extra=4)
+    assert args.use_cpu
+    assert args.extra == 4
+
+
+def test_names_become_transformers_enumerations_and_stay_texts():
+    args = arguments("out", eval_strategy="steps", lr_scheduler_type="cosine")
+    assert args.eval_strategy is IntervalStrategy.STEPS
+    assert args.lr_scheduler_type is SchedulerType.COSINE
+    assert args.eval_strategy == "steps"
+    assert args.to_dict()["lr_scheduler_type"] == "cosine"
+
+
+def test_what_one_argument_says_of_another_is_derived():
+    args = arguments("out", eval_strategy="steps", logging_steps=7, load_best_model_at_end=True, save_strategy="steps",
+                     save_steps=14)  # fmt: skip
+    assert (args.eval_steps, args.do_eval, args.metric_for_best_model, args.greater_is_better) == (
+        7,
+        True,
+        "loss",
+        False,
+    )
+    assert arguments("out", metric_for_best_model="accuracy").greater_is_better is True
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
+        ({"warmup_steps": -1}, "Expected value warmup_steps >= 0"),
+        ({"logging_steps": 10.5}, "--logging_steps must be an integer if bigger than 1"),
+        ({"logging_steps": 0}, "requires non-zero --logging_steps"),
+        ({"eval_strategy": "steps", "eval_steps": 2.5}, "--eval_steps must be an integer"),
+        ({"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "epoch"}, "save and eval"),
+        ({"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 15,
+          "load_best_model_at_end": True}, "round multiple"),
+        ({"eval_strategy": "steps", "eval_steps": 0.1, "save_strategy": "steps", "save_steps": 15,
+          "load_best_model_at_end": True}, "mixing ratio and absolute"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "requires an eval strategy"),
+        ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers > 0"),
+        ({"torch_empty_cache_steps": 0}, "bigger than 0"),
+        ({"eval_strategy": "sometimes"}, "sometimes"),
+        ({"deepspeed": {"zero_optimization": {}}}, "deepspeed"),
+        ({"parallelism_config": object()}, "parallelism_config"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_in_known_words(given, words):
+    with pytest.raises(ValueError, match=words):
+        arguments("out", **given)
+
+
+def test_shares_of_steps_may_be_multiples_of_each_other():
+    arguments("out", eval_strategy="steps", eval_steps=0.1, save_strategy="steps", save_steps=0.3,
+              load_best_model_at_end=True)  # fmt: skip
+
+
+def test_what_has_no_effect_is_said_once_by_name():
+    with pytest.warns(UserWarning, match="average_tokens_across_devices") as said:
+        arguments("out", average_tokens_across_devices=False)
+    assert len(said) == 1
+
+
+def test_the_usual_arguments_say_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arguments("out")
+
+
+def test_a_command_line_is_parsed_by_transformers_parser():
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "o", "--use_cpu", "--learning_rate", "1e-3", "--lr_scheduler_kwargs", '{"num_cycles": "2"}']
+    )
+    assert args.learning_rate == 1e-3
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+def test_the_arguments_are_data():
+    args = arguments("out", hub_token="secret")
+    assert json.loads(args.to_json_string())["learning_rate"] == 0.1
+    assert "secret" not in args.to_json_string()
+    assert all(isinstance(v, bool | int | float | str) for v in args.to_sanitized_dict().values())
+    assert "learning_rate=0.1" in str(args)
+
+
+def test_the_numbers_that_follow_from_them():
+    args = arguments("out", warmup_steps=0.1, per_device_eval_batch_size=3)
+    assert (args.train_batch_size, args.eval_batch_size, args.n_gpu, args.world_size) == (4, 3, 0, 1)
+    assert args.get_warmup_steps(171) == 18
+    assert args.device.type == "cpu"
+    assert arguments("out", warmup_steps=5).get_warmup_steps(171) == 5
+
+
+def test_setters_set_and_can_be_chained():
+    args = arguments("out").set_training(1e-4, batch_size=2).set_logging(steps=3).set_evaluate("epoch")
+    assert (args.learning_rate, args.per_device_train_batch_size, args.logging_steps) == (1e-4, 2, 3)
+    assert (args.eval_strategy, args.do_eval, args.do_train) == ("epoch", True, True)
+    args.set_save("epoch").set_lr_scheduler("cosine", warmup_steps=2).set_optimizer("sgd").set_dataloader(3)
+    assert (args.save_strategy, args.lr_scheduler_type, args.optim) == ("epoch", "cosine", "sgd")
+    assert args.per_device_train_batch_size == 3
+
+
+def test_without_an_output_dir_there_is_a_usual_one():
+    assert TrainingArguments().output_dir == "trainer_output"
+    assert TrainingArguments("~/x").output_dir == str(Path.home() / "x")

@@ -1,0 +1,351 @@
+"""Checkpoints of the face: a resumed run is the run, transformers' checkpoints go on here and ours there."""
+
+import copy
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import EarlyStoppingCallback, PrinterCallback
+
+from burnish import Trainer, UserError
+from hf_toy import (
+    Regression,
+    arguments,
+    gpt2,
+    losses,
+    make_trainer,
+    originals,
+    parity,
+    points,
+    same,
+    text_rows,
+    weights,
+)  # fmt: skip
+
+SAVED = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "learning_rate": 1e-2}
+
+
+def trained(folder, resume=None, kind=Trainer, **given):
+    trainer = make_trainer(folder, kind, **{"model": gpt2(), "train": text_rows(), **SAVED, **given})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def without_times(trainer):
+    keep = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
+    return [{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k} for entry in keep]
+
+
+@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("grouped", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}])
+def test_a_resumed_run_is_the_run_to_the_bit(tmp_path, step, grouped):
+    """With dropout, in the first epoch and in the second, at a batch that is not the epoch's first."""
+    whole = trained(tmp_path / "a", **grouped)
+    shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
+    resumed = trained(tmp_path / "b", resume=True, **grouped)
+    assert same(weights(whole), weights(resumed))
+    assert without_times(whole) == without_times(resumed)
+
+
+def test_an_epoch_s_last_step_is_a_place_to_resume_too(tmp_path):
+    whole = trained(tmp_path / "a", save_strategy="epoch", max_steps=-1)
+    shutil.copytree(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6")
+    resumed = trained(tmp_path / "b", resume=True, save_strategy="epoch", max_steps=-1)
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_user_s_own_shuffled_loader_resumes_where_it_stood(tmp_path):
+    """Its order comes from the global generator, which is put back to where the epoch began."""
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(text_rows(), batch_size=4, shuffle=True, collate_fn=self.data_collator)
+
+    whole = trained(tmp_path / "a", kind=Own)
+    shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "b" / "checkpoint-3")
+    resumed = trained(tmp_path / "b", resume=True, kind=Own)
+    assert same(weights(whole), weights(resumed))
+
+
+def test_rows_without_a_length_resume_where_they_stood(tmp_path):
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(text_rows(10))
+
+    whole = trained(tmp_path / "a", train=Rows())
+    shutil.copytree(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6")
+    assert same(weights(whole), weights(trained(tmp_path / "b", resume=True, train=Rows())))
+
+
+def test_lora_resumes_to_the_bit_and_is_written_as_peft_reads_it(tmp_path):
+    from peft import PeftModel
+
+    lora = parity.seeded(parity.with_lora)
+    whole = trained(tmp_path / "a", model=lora())
+    shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "b" / "checkpoint-3")
+    resumed = trained(tmp_path / "b", resume=True, model=lora())
+    assert same(weights(whole), weights(resumed))
+    loaded = PeftModel.from_pretrained(parity.seeded(parity.gpt2)(), str(tmp_path / "a" / "checkpoint-9"))
+    own = {name: p for name, p in whole.model.named_parameters() if "lora_" in name}
+    assert all(torch.equal(p, own[name]) for name, p in loaded.named_parameters() if "lora_" in name)
+    assert not (tmp_path / "a" / "checkpoint-9" / "model.safetensors").exists()
+
+
+def test_a_checkpoint_is_loaded_by_from_pretrained(tmp_path):
+    trainer = trained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-9")
+    assert all(torch.equal(p, dict(loaded.named_parameters())[name]) for name, p in trainer.model.named_parameters())
+    state = transformers.TrainerState.load_from_json(str(tmp_path / "checkpoint-9" / "trainer_state.json"))
+    assert state.global_step == 9
+    assert state.log_history == trainer.state.log_history[:9]
+
+
+def test_nothing_is_pickled(tmp_path):
+    trained(tmp_path)
+    suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert suffixes <= {".json", ".safetensors", ""}
+
+
+def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
+    trainer = trained(tmp_path, max_steps=1)
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "final")
+    assert torch.equal(loaded.transformer.wte.weight, trainer.model.transformer.wte.weight)
+    plain = make_trainer(tmp_path, max_steps=1)
+    plain.save_model(str(tmp_path / "plain"))
+    assert (tmp_path / "plain" / "model.safetensors").is_file()
+
+
+def test_the_tokenizer_of_the_collator_is_saved(tmp_path):
+    from test_hf_trainer import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+
+    class Collator:
+        def __init__(self):
+            self.tokenizer = tokenizer
+
+        def __call__(self, rows):
+            return transformers.default_data_collator(rows)
+
+    make_trainer(
+        tmp_path, save_strategy="steps", save_steps=1, max_steps=1, trainer={"data_collator": Collator()}
+    ).train()
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")) == 4
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+def theirs(folder, resume=None, **given):
+    args = originals(folder, **{"per_device_train_batch_size": 4, "logging_steps": 1, **SAVED, **given})
+    trainer = transformers.Trainer(gpt2(), args, train_dataset=text_rows())
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_checkpoint_of_transformers_goes_on_here(tmp_path):
+    whole = theirs(tmp_path / "theirs")
+    shutil.copytree(tmp_path / "theirs" / "checkpoint-3", tmp_path / "ours" / "checkpoint-3")
+    resumed = trained(tmp_path / "ours", resume=True)
+    assert resumed.state.global_step == 9
+    # Its generator is where transformers left it, one draw before where this loader leaves it: dropout differs a
+    # little. Everything else is the same run.
+    assert losses(resumed)[:3] == losses(whole)[:3]
+    assert losses(resumed) == pytest.approx(losses(whole), rel=0.05)
+    rates = [entry["learning_rate"] for entry in whole.state.log_history[:9]]
+    assert [entry["learning_rate"] for entry in resumed.state.log_history[:9]] == pytest.approx(rates)
+
+
+def test_a_checkpoint_of_ours_goes_on_there_where_that_was_asked_for(tmp_path):
+    whole = trained(tmp_path / "ours", save_hf_format=True)
+    assert (tmp_path / "ours" / "checkpoint-3" / "optimizer.pt").is_file()
+    shutil.copytree(tmp_path / "ours" / "checkpoint-3", tmp_path / "theirs" / "checkpoint-3")
+    resumed = theirs(tmp_path / "theirs", resume=True)
+    assert losses(resumed) == pytest.approx(losses(whole), rel=0.05)
+    assert resumed.state.global_step == 9
+
+
+def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tmp_path, caplog):
+    theirs(tmp_path, save_only_model=True)
+    trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **SAVED)
+    transformers.logging.get_logger("transformers.trainer").parent.propagate = True
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    transformers.logging.get_logger("transformers.trainer").parent.propagate = False
+    assert "begin anew" in caplog.text
+
+
+# --- which checkpoint -------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "bogus"))
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        make_trainer(tmp_path / "fresh").train(resume_from_checkpoint=True)
+
+
+def test_false_begins_anew_and_nothing_does_too(tmp_path):
+    trained(tmp_path)
+    for resume in (False, None):
+        again = trained(tmp_path, resume=resume, max_steps=4)
+        assert [entry["step"] for entry in again.state.log_history] == [1, 2, 3, 4, 4]
+
+
+def test_the_arguments_may_ask_to_go_on_without_being_told(tmp_path):
+    trained(tmp_path, max_steps=3)
+    again = trained(tmp_path, max_steps=9, resume=None, save_steps=3)
+    assert again.state.log_history[0]["step"] == 1
+    trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **{**SAVED, "max_steps": 12}, resume="auto")
+    trainer.train()
+    assert trainer.state.global_step == 12
+    assert len(losses(trainer)) == 12
+    with pytest.raises(UserError, match="must"):
+        make_trainer(tmp_path / "empty", resume="must").train()
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(tmp_path):
+    trained(tmp_path)
+    (tmp_path / "checkpoint-9" / "model.safetensors").write_bytes(b"half")
+    resumed = trained(tmp_path, resume=True)
+    assert resumed.state.global_step == 9
+    (tmp_path / "checkpoint-9" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        trained(tmp_path, resume=str(tmp_path / "checkpoint-9"))
+
+
+def test_a_finished_run_that_is_resumed_does_nothing(tmp_path):
+    whole = trained(tmp_path)
+    again = trained(tmp_path, resume=True)
+    assert same(weights(whole), weights(again))
+    assert again.state.global_step == 9
+
+
+def test_new_intervals_and_more_steps_are_followed(tmp_path):
+    trained(tmp_path)
+    longer = trained(tmp_path, resume=True, max_steps=14, save_steps=2, logging_steps=7)
+    assert longer.state.save_steps == 2
+    assert longer.state.max_steps == 14
+    assert {path.name for path in tmp_path.glob("checkpoint-1*")} == {"checkpoint-10", "checkpoint-12", "checkpoint-14"}
+
+
+def test_the_place_in_the_data_may_be_left(tmp_path):
+    seen = []
+
+    class Watched(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(float(inputs["x"][0]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def made(**given):
+        return make_trainer(tmp_path, Watched, num_train_epochs=1, save_strategy="steps", save_steps=3, **given)
+
+    made().train()
+    first = seen.copy()
+    seen.clear()
+    made(ignore_data_skip=True, max_steps=5).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert seen == first[:2]
+
+
+# --- best, rotation, state --------------------------------------------------------------------------------------------
+
+
+def judged(folder, **given):
+    values = iter([3.0, 1.0, 2.0, 4.0])
+    trainer = make_trainer(
+        folder, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        metric_for_best_model="value", greater_is_better=False, load_best_model_at_end=True,
+        trainer={"eval_dataset": points(3), "compute_metrics": lambda prediction: {"value": next(values)}}, **given,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def test_the_best_weights_are_loaded_at_the_end(tmp_path):
+    trainer = judged(tmp_path)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    from safetensors.torch import load_file
+
+    best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(best[name], weight) for name, weight in weights(trainer).items())
+
+
+def test_a_limit_of_one_leaves_the_best_alone(tmp_path):
+    judged(tmp_path, save_total_limit=1)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_only_the_model_is_saved_where_that_is_asked_for(tmp_path):
+    trained(tmp_path, save_only_model=True)
+    names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert {"model.safetensors", "config.json", "trainer_state.json"} <= names
+    assert not any(name.startswith(("optimizer", "rng")) for name in names)
+
+
+def test_callbacks_keep_their_state_where_that_is_asked_for(tmp_path):
+    def made(callbacks, **given):
+        return make_trainer(
+            tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, max_steps=2,
+            load_best_model_at_end=True, trainer={"eval_dataset": points(3), "callbacks": callbacks}, **given,
+        )  # fmt: skip
+
+    made([EarlyStoppingCallback(5, 0.2)]).train()
+    stored = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert stored["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 5
+    assert stored["TrainerControl"]["args"]["should_training_stop"] is True
+    fresh = EarlyStoppingCallback()
+    made([fresh], restore_callback_states_from_checkpoint=True).train(str(tmp_path / "checkpoint-2"))
+    assert (fresh.early_stopping_patience, fresh.early_stopping_threshold) == (5, 0.2)
+    unasked = EarlyStoppingCallback()
+    made([unasked]).train(str(tmp_path / "checkpoint-2"))
+    assert unasked.early_stopping_patience == 1
+
+
+def test_two_trainers_do_not_write_into_one_folder_at_once(tmp_path):
+    class Second(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            with pytest.raises(UserError, match="another run is writing"):
+                make_trainer(tmp_path, save_strategy="steps").train()
+            control.should_training_stop = True
+
+    make_trainer(tmp_path, save_strategy="steps", trainer={"callbacks": [Second()]}).train()
+
+
+def test_a_signal_to_end_is_answered_with_a_checkpoint(tmp_path):
+    import os
+    import signal
+
+    class Told(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(tmp_path, max_steps=9, save_strategy="steps", save_steps=100, enable_jit_checkpoint=True,
+                           trainer={"callbacks": [Told()]})  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert (tmp_path / "checkpoint-5" / "model.safetensors").is_file()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_checkpoint_can_be_asked_for_in_between(tmp_path):
+    class Now(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 2
+
+    make_trainer(tmp_path, max_steps=3, trainer={"callbacks": [Now()]}).train()
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_what_training_depends_on_is_not_shared_between_trainers(tmp_path):
+    args = arguments(tmp_path, max_steps=2)
+    first, second = (Trainer(Regression(), copy.deepcopy(args), train_dataset=points()) for _ in range(2))
+    first.train()
+    assert second.state.global_step == 0
+    assert math.isclose(second.model.a.item(), 0.0)

@@ -1,0 +1,185 @@
+"""evaluate() and predict(): losses, metrics, what is gathered, and in which form."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from burnish import EvalPrediction, Trainer
+from hf_toy import Regression, gpt2, make_trainer, originals, points, text_rows
+
+
+def accuracy(prediction: EvalPrediction):
+    predictions, labels = prediction
+    return {"near": float((np.abs(predictions - labels) < 1).mean())}
+
+
+def evaluated(folder, rows=7, eval_set=None, trainer=None, **given):
+    made = make_trainer(folder, model=Regression(1.5, 2.5), per_device_eval_batch_size=3,
+                        trainer={"eval_dataset": eval_set or points(rows), **(trainer or {})}, **given)  # fmt: skip
+    return made, made.evaluate()
+
+
+def test_the_loss_is_the_mean_over_the_set_and_metrics_have_their_prefix(tmp_path):
+    _, metrics = evaluated(tmp_path, trainer={"compute_metrics": accuracy})
+    x = torch.stack([row["x"] for row in points(7)])
+    assert metrics["eval_loss"] == pytest.approx(float((1.5 * x + 2.5 - 2 * x - 3).square().mean()), rel=1e-5)
+    assert metrics["eval_near"] == pytest.approx(float(((-0.5 * x - 0.5).abs() < 1).float().mean()))
+    assert {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"} <= set(metrics)
+
+
+def test_the_metrics_are_those_of_transformers(tmp_path):
+    _, ours = evaluated(tmp_path, trainer={"compute_metrics": accuracy})
+    theirs = transformers.Trainer(Regression(1.5, 2.5), originals(tmp_path, per_device_eval_batch_size=3),
+                                  eval_dataset=points(7), compute_metrics=accuracy).evaluate()  # fmt: skip
+    for name in ("eval_loss", "eval_near"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+
+
+def test_the_loss_of_a_language_model_does_not_depend_on_the_batch_size(tmp_path):
+    found = [
+        make_trainer(tmp_path, model=gpt2(), per_device_eval_batch_size=size).evaluate(text_rows(9))["eval_loss"]
+        for size in (1, 2, 9)
+    ]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+def test_sets_by_name_are_evaluated_one_by_one(tmp_path):
+    trainer, metrics = evaluated(tmp_path, eval_set={"near": points(3), "far": points(5)})
+    assert {"eval_near_loss", "eval_far_loss"} <= set(metrics)
+    assert len(trainer.state.log_history) == 2
+    assert "eval_far_loss" in trainer.evaluate({"far": points(4)})
+
+
+def test_an_evaluation_in_a_training_is_logged_and_judged(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, metric_for_best_model="near",
+                           trainer={"eval_dataset": points(5), "compute_metrics": accuracy})  # fmt: skip
+    trainer.train()
+    found = [entry["eval_near"] for entry in trainer.state.log_history if "eval_near" in entry]
+    assert len(found) == 2
+    assert trainer.state.best_metric == max(found)
+
+
+def test_a_metric_that_is_not_there_is_said_with_those_that_are(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, metric_for_best_model="nope",
+                           trainer={"eval_dataset": points(5)})  # fmt: skip
+    with pytest.raises(KeyError, match="eval_loss"):
+        trainer.train()
+
+
+def test_logits_can_be_made_small_before_they_are_gathered(tmp_path):
+    seen = []
+
+    def compute(prediction):
+        seen.append(prediction.predictions.shape)
+        return {}
+
+    make_trainer(tmp_path, model=gpt2(), per_device_eval_batch_size=2, trainer={
+        "eval_dataset": text_rows(5), "compute_metrics": compute,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    }).evaluate()  # fmt: skip
+    assert seen == [(5, 12)]
+
+
+def test_rows_of_different_lengths_are_padded_with_the_label_that_is_ignored(tmp_path):
+    class Echo(torch.nn.Module):
+        main_input_name = "x"
+
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x, labels=None):
+            return {"loss": (x * self.w - labels).square().mean(), "logits": x * self.w}
+
+    rows = [{"x": torch.ones(n), "labels": torch.ones(n)} for n in (2, 2, 4)]
+    output = make_trainer(tmp_path, model=Echo(), per_device_eval_batch_size=2).predict(rows)
+    assert output.predictions.tolist() == [[1, 1, -100, -100], [1, 1, -100, -100], [1, 1, 1, 1]]
+
+
+def test_metrics_can_be_computed_batch_by_batch(tmp_path):
+    calls = []
+
+    def compute(prediction, compute_result):
+        calls.append((len(prediction.predictions), compute_result))
+        return {"calls": len(calls)} if compute_result else {}
+
+    trainer, metrics = evaluated(tmp_path, trainer={"compute_metrics": compute}, batch_eval_metrics=True)
+    assert calls == [(3, False), (3, False), (1, True)]
+    assert metrics["eval_calls"] == 3
+    output = trainer.predict(points(4))
+    assert output.predictions.shape == (4,)
+    assert "test_calls" in output.metrics
+    with pytest.raises(ValueError, match="compute_result"):
+        evaluated(tmp_path, trainer={"compute_metrics": accuracy}, batch_eval_metrics=True)
+
+
+def test_metrics_may_ask_for_inputs_and_losses(tmp_path):
+    seen = {}
+
+    def compute(prediction):
+        seen.update(inputs=prediction.inputs, losses=prediction.losses)
+        return {}
+
+    class Named(Regression):
+        main_input_name = "x"
+
+    make_trainer(tmp_path, model=Named(), include_for_metrics=["inputs", "loss"],
+                 trainer={"eval_dataset": points(5), "compute_metrics": compute}).evaluate()  # fmt: skip
+    assert seen["inputs"].tolist() == [float(row["x"]) for row in points(5)]
+    assert seen["losses"].shape == (5,)
+
+
+def test_predictions_come_with_labels_and_metrics_or_without(tmp_path):
+    trainer = make_trainer(tmp_path, model=Regression(1.5, 2.5), trainer={"compute_metrics": accuracy})
+    output = trainer.predict(points(5))
+    assert output.label_ids.shape == output.predictions.shape == (5,)
+    assert {"test_loss", "test_near", "test_runtime"} <= set(output.metrics)
+    bare = trainer.predict([{"x": row["x"]} for row in points(5)])
+    assert bare.label_ids is None
+    assert "test_loss" not in bare.metrics
+    assert np.allclose(bare.predictions, output.predictions)
+
+
+def test_predictions_of_batches_may_stay_apart_and_leave_the_device_early(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_do_concat_batches=False, eval_accumulation_steps=1, per_device_eval_batch_size=2
+    )
+    assert [len(part) for part in trainer.predict(points(5)).predictions] == [2, 2, 1]
+
+
+def test_losses_that_are_not_finite_are_left_out_where_that_is_asked_for(tmp_path):
+    rows = [*points(2), {"x": torch.tensor(float("inf")), "labels": torch.tensor(0.0)}]
+    _, metrics = evaluated(tmp_path, eval_set=rows, per_device_train_batch_size=1)
+    assert np.isnan(metrics["eval_loss"])  # all three rows are one batch
+    single = make_trainer(tmp_path, model=Regression(1.5, 2.5), per_device_eval_batch_size=1)
+    assert np.isfinite(single.evaluate(rows)["eval_loss"])
+
+
+def test_only_the_loss_is_computed_where_nothing_else_is_wanted(tmp_path):
+    output = make_trainer(tmp_path, prediction_loss_only=True).predict(points(5))
+    assert output.predictions is None
+    assert "test_loss" in output.metrics
+
+
+def test_an_evaluation_outside_of_training_may_run_in_half_precision(tmp_path):
+    trainer = make_trainer(tmp_path, bf16_full_eval=True)
+    trainer.evaluate(points(5))
+    assert trainer.model.a.dtype == torch.bfloat16
+
+
+def test_the_model_is_in_evaluation_mode_then(tmp_path):
+    class Watched(Trainer):
+        def prediction_step(self, model, *args, **kwargs):
+            assert not model.training
+            return super().prediction_step(model, *args, **kwargs)
+
+        def compute_loss(self, model, *args, **kwargs):
+            modes.append(model.training)
+            return super().compute_loss(model, *args, **kwargs)
+
+    modes = []
+    trainer = make_trainer(tmp_path, Watched, model=Regression(dropout=0.5), max_steps=3, eval_strategy="steps",
+                           eval_steps=1, trainer={"eval_dataset": points(4)})  # fmt: skip
+    trainer.train()
+    assert modes == [True, False] * 3

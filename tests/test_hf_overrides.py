@@ -1,0 +1,281 @@
+"""What a subclass overrides is what the run goes by: each method that the docstring of ``Trainer`` lists."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
+
+from burnish import Trainer
+from hf_toy import Regression, losses, make_trainer, points, same, weights
+
+
+def trained(folder, kind=Trainer, **given):
+    trainer = make_trainer(folder, kind, **given)
+    trainer.train()
+    return trainer
+
+
+def test_the_docstring_lists_what_is_tested_here():
+    import inspect
+
+    tests = inspect.getsource(inspect.getmodule(trained))
+    for name in Trainer.__doc__.split("the run goes by it:")[1].split("``")[1::2]:
+        assert name in tests, name
+
+
+def test_compute_loss_a_mean_has_its_share_of_the_step(tmp_path):
+    class Absolute(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(inputs["x"])
+            loss = (outputs["logits"] - inputs["labels"]).abs().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    cut = trained(tmp_path, Absolute, per_device_train_batch_size=3, gradient_accumulation_steps=2, optim="sgd")
+    whole = trained(tmp_path, Absolute, per_device_train_batch_size=6, optim="sgd")
+    assert losses(cut) == pytest.approx(losses(whole))
+    assert losses(cut) != pytest.approx(losses(trained(tmp_path, per_device_train_batch_size=6, optim="sgd")))
+
+
+def test_compute_loss_as_it_was_written_before_there_were_items(tmp_path):
+    class Old(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            return super().compute_loss(model, inputs, return_outputs)
+
+    assert losses(trained(tmp_path, Old)) == losses(trained(tmp_path))
+
+
+def test_compute_loss_may_take_the_division_into_its_own_hands(tmp_path):
+    seen = []
+
+    class Own(Trainer):
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen.append(float(num_items_in_batch))
+            error = model(inputs["x"])["logits"] - inputs["labels"]
+            return error.square().sum() / num_items_in_batch
+
+    def made(kind, **given):
+        trainer = make_trainer(tmp_path, kind, per_device_train_batch_size=3, max_steps=4, optim="sgd", **given)
+        trainer.model_accepts_loss_kwargs = kind is Own
+        trainer.train()
+        return losses(trainer)
+
+    assert made(Own, gradient_accumulation_steps=2) == pytest.approx(made(Trainer, gradient_accumulation_steps=2))
+    assert seen == [6, 6] * 3 + [4, 4]  # the items of the whole step; 22 rows leave 4 for the last
+
+
+def test_training_step_goes_backward_by_itself(tmp_path):
+    class Half(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            loss = self.compute_loss(model, self._prepare_inputs(inputs)) / 2
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    half = trained(tmp_path, Half, optim="sgd", learning_rate=0.2, max_grad_norm=0)
+    whole = trained(tmp_path, optim="sgd", learning_rate=0.1, max_grad_norm=0)
+    assert [2 * loss for loss in losses(half)] == pytest.approx(losses(whole))
+
+
+def test_prediction_step_gives_the_predictions(tmp_path):
+    class Shifted(Trainer):
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return loss, logits + 100, labels
+
+    plain = make_trainer(tmp_path).predict(points(5)).predictions
+    assert make_trainer(tmp_path, Shifted).predict(points(5)).predictions == pytest.approx(plain + 100)
+
+
+def test_evaluation_loop_and_evaluate_and_predict_are_gone_through(tmp_path):
+    seen = []
+
+    class Watched(Trainer):
+        def evaluation_loop(self, dataloader, description, *args, **kwargs):
+            seen.append(description)
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+
+        def evaluate(self, *args, **kwargs):
+            metrics = super().evaluate(*args, **kwargs)
+            seen.append("evaluate")
+            return {**metrics, "eval_own": self.state.global_step}
+
+        def predict(self, *args, **kwargs):
+            seen.append("predict")
+            return super().predict(*args, **kwargs)
+
+    trainer = make_trainer(tmp_path, Watched, eval_strategy="steps", eval_steps=5, max_steps=5, save_strategy="best",
+                           metric_for_best_model="own", trainer={"eval_dataset": points(4)})  # fmt: skip
+    trainer.train()
+    assert seen == ["Evaluation", "evaluate"]
+    assert trainer.state.best_metric == 5
+    trainer.predict(points(3))
+    assert seen[2:] == ["predict", "Prediction"]
+
+
+def test_get_train_dataloader_is_used_as_it_comes(tmp_path):
+    rows, seen = points(8), []
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(rows, batch_size=3, collate_fn=self.data_collator)
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            seen.extend(inputs["x"].tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = trained(tmp_path, Own, num_train_epochs=1)
+    assert seen == [float(row["x"]) for row in rows]
+    assert trainer.state.global_step == 3
+
+
+def test_get_eval_dataloader_and_get_test_dataloader_and_num_examples(tmp_path):
+    class Own(Trainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            return DataLoader(points(6), batch_size=2, collate_fn=self.data_collator)
+
+        def get_test_dataloader(self, test_dataset):
+            return DataLoader(points(7), batch_size=2, collate_fn=self.data_collator)
+
+        def num_examples(self, dataloader):
+            sizes.append(super().num_examples(dataloader))
+            return sizes[-1]
+
+    sizes = []
+    trainer = make_trainer(tmp_path, Own)
+    trainer.evaluate(points(2))
+    assert len(trainer.predict(points(2)).predictions) == 7
+    assert sizes == [6, 7]
+
+
+def test_get_train_sampler_gives_the_order(tmp_path):
+    class InOrder(Trainer):
+        def _get_train_sampler(self, train_dataset=None):
+            return SequentialSampler(self.train_dataset)
+
+    mine = trained(tmp_path, InOrder, num_train_epochs=1)
+    assert losses(mine) == losses(trained(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1))
+
+
+def test_create_optimizer_and_create_scheduler(tmp_path):
+    class Own(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            return self.lr_scheduler
+
+    trainer = trained(tmp_path, Own, max_steps=3)
+    assert [entry["learning_rate"] for entry in trainer.state.log_history[:3]] == [0.5, 0.25, 0.125]
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+
+
+def test_create_optimizer_and_scheduler_in_one(tmp_path):
+    class Own(Trainer):
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / num_training_steps)
+
+    trainer = trained(tmp_path, Own, max_steps=4)
+    assert {entry["learning_rate"] for entry in trainer.state.log_history[:4]} == {0.25}
+
+
+def test_get_decay_parameter_names_and_get_optimizer_cls_and_kwargs(tmp_path):
+    class Own(Trainer):
+        def get_decay_parameter_names(self, model):
+            return ["b"]
+
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args, model=None):
+            return torch.optim.SGD, {"lr": 0.3}
+
+    trainer = trained(tmp_path, Own, weight_decay=0.1, max_steps=1)
+    decaying, plain = trainer.optimizer.param_groups
+    assert decaying["params"] == [trainer.model.b]
+    assert (decaying["weight_decay"], plain["weight_decay"], decaying["initial_lr"]) == (0.1, 0.0, 0.3)
+
+
+def test_log_sees_everything_and_may_change_it(tmp_path):
+    class Own(Trainer):
+        def log(self, logs, start_time=None):
+            logs["perplexity"] = 2.0
+            super().log(logs, start_time)
+
+    trainer = trained(tmp_path, Own, max_steps=2)
+    assert len(trainer.state.log_history) == 3
+    assert all(entry["perplexity"] == 2.0 for entry in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("name", ["save_model", "_save"])
+def test_save_model_writes_into_every_checkpoint(tmp_path, name):
+    def own(self, output_dir=None, *args, **kwargs):
+        getattr(Trainer, name)(self, output_dir, *args, **kwargs)
+        from pathlib import Path
+
+        (Path(output_dir) / "mine.txt").write_text("here")
+
+    trained(tmp_path, type("Own", (Trainer,), {name: own}), save_strategy="steps", save_steps=2, max_steps=4)
+    assert (tmp_path / "checkpoint-2" / "mine.txt").read_text() == "here"
+    resumed = make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
+def test_save_checkpoint_may_be_left_out(tmp_path):
+    class Seldom(Trainer):
+        def _save_checkpoint(self, model, trial):
+            if self.state.global_step == 4:
+                super()._save_checkpoint(model, trial)
+
+    trained(tmp_path, Seldom, save_strategy="steps", save_steps=1, max_steps=5)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_prepare_inputs_changes_what_the_model_is_given(tmp_path):
+    class Doubled(Trainer):
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return {**inputs, "x": 2 * inputs["x"]}
+
+    rows = [{**row, "x": 2 * row["x"]} for row in points()]
+    assert same(weights(trained(tmp_path, Doubled)), weights(trained(tmp_path, train=rows)))
+
+
+def test_floating_point_ops_are_added_up(tmp_path):
+    class Counted(Trainer):
+        def floating_point_ops(self, inputs):
+            return 10
+
+    trainer = trained(tmp_path, Counted, gradient_accumulation_steps=2, max_steps=3)  # 2, 2 and 2 micro-batches
+    assert trainer.state.total_flos == 60
+
+
+def test_compute_loss_context_manager_is_around_the_forward_pass(tmp_path):
+    import contextlib
+
+    entered = []
+
+    class Own(Trainer):
+        @contextlib.contextmanager
+        def compute_loss_context_manager(self):
+            entered.append(1)
+            yield
+
+    trained(tmp_path, Own, max_steps=3)
+    assert len(entered) == 3
+
+
+def test_a_method_set_on_the_object_counts_too(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    calls = []
+    original = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    trainer.train()
+    assert len(calls) == 2
+
+
+def test_a_model_of_ones_own_needs_nothing_but_a_loss(tmp_path):
+    trainer = trained(tmp_path, model=Regression(1.0, 1.0), num_train_epochs=30)
+    assert weights(trainer)["a"].item() == pytest.approx(2, abs=0.3)

@@ -1,0 +1,437 @@
+"""The Trainer: what it takes, what it refuses, what it trains, the order in which it reads, and its loss rule."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset, IterableDataset
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
+
+from burnish import Trainer
+from hf_toy import (
+    Regression,
+    arguments,
+    bert,
+    classes,
+    gpt2,
+    losses,
+    make_trainer,
+    parity,
+    points,
+    same,
+    text_rows,
+    weights,
+)  # fmt: skip
+
+BY_NAME = {case.name: case for case in parity.CASES}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal LM, accumulation, ragged last group", "causal LM, label smoothing", "causal LM, compute_loss_func",
+        "causal LM, evaluation in between", "causal LM, rows without a length", "LoRA through peft",
+        "classification, label smoothing", "several labels", "token classification", "question answering",
+        "sequence to sequence", "a plain nn.Module", "schedule polynomial", "optimizer sgd, not clipped",
+    ],
+)  # fmt: skip
+def test_a_training_is_transformers_to_rounding(name):
+    """The tolerance is float32's rounding over a few sums; weights where the true gradient is zero are left out by
+    comparing losses and norms, which docs/parity.md explains."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = parity.compare(BY_NAME[name], num_steps=12)
+    assert found.steps == 12
+    assert found.loss < 1e-5
+    assert found.grad_norm < 1e-4
+    assert found.learning_rate < 1e-12
+
+
+@pytest.mark.parametrize("name", [case.name for case in parity.CASES if case.differs and "ragged" not in case.name])
+def test_accumulation_gives_what_one_large_batch_gives_where_transformers_does_not(name):
+    case = BY_NAME[name]
+    whole = parity.Case(name, case.model, case.rows, {"per_device_train_batch_size": 6}, case.trainer)
+    from burnish import TrainingArguments
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cut = parity.train(with_model(case), Trainer, TrainingArguments, 6)[0]
+        large = parity.train(with_model(whole), Trainer, TrainingArguments, 6)[0]
+    assert [entry["loss"] for entry in cut] == pytest.approx([entry["loss"] for entry in large], rel=1e-4)
+
+
+def without_dropout(make):
+    model = make()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def with_model(case):
+    return parity.Case(case.name, lambda: without_dropout(case.model), case.rows, case.arguments, case.trainer)
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_transformers_trainer_is_inherited():
+    assert all("transformers" not in base.__module__ for base in Trainer.__mro__)
+
+
+def test_a_torch_dataset_of_tensors_is_taken(tmp_path):
+    class Sentences(Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            return {"input_ids": torch.tensor([1, index, 2]), "labels": torch.tensor(index % 3)}
+
+    trainer = make_trainer(tmp_path, model=bert(), train=Sentences())
+    assert trainer.train().global_step == 4
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"x": float(i), "label": 2.0 * i, "note": "unused"} for i in range(8)])
+    trainer = make_trainer(tmp_path, train=rows)
+    assert set(next(iter(trainer.get_train_dataloader()))) == {"x", "labels"}
+    trainer.train()
+    plain = make_trainer(tmp_path, train=[{**row, "note": "unused"} for row in points()])
+    assert set(next(iter(plain.get_train_dataloader()))) == {"x", "labels"}
+
+
+def test_a_set_without_a_column_that_the_model_takes_is_refused(tmp_path):
+    import datasets
+
+    trainer = make_trainer(tmp_path, train=datasets.Dataset.from_list([{"text": "a"}]))
+    with pytest.raises(ValueError, match="No columns in the dataset match"):
+        trainer.train()
+
+
+def test_an_iterable_set_is_gone_through_again_until_the_steps_are_done(tmp_path):
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(points(6))
+
+    trainer = make_trainer(tmp_path, train=Rows(), max_steps=5, num_train_epochs=1)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    with pytest.raises(ValueError, match="max_steps has to be specified"):
+        make_trainer(tmp_path, train=Rows())
+
+
+def test_an_iterable_set_without_a_row_stops_with_a_warning(tmp_path):
+    class Nothing(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    assert make_trainer(tmp_path, train=Nothing(), max_steps=5).train().global_step == 0
+
+
+def test_the_collator_follows_from_the_processing_class(tmp_path, recwarn):
+    tokenizer = tiny_tokenizer()
+    assert isinstance(
+        make_trainer(tmp_path, trainer={"processing_class": tokenizer}).data_collator, DataCollatorWithPadding
+    )
+    with pytest.warns(FutureWarning, match="processing_class"):
+        assert make_trainer(tmp_path, trainer={"tokenizer": tokenizer}).processing_class is tokenizer
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def test_transformers_own_arguments_are_taken(tmp_path):
+    theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.3, report_to="none")
+    trainer = Trainer(Regression(), theirs, train_dataset=points())
+    assert (trainer.args.learning_rate, trainer.args.use_cpu) == (0.3, True)
+
+
+def test_model_init_makes_a_fresh_model_for_every_training(tmp_path):
+    trainer = Trainer(args=arguments(tmp_path, max_steps=3), train_dataset=points(), model_init=lambda: Regression())
+    trainer.train()
+    first = weights(trainer)
+    trainer.train()
+    assert same(first, weights(trainer))
+
+
+def test_optimizers_that_are_given_are_used(tmp_path):
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    trainer = make_trainer(tmp_path, model=model, max_steps=2, trainer={"optimizers": (optimizer, schedule)})
+    trainer.train()
+    assert trainer.optimizer is optimizer
+    assert [entry["learning_rate"] for entry in trainer.state.log_history[:2]] == [1.0, 0.5]
+    by_class = make_trainer(tmp_path, max_steps=1, trainer={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.7})})
+    by_class.train()
+    assert by_class.optimizer.param_groups[0]["initial_lr"] == 0.7
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({}, RuntimeError, "either a `model` or `model_init`"),
+        ({"model": Regression(), "model_init": Regression}, ValueError, "but not both"),
+        ({"model_init": lambda: Regression(), "optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, RuntimeError,
+          "model_init"),
+        ({"model": Regression(), "optimizers": (torch.optim.SGD([torch.zeros(1)]), None),
+          "optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, RuntimeError, "optimizer_cls_and_kwargs"),
+        ({"model": Regression(), "data_collator": object()}, TypeError, "simple callable"),
+        ({"model_init": lambda a, b: Regression()}, RuntimeError, "0 or 1 argument"),
+        ({"model_init": lambda: None}, RuntimeError, "should not return None"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(tmp_path, given, error, words):
+    with pytest.raises(error, match=words):
+        Trainer(args=arguments(tmp_path), train_dataset=points(), **given)
+
+
+def test_an_evaluation_strategy_needs_a_set_and_a_training_too(tmp_path):
+    with pytest.raises(ValueError, match="didn't pass an `eval_dataset`"):
+        make_trainer(tmp_path, eval_strategy="steps", eval_steps=2)
+    with pytest.raises(ValueError, match="training requires a train_dataset"):
+        Trainer(Regression(), arguments(tmp_path)).train()
+    with pytest.raises(ValueError, match="evaluation requires an eval_dataset"):
+        make_trainer(tmp_path).evaluate()
+
+
+def test_train_takes_no_keyword_that_it_does_not_know(tmp_path):
+    with pytest.raises(TypeError, match="modle_path"):
+        make_trainer(tmp_path).train(modle_path="x")
+    with pytest.warns(FutureWarning, match="resume_from_checkpoint"), pytest.raises(ValueError, match="Can't find"):
+        make_trainer(tmp_path).train(model_path=str(tmp_path / "none"))
+
+
+def test_a_model_that_returns_no_loss_is_refused_with_what_it_returned(tmp_path):
+    rows = [{"x": row["x"]} for row in points()]
+    with pytest.raises(ValueError, match="did not return a loss from the inputs, only the following keys: logits"):
+        make_trainer(tmp_path, train=rows).train()
+
+
+def test_a_sampling_that_burnish_does_not_have_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="batch_rebalance"):
+        make_trainer(tmp_path, train_sampling_strategy="batch_rebalance").train()
+
+
+# --- order, steps, state ----------------------------------------------------------------------------------------------
+
+
+def test_the_order_does_not_depend_on_the_moment(tmp_path):
+    plain = make_trainer(tmp_path)
+    plain.train()
+    disturbed = make_trainer(tmp_path)
+    torch.manual_seed(123)
+    disturbed.train()
+    assert losses(plain) == losses(disturbed)
+
+
+def test_a_data_seed_changes_the_order_and_the_seed_alone_does_not_then(tmp_path):
+    def order(**given):
+        trainer = make_trainer(tmp_path, **given)
+        return [float(x) for batch in trainer.get_train_dataloader() for x in batch["x"]]
+
+    assert order(data_seed=7, seed=1) == order(data_seed=7, seed=2) != order(seed=1)
+
+
+def test_steps_and_epochs_are_counted_as_transformers_counts_them(tmp_path):
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=4, per_device_train_batch_size=2, num_train_epochs=1.5)
+    trainer.train()
+    # 11 micro-batches make 3 groups, the last of 3; 1.5 epochs are 5 steps, begun in 2 epochs.
+    assert (trainer.state.max_steps, trainer.state.num_train_epochs) == (5, 2)
+    assert [round(entry["epoch"], 4) for entry in trainer.state.log_history[:5]] == [
+        0.3636,
+        0.7273,
+        1.0,
+        1.3636,
+        1.7273,
+    ]
+
+
+def test_before_training_there_is_neither_optimizer_nor_schedule(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    assert trainer.optimizer is None
+    assert trainer.lr_scheduler is None
+    assert not trainer.is_in_train
+    trainer.train()
+    assert trainer.optimizer is not None
+    assert trainer.lr_scheduler is not None
+    assert not trainer.is_in_train
+
+
+def test_the_return_value_is_the_summary(tmp_path):
+    output = make_trainer(tmp_path).train()
+    assert output.global_step == 12
+    assert output.training_loss == pytest.approx(output.metrics["train_loss"])
+    assert {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "epoch"} <= set(
+        output.metrics
+    )
+
+
+def test_tokens_are_counted_where_it_is_asked_for(tmp_path):
+    rows = [{**row, "attention_mask": torch.tensor([1] * 8 + [0] * 4)} for row in text_rows(8)]
+    every = make_trainer(tmp_path, model=gpt2(), train=rows, num_train_epochs=1, include_num_input_tokens_seen=True)
+    every.train()
+    real = make_trainer(
+        tmp_path, model=gpt2(), train=rows, num_train_epochs=1, include_num_input_tokens_seen="non_padding"
+    )
+    real.train()
+    assert every.state.log_history[-1]["num_input_tokens_seen"] == 8 * 12
+    assert real.state.log_history[-1]["num_input_tokens_seen"] == 8 * 8
+    assert "train_tokens_per_second" in every.state.log_history[0]
+
+
+def test_floating_point_operations_are_counted(tmp_path):
+    trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(8), num_train_epochs=1)
+    trainer.train()
+    assert trainer.state.total_flos == 6 * 8 * 12 * trainer.model.num_parameters(exclude_embeddings=True)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_left_out_of_the_log(tmp_path):
+    rows = points()
+    rows[5] = {"x": torch.tensor(float("nan")), "labels": torch.tensor(0.0)}
+    filtered = make_trainer(tmp_path, train=rows)
+    filtered.train()
+    assert np.isfinite(losses(filtered)).all()
+    assert all(torch.isfinite(w) for w in weights(filtered).values())
+    shown = make_trainer(tmp_path, train=rows, logging_nan_inf_filter=False)
+    shown.train()
+    assert np.isnan(losses(shown)).sum() == 2  # once in each epoch
+
+
+def test_micro_batches_are_halved_where_memory_runs_out_and_the_step_stays(tmp_path):
+    class Full(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.train_batch_size >= 16:
+                raise RuntimeError("CUDA out of memory.")
+
+    def made(callbacks, **given):
+        trainer = make_trainer(tmp_path, max_steps=4, trainer={"callbacks": callbacks}, train=points(64), **given)
+        trainer.train()
+        return trainer
+
+    halved = made([Full()], per_device_train_batch_size=16, auto_find_batch_size=True)
+    assert halved._train_batch_size == 8
+    assert losses(halved) == pytest.approx(losses(made([], per_device_train_batch_size=16)), rel=1e-5)
+
+
+def test_memory_that_runs_out_is_said_where_halving_was_not_asked_for(tmp_path):
+    class Full(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("CUDA out of memory.")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_trainer(tmp_path, trainer={"callbacks": [Full()]}).train()
+
+
+def test_noise_on_embeddings_is_gone_after_training(tmp_path):
+    trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(8), max_steps=2, neftune_noise_alpha=5.0)
+    trainer.train()
+    assert not trainer.model.get_input_embeddings()._forward_hooks
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
+    def made(**given):
+        trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(8), max_steps=3, learning_rate=1e-2, **given)
+        trainer.train()
+        return losses(trainer)
+
+    assert made(activation_checkpointing=True) == pytest.approx(made(), rel=1e-5)
+
+
+def test_lengths_can_be_grouped(tmp_path):
+    rows = [{"input_ids": [1] * n, "labels": n % 3} for n in (3, 9, 5, 12, 4, 8, 7, 6)]
+    trainer = make_trainer(tmp_path, model=bert(), train=rows, train_sampling_strategy="group_by_length",
+                           per_device_train_batch_size=1)  # fmt: skip
+    lengths = [batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()]
+    assert lengths[0] == 12
+    assert sorted(lengths) == [3, 4, 5, 6, 7, 8, 9, 12]
+    assert trainer.train().global_step == 16
+
+
+def test_classes_are_learned(tmp_path):
+    trainer = make_trainer(tmp_path, model=bert(), train=classes(), learning_rate=1e-2, num_train_epochs=15)
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0] / 2
+
+
+# --- small words ------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_printed_and_kept(tmp_path, capsys):
+    import json
+
+    trainer = make_trainer(tmp_path, max_steps=2)
+    metrics = trainer.train().metrics
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    assert "***** train metrics *****" in capsys.readouterr().out
+    assert json.loads((tmp_path / "train_results.json").read_text())["train_loss"] == metrics["train_loss"]
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
+    assert trainer.metrics_format({"train_runtime": 61.0})["train_runtime"] == "0:01:01.00"
+
+
+def test_what_scripts_ask_a_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    assert trainer.is_world_process_zero()
+    assert trainer.is_local_process_zero()
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 22
+    assert trainer.get_train_dataloader().total_batch_size == 4
+    assert trainer.get_num_trainable_parameters() == 2
+    with pytest.raises(ValueError, match="optimizer is None"):
+        trainer.get_learning_rates()
+    trainer.train()
+    assert len(trainer.get_learning_rates()) == 2
+    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
+    assert trainer.accelerator.is_main_process
+
+
+def test_a_model_card_is_written(tmp_path):
+    trainer = make_trainer(tmp_path, model=bert(), train=classes(), max_steps=1)
+    trainer.train()
+    trainer.create_model_card(model_name="tiny", dataset="toy")
+    assert "tiny" in (tmp_path / "README.md").read_text()
+
+
+def test_pushing_uploads_the_saved_model(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    uploaded = {}
+    monkeypatch.setattr(huggingface_hub, "create_repo", lambda name, **kw: type("Repo", (), {"repo_id": f"me/{name}"}))
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda self, **kwargs: uploaded.update(kwargs))
+    trainer = make_trainer(tmp_path, model=bert(), train=classes(), max_steps=1, push_to_hub=True, hub_model_id="tiny")
+    trainer.train()
+    trainer.push_to_hub()
+    assert uploaded["repo_id"] == "me/tiny"
+    assert (tmp_path / "model.safetensors").is_file()
+    assert (tmp_path / "README.md").is_file()
+
+
+def test_a_search_without_its_library_says_how_to_get_it(tmp_path):
+    trainer = Trainer(args=arguments(tmp_path), train_dataset=points(), model_init=lambda: Regression())
+    with pytest.raises(ValueError, match="ray"):
+        trainer.hyperparameter_search(backend="ray")
+    with pytest.raises(RuntimeError, match="model_init"):
+        make_trainer(tmp_path).hyperparameter_search()
+
+
+def test_a_search_finds_the_better_learning_rate(tmp_path):
+    pytest.importorskip("optuna")
+    trainer = Trainer(args=arguments(tmp_path, max_steps=8), train_dataset=points(), eval_dataset=points(8),
+                      model_init=lambda: Regression())  # fmt: skip
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-6, 0.3])}, n_trials=4
+    )
+    assert best.hyperparameters == {"learning_rate": 0.3}
