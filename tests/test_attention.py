@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from burnish.data.batching import collate_flat
+from burnish.engine.base import EngineOptions, SingleEngine
 from burnish.models.attention import Layout, lay_flat
 from burnish.ops import attention
 from burnish.ops.attention import Scores, flat_attention, masked_attention
@@ -238,8 +239,7 @@ def test_gradients_through_checkpointed_layers_are_the_same():
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     gradients = []
     for checkpointed in (False, True):
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        SingleEngine(EngineOptions(use_cpu=True, gradient_checkpointing=checkpointed)).prepare(model, None)
         model.train().zero_grad()
         model(**inputs, use_cache=False).logits.square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""Language models of two small layers, with random weights, by family."""
+"""Language models of two small layers, with random weights and without dropout, by family."""
 
 import torch
 
@@ -6,7 +6,10 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-GPT = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+GPT = {
+    "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
 BLOOM = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
 
@@ -21,7 +24,7 @@ FAMILIES = {
     "phi": SIZES,
     "gpt2": {**GPT, "n_positions": 256},
     "gpt_neox": {name: value for name, value in SIZES.items() if name != "num_key_value_heads"},
-    "opt": {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "opt": {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
     "cohere": SIZES,
     "granite": {**SIZES, "logits_scaling": 4.0},
     "mixtral": {**SIZES, **EXPERTS, "num_local_experts": 4},

@@ -142,7 +142,10 @@ class SingleEngine:
                 f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
                 "Leave it out, or use a model of transformers."
             )
-        able[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        # Later releases of transformers 5 have another name for it, and two arguments that are not torch's.
+        enable = getattr(able[0], "activation_checkpointing_enable", able[0].gradient_checkpointing_enable)
+        own = {name: arguments.pop(name) for name in ("every_n_layers", "offload") if name in arguments}
+        enable(arguments, **own)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         if not self.options.torch_compile:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from burnish.core.types import IGNORE_INDEX, Batch, Example, Loss, Row
 from burnish.objectives.base import OBJECTIVES, Collate, Encoder
 from burnish.objectives.neftune import EmbeddingNoise
 from burnish.ops.cross_entropy import TokenLoss, TokenSums, linear_cross_entropy, plain_cross_entropy
-from burnish.ops.probe import Head, causal_lm, find_head
+from burnish.ops.probe import Head, causal_lm, find_head, makes_some_logits
 
 _NOT_FOR_THE_MODEL = {"labels", "loss_weights", "learned"}
 
@@ -63,6 +62,7 @@ class LmObjective:
         self.options = options
         self.template = template
         self.head: Head | None = None
+        self.makes_some_logits = False
         self.collate: Collate = _unfitted
 
     @property
@@ -82,7 +82,7 @@ class LmObjective:
         self.collate = partial(collate_learned, collate)
         if self.options.fused_loss is False:
             return []
-        self.head = find_head(model)
+        self.head, self.makes_some_logits = find_head(model), makes_some_logits(model)
         if self.head is not None:
             return []
         what = f"The head of {type(causal_lm(model)).__name__} is not a plain linear layer over its last hidden states."
@@ -92,7 +92,7 @@ class LmObjective:
 
     def module(self, model: nn.Module) -> nn.Module:
         """The model and its loss as one module. ``fit`` comes first."""
-        return ModelWithLoss(model, self.head, self.options)
+        return ModelWithLoss(model, self.head, self.makes_some_logits, self.options)
 
     def weight(self, batch: Batch) -> Tensor:
         """() the learned tokens, or the sum of their weights."""
@@ -158,12 +158,13 @@ class ModelWithLoss(nn.Module):
     Args:
         model: a causal language model of transformers, adapted or not.
         head: how its logits are made; None to let it make them.
+        makes_some_logits: whether it then can make those of chosen positions alone.
         options: those of ``LmOptions`` are read.
 
     ``keeps_outputs`` is for an evaluation that wants logits: ``Loss.outputs`` is (B, T, V) then.
     """
 
-    def __init__(self, model: nn.Module, head: Head | None, options: Any) -> None:
+    def __init__(self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: Any) -> None:
         super().__init__()
         inner = causal_lm(model)
         self.model = model
@@ -175,7 +176,7 @@ class ModelWithLoss(nn.Module):
             accuracy=options.compute_accuracy,
             entropy=options.compute_entropy,
         )
-        self._keeps_some = options.fused_loss is not False and "logits_to_keep" in signature(inner.forward).parameters
+        self._makes_some_logits = makes_some_logits
         self._aux_coefficient = aux_coefficient(inner, options.router_aux_loss_coef)
         alpha = options.neftune_noise_alpha
         self._noise = EmbeddingNoise(inner.get_input_embeddings(), alpha) if alpha is not None else None
@@ -205,16 +206,18 @@ class ModelWithLoss(nn.Module):
 
     def _loss_from_logits(self, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor) -> Loss:
         """From logits that the model makes: of learned positions where it can make some only, else of all."""
-        makes_some = self._keeps_some and len(inputs["input_ids"]) == 1 and not self.keeps_outputs
+        makes_some = self._makes_some_logits and len(inputs["input_ids"]) == 1 and not self.keeps_outputs
         if makes_some:
             inputs["logits_to_keep"] = learned
         if self._aux_coefficient:
             inputs["output_router_logits"] = True
         output = self.model(**inputs)
-        logits = output.logits.flatten(0, 1)
-        sums = plain_cross_entropy(logits if makes_some else logits[learned], targets, self._rules, weights)
+        # A learned prompt stands before the tokens of each row, and has logits too.
+        logits = output.logits if makes_some else output.logits[:, -inputs["input_ids"].shape[1] :]
+        of_learned = logits.flatten(0, 1) if makes_some else logits.flatten(0, 1).index_select(0, learned)
+        sums = plain_cross_entropy(of_learned, targets, self._rules, weights)
         aux = output.aux_loss * weights.sum() if self._aux_coefficient else None
-        return self._loss(sums, aux, output.logits.detach() if self.keeps_outputs else None)
+        return self._loss(sums, aux, logits.detach() if self.keeps_outputs else None)
 
     def _loss(self, sums: TokenSums, aux: Tensor | None = None, outputs: Tensor | None = None) -> Loss:
         """Args: aux: () the loss of a router, a mean over tokens, times the weight of the micro-batch: its share of the

@@ -97,6 +97,18 @@ def find_head(model: nn.Module) -> Head | None:
         return None
 
 
+def makes_some_logits(model: nn.Module) -> bool:
+    """Whether the model makes the logits of chosen positions alone: ``logits_to_keep=(N,)``."""
+    try:
+        tokens, chosen = _tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
+        with _asking(model) as ask:
+            whole, some = ask(tokens), ask(tokens, logits_to_keep=chosen)
+        # A learned prompt before the tokens (peft's prompt tuning) shifts the positions.
+        return whole.shape[1] == _LENGTH and _close(some, whole[:, chosen], model)
+    except REFUSALS:
+        return False
+
+
 def causal_lm(model: nn.Module) -> Any:
     """The model itself, or the one that an adapter of the peft library is wrapped around."""
     unwrap = getattr(model, "get_base_model", None)

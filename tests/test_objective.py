@@ -1,0 +1,339 @@
+"""Next-token prediction: the same numbers however a step is cut, laid out and computed."""
+
+import random
+
+import pytest
+import torch
+
+from burnish.core.errors import UserError
+from burnish.core.options import union
+from burnish.core.types import IGNORE_INDEX, Example
+from burnish.data.batching import BatchingOptions, collator, pack
+from burnish.data.stream import _blank
+from burnish.data.tally import Tally
+from burnish.models.attention import lay_flat
+from burnish.objectives.base import OBJECTIVES
+from burnish.objectives.lm import LmOptions, PretrainObjective, SftObjective, learned_positions
+from burnish.objectives.neftune import sequence_lengths
+from tiny_models import tiny
+
+Options = union("Options", LmOptions, BatchingOptions)
+
+
+def rows(num=8, seed=0, weights=False):
+    """Conversations of 3 to 30 tokens whose first half is a question."""
+    generator = random.Random(seed)
+    made = []
+    for _ in range(num):
+        ids = [generator.randint(3, 96) for _ in range(generator.randint(3, 30))]
+        row = {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) // 2) + ids[len(ids) // 2 :]}
+        made.append({**row, "loss_weights": [generator.random() * 2 for _ in ids]} if weights else row)
+    return made
+
+
+def fitted(model, **given):
+    options = Options(**given)
+    objective = SftObjective(options, template=None)
+    objective.notes = objective.fit(model, collator(options, 0, lay_flat(model).is_flat))
+    return objective, objective.module(model)
+
+
+def gradients(model, groups, **given):
+    """Loss and gradients of one step whose micro-batches are ``groups`` of rows."""
+    objective, module = fitted(model, **given)
+    batches = [objective.collate(group) for group in groups]
+    weight = torch.stack([objective.weight(batch) for batch in batches]).sum()
+    model.zero_grad()
+    losses = [objective.loss(module, batch) for batch in batches]
+    for loss in losses:
+        (loss.total / weight).backward()
+    mean = torch.stack([loss.total.detach() for loss in losses]).sum() / weight
+    return mean, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reference(model, all_rows):
+    """The same step by transformers: one row at a time, its own loss, times its tokens."""
+    model.zero_grad()
+    counts = [sum(label != IGNORE_INDEX for label in row["labels"][1:]) for row in all_rows]
+    losses = []
+    for row, count in zip(all_rows, counts, strict=True):
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+        losses.append(model(input_ids=ids, labels=labels, use_cache=False).loss * count / sum(counts))
+        losses[-1].backward()
+    return torch.stack(losses).sum().detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def same(mine, other, tolerance=1e-6):
+    assert abs(mine[0] - other[0]) < tolerance * max(1, other[0])
+    assert mine[1].keys() == other[1].keys()
+    assert max((mine[1][name] - other[1][name]).abs().max() for name in other[1]) < tolerance
+
+
+def cut(all_rows, size):
+    return [all_rows[start : start + size] for start in range(0, len(all_rows), size)]
+
+
+# --- a step is a step -------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "flat": {},
+    "padded": {"padding_free": False},
+    "padded to a multiple": {"padding_free": False, "pad_to_multiple_of": 16},
+    "flat, whole logits": {"fused_loss": False},
+    "padded, whole logits": {"padding_free": False, "fused_loss": False},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("size", [8, 2, 1], ids=["1 x 8", "4 x 2", "8 x 1"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_step_does_not_depend_on_how_it_is_cut_and_laid_out(family, size, layout):
+    all_rows = rows()
+    expected = reference(tiny(family), all_rows)
+    same(gradients(tiny(family), cut(all_rows, size), **layout), expected)
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_a_step_of_packs_is_the_step_of_their_rows(layout):
+    all_rows = rows()
+    packs = pack(all_rows, 40)
+    assert 1 < len(packs) < len(all_rows)
+    same(gradients(tiny(), cut(packs, 2), **LAYOUTS[layout]), reference(tiny(), all_rows))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mistral", "cohere", "bloom", "opt", "stablelm", "falcon"])
+def test_other_families_take_the_same_step(family):
+    all_rows = rows(4)
+    same(gradients(tiny(family), cut(all_rows, 2)), reference(tiny(family), all_rows), 5e-6)
+
+
+def test_weights_of_tokens_scale_their_loss_and_count_in_the_mean():
+    all_rows = rows(weights=True)
+    flat = gradients(tiny(), cut(all_rows, 4))
+    same(flat, gradients(tiny(), cut(all_rows, 1), padding_free=False, fused_loss=False))
+    doubled = [{**row, "loss_weights": [2 * weight for weight in row["loss_weights"]]} for row in all_rows]
+    same(flat, gradients(tiny(), cut(doubled, 4)))
+    silent = [{**row, "loss_weights": [0.0] * len(row["input_ids"])} for row in all_rows[:4]]
+    same(gradients(tiny(), [silent, all_rows[4:]]), gradients(tiny(), [all_rows[4:]]))
+
+
+def test_a_step_is_the_same_under_bfloat16_but_for_rounding():
+    all_rows = rows()
+    exact = reference(tiny(), all_rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough, plain = gradients(tiny(), cut(all_rows, 4)), reference(tiny(), all_rows)
+    distance = [sum((one[1][n] - exact[1][n]).square().sum() for n in exact[1]) for one in (rough, plain)]
+    assert distance[0] < 1.5 * distance[1]
+
+
+def test_a_batch_without_labels_gives_an_exact_zero_with_a_graph():
+    objective, module = fitted(model := tiny())
+    blank = _blank(objective.collate(rows(2)))
+    loss = objective.loss(module, blank)
+    loss.total.backward()
+    assert loss.total == 0
+    assert objective.weight(blank) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_without_a_learned_token_nothing_is_nan():
+    objective, module = fitted(tiny())
+    untrained = {"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX] * 3}
+    assert objective.loss(module, objective.collate([untrained])).total == 0
+
+
+def test_training_makes_no_logits_but_those_of_a_chunk():
+    from test_cross_entropy import Largest
+
+    objective, module = fitted(tiny(vocab_size=4001))
+    batch = objective.collate(rows())
+    learned = len(batch["learned"])
+    with Largest() as largest:
+        objective.loss(module, batch).total.backward()
+    assert largest.numel <= max(learned * 4001, 4001 * 32)
+    assert learned < batch["input_ids"].numel() * 0.6
+
+
+# --- the ways to the loss ---------------------------------------------------------------------------------------------
+
+
+def test_a_head_that_is_not_plain_makes_its_own_logits_and_says_so():
+    model = tiny()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    objective, _ = fitted(model)
+    assert "not a plain linear layer" in objective.notes[0]
+    expected = reference(tiny(), all_rows := rows(4))
+    mine = gradients(model, cut(all_rows, 2))
+    same((mine[0], {name.replace("head.0", "head"): grad for name, grad in mine[1].items()}), expected)
+
+
+class Prompted(torch.nn.Module):
+    """A learned prompt of three tokens before each row, as in peft's prompt tuning."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.prompt = model.requires_grad_(False), torch.nn.Parameter(torch.randn(1, 3, 32))
+
+    def get_base_model(self):
+        return self.model
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, cu_seq_lens_q=None, **inputs):
+        embeddings = self.model.get_input_embeddings()(input_ids)
+        prompted = torch.cat([self.prompt.expand(len(input_ids), -1, -1), embeddings], 1)
+        return self.model(inputs_embeds=prompted, use_cache=inputs["use_cache"])
+
+
+def test_a_learned_prompt_shifts_nothing():
+    all_rows = rows(4)
+    whole = gradients(model := Prompted(tiny()), [all_rows])
+    assert whole[1].keys() == {"prompt"}
+    same(whole, gradients(model, cut(all_rows, 1)))
+    ids, labels = (torch.tensor([all_rows[0][name]]) for name in ("input_ids", "labels"))
+    logits = model(ids, use_cache=False).logits[:, 3:]
+    alone = model.model.loss_function(logits, labels, 97)
+    assert torch.allclose(gradients(model, [all_rows[:1]])[0], alone)
+
+
+def test_the_fused_loss_is_refused_where_it_was_asked_for_and_cannot_be():
+    model = tiny()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(UserError, match="fused_loss"):
+        fitted(model, fused_loss=True)
+
+
+def test_logits_are_kept_only_where_they_are_asked_for():
+    objective, module = fitted(tiny())
+    batch = objective.collate(rows(3))
+    without = objective.loss(module, batch)
+    module.keeps_outputs = True
+    kept = objective.loss(module, batch)
+    assert without.outputs is None
+    assert kept.outputs.shape == (1, batch["input_ids"].numel(), 97)
+    assert torch.allclose(kept.total, without.total)
+
+
+def test_smoothing_is_transformers_label_smoothing():
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    all_rows, model = rows(1), tiny()
+    labels = torch.tensor([all_rows[0]["labels"]])
+    output = model(input_ids=torch.tensor([all_rows[0]["input_ids"]]))
+    expected = LabelSmoother(0.2)(output, labels, shift_labels=True)
+    for layout in LAYOUTS.values():
+        assert torch.allclose(gradients(tiny(), [all_rows], label_smoothing_factor=0.2, **layout)[0], expected)
+
+
+def test_accuracy_and_entropy_are_summed_where_asked():
+    for layout in LAYOUTS.values():
+        objective, module = fitted(tiny(), compute_accuracy=True, compute_entropy=True, **layout)
+        batch = objective.collate(rows(4))
+        sums, weight = objective.loss(module, batch).sums, objective.weight(batch)
+        assert set(sums) == {"accuracy", "entropy"}
+        assert 0 <= sums["accuracy"] <= weight
+        # Random weights know next to nothing: log 97 is 4.57.
+        assert 4.5 < sums["entropy"] / weight < 4.58
+    assert fitted(tiny())[1](batch).sums == {}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_loss_of_a_router_is_added_as_transformers_adds_it(family):
+    all_rows = rows(1)
+    ids, labels = (torch.tensor([all_rows[0][name]]) for name in ("input_ids", "labels"))
+    model = tiny(family)
+    output = model(input_ids=ids, labels=labels, output_router_logits=True)
+    assert torch.allclose(gradients(tiny(family), [all_rows])[0], output.loss)
+    assert torch.allclose(
+        gradients(tiny(family), [all_rows], router_aux_loss_coef=0.5)[0],
+        output.loss + (0.5 - model.config.router_aux_loss_coef) * output.aux_loss,
+    )
+    without = gradients(tiny(family, output_router_logits=False), [all_rows])[0]
+    assert torch.allclose(without, gradients(tiny(family), [all_rows], router_aux_loss_coef=0.0)[0])
+    assert without < output.loss
+
+
+def test_the_loss_of_a_router_is_refused_where_there_is_none():
+    with pytest.raises(UserError, match="router_aux_loss_coef"):
+        fitted(tiny(), router_aux_loss_coef=0.1)
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def noise_of(module, batch):
+    """What is added to the embeddings of a batch."""
+    seen = []
+    embedding = module.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda layer, inputs, output: seen.append((layer, inputs[0], output)))
+    module(batch)
+    hook.remove()
+    layer, ids, output = seen[0]
+    return output - torch.nn.functional.embedding(ids, layer.weight)
+
+
+def test_noise_comes_in_training_only_and_is_as_large_as_each_sequence_is_long():
+    objective, module = fitted(tiny(), neftune_noise_alpha=5.0)
+    lengths = [4, 64]
+    batch = objective.collate([{"input_ids": [3] * n, "labels": [3] * n} for n in lengths])
+    noise = noise_of(module, batch)[0]
+    for part, length in zip(noise.split(lengths), lengths, strict=True):
+        bound = 5.0 / (length * 32) ** 0.5
+        assert part.abs().max() <= bound
+        assert part.abs().max() > 0.9 * bound
+    assert not noise_of(module.eval(), batch).any()
+
+
+def test_noise_is_that_of_transformers_for_a_row_alone():
+    from transformers.integrations import activate_neftune
+
+    objective, module = fitted(tiny(), neftune_noise_alpha=5.0)
+    batch = objective.collate([{"input_ids": list(range(3, 20)), "labels": list(range(3, 20))}])
+    torch.manual_seed(1)
+    ours = noise_of(module, batch)
+    theirs = tiny()
+    activate_neftune(theirs, 5.0)
+    torch.manual_seed(1)
+    noisy = theirs.get_input_embeddings()(batch["input_ids"])
+    plain = torch.nn.functional.embedding(batch["input_ids"], theirs.get_input_embeddings().weight)
+    assert torch.allclose(ours, noisy - plain, atol=1e-6)
+
+
+def test_a_row_is_as_long_as_its_tokens_and_not_as_its_padding():
+    objective, _ = fitted(tiny(), padding_free=False)
+    batch = objective.collate([{"input_ids": [3] * n, "labels": [3] * n} for n in (4, 64)])
+    assert sequence_lengths(batch).flatten().tolist() == [4, 64]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class Template:
+    fingerprint = "abc"
+
+    def encode(self, examples, tally):
+        return [{"input_ids": [1], "labels": [1]} for _ in examples]
+
+    def encode_text(self, examples, tally, cut=True):
+        return [{"input_ids": [2, 2], "labels": [2, 2]} if cut else None for _ in examples]
+
+
+def test_fine_tuning_encodes_conversations_and_pretraining_text():
+    examples, tally = [Example(text="a")], Tally()
+    assert SftObjective(Options(), Template()).encode(examples, tally)[0]["input_ids"] == [1]
+    pretrain = PretrainObjective(Options(), Template())
+    assert pretrain.encode(examples, tally)[0]["input_ids"] == [2, 2]
+    assert pretrain.encode(examples, tally, cut=False) == [None]
+
+
+def test_objectives_are_known_by_their_stage_and_rows_of_one_are_not_taken_for_the_others():
+    assert (OBJECTIVES["sft"], OBJECTIVES["pt"]) == (SftObjective, PretrainObjective)
+    assert SftObjective(Options(), Template()).fingerprint != PretrainObjective(Options(), Template()).fingerprint
+
+
+def test_collating_before_the_model_is_known_is_an_error():
+    with pytest.raises(RuntimeError, match="fit"):
+        SftObjective(Options(), Template()).collate([])
+
+
+def test_position_t_predicts_token_t_plus_one():
+    labels = torch.tensor([[5, IGNORE_INDEX, 7], [IGNORE_INDEX, 8, IGNORE_INDEX]])
+    assert learned_positions(labels).tolist() == [1, 3]
