@@ -16,6 +16,8 @@ _PUBLIC: dict[str, str] = {
     "Example": "burnish.core.types",
     "Message": "burnish.core.types",
     "EvalPrediction": "burnish.hf.values",
+    "SFTConfig": "burnish.hf.sft_config",
+    "SFTTrainer": "burnish.hf.sft",
     "Trainer": "burnish.hf.trainer",
     "TrainerCallback": "burnish.core.events",
     "TrainerControl": "burnish.core.state",
@@ -24,8 +26,8 @@ _PUBLIC: dict[str, str] = {
 }
 
 __all__ = [
-    "IGNORE_INDEX", "EvalPrediction", "Example", "Message", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState",
-    "TrainingArguments", "UserError",
+    "IGNORE_INDEX", "EvalPrediction", "Example", "Message", "SFTConfig", "SFTTrainer", "Trainer", "TrainerCallback",
+    "TrainerControl", "TrainerState", "TrainingArguments", "UserError",
 ]  # fmt: skip
 
 

@@ -1,0 +1,438 @@
+"""``SFTTrainer``, with the constructor and behaviour of TRL's class, on burnish's ``Trainer``.
+
+In: a model or its name, arguments, data sets of texts, prompts with completions, conversations or token ids. Out: the
+trained model. What is done to the data is in ``sft_rows.py``, the loss in ``sft_loss.py``, what the constructor is
+handed in ``sft_setup.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.processing_utils import ProcessorMixin
+from transformers.utils import logging
+
+from burnish.core.types import Batch
+from burnish.engine.base import set_seed
+from burnish.hf.loaders import is_datasets_set
+from burnish.hf.saving import is_peft_model
+from burnish.hf.sft_collator import DataCollatorForLanguageModeling
+from burnish.hf.sft_config import SFTConfig
+from burnish.hf.sft_loss import Learned, sums_of_logits, sums_without_logits
+from burnish.hf.sft_masks import AssistantMasks
+from burnish.hf.sft_rows import Preparation, column_names, first_row, is_conversational, is_from_value
+from burnish.hf.sft_setup import (
+    attach_peft,
+    finish_peft,
+    load_model,
+    load_processing_class,
+    set_eos,
+    set_pad,
+    sft_arguments,
+    take_chat_template,
+    tokenizer_of,
+)
+from burnish.hf.trainer import Trainer
+from burnish.models.attention import lay_flat
+from burnish.objectives.lm import learned_positions
+from burnish.ops.cross_entropy import TokenLoss, TokenSums
+from burnish.ops.probe import Head, causal_lm, find_head
+
+logger = logging.get_logger("transformers.trainer")
+
+_OLD_ARGUMENTS = {
+    "max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing",
+    "eval_packing": "eval_packing", "dataset_num_proc": "dataset_num_proc", "dataset_kwargs": "dataset_kwargs",
+    "model_init_kwargs": "model_init_kwargs", "neftune_noise_alpha": "neftune_noise_alpha",
+}  # fmt: skip
+"""What the constructor once took -> the field of ``SFTConfig`` that says it today."""
+
+_OLD_WITHOUT_EFFECT = ("dataset_batch_size", "num_of_sequences", "chars_per_token")
+
+
+class SFTTrainer(Trainer):
+    """Fine-tune a causal language model on examples of what it should write.
+
+    Args:
+        model: the model, a peft model, or the name or folder of one.
+        args: ``SFTConfig``, or ``TrainingArguments`` with the rest at its defaults.
+        data_collator: rows -> batch; ``DataCollatorForLanguageModeling`` if not given.
+        train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset`` with ``text``, ``messages``,
+            ``conversations``, ``prompt`` and ``completion``, or ``input_ids``; ``eval_dataset`` may be a dict of them.
+        processing_class: the tokenizer, or a processor that has one; by default what lies with the model.
+        quantization_config: for a model that is given by name.
+        peft_config: a config of the peft library; the adapter is trained and the model frozen.
+        formatting_func: row -> text.
+        old: names of earlier versions, each accepted with a warning: ``tokenizer``, ``max_seq_length``,
+            ``dataset_text_field``, ``packing``, ...
+
+    Logged beside the loss: ``num_tokens`` (attended tokens so far, kept in checkpoints), ``mean_token_accuracy`` and
+    ``entropy`` (means over learned tokens), ``aux_loss`` of a mixture of experts.
+    """
+
+    args: SFTConfig
+
+    def __init__(
+        self, model: Any, args: Any = None, data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None, compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
+        peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
+    ) -> None:  # fmt: skip
+        args = sft_arguments(args, model)
+        args, processing_class = _with_old_arguments(args, processing_class, old)
+        check_sets(train_dataset, args)
+        set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
+        if isinstance(model, str):
+            model = load_model(model, args, quantization_config)
+        else:
+            for name, value in (
+                ("model_init_kwargs", args.model_init_kwargs),
+                ("quantization_config", quantization_config),
+            ):
+                if value is not None:
+                    logger.warning(f"`{name}` is ignored: the model is made already.")
+        if processing_class is None:
+            processing_class = load_processing_class(model, args)
+        tokenizer = tokenizer_of(processing_class)
+        if args.eos_token is not None:
+            set_eos(model, processing_class, args.eos_token)
+        added = []
+        if args.chat_template_path is not None:
+            added = take_chat_template(model, processing_class, args.chat_template_path)
+        sample = first_row(train_dataset)
+        refuse_images(sample, processing_class)
+        if peft_config is not None:
+            model = attach_peft(model, peft_config, added)
+        check_objective(args, sample, data_collator, compute_loss_func, formatting_func)
+        self.completion_only_loss = args.completion_only_loss
+        if self.completion_only_loss is None:
+            self.completion_only_loss = "prompt" in sample and "completion" in sample
+        if self.completion_only_loss and formatting_func and not skips_preparation(args):
+            raise ValueError(
+                "A formatting function was provided while `completion_only_loss=True`, which is incompatible: it makes "
+                "one text of a row, in which there is no completion. Apply the function before, or set "
+                "`completion_only_loss=False`."
+            )
+        self.padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
+        if data_collator is None:
+            data_collator = self._own_collator(model, processing_class, args)
+        self._skip_prepare_dataset = skips_preparation(args)
+        self._prepare = Preparation(
+            tokenizer, args, self.completion_only_loss, self._masks(tokenizer, args), formatting_func
+        )
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset} if eval_dataset else {}
+        self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
+        if not self._skip_prepare_dataset:
+            train_dataset = self._prepare(train_dataset, "train", args.packing)
+            eval_dataset = self._prepared_evals(eval_dataset, args)
+        if is_peft_model(model):
+            finish_peft(model, args)
+        self._set_router(model, args)
+        self._heads: dict[int, Head | None] = {}
+        super().__init__(
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self._loss_shifts_labels = True
+        self._eval_sums: dict[str, Tensor] = {}
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(["burnish", "sft"])
+
+    def _own_collator(self, model: Any, processing_class: Any, args: SFTConfig) -> DataCollatorForLanguageModeling:
+        """Flat where that was asked for and the model keeps neighbours apart; else padded, packs taken apart."""
+        pad = set_pad(model, processing_class, args.pad_token)
+        multiple: Any = args.pad_to_multiple_of
+        if not self.padding_free:
+            return DataCollatorForLanguageModeling(pad, pad_to_multiple_of=multiple)
+        asked = isinstance(args.model_init_kwargs, dict) and "attn_implementation" in args.model_init_kwargs
+        layout = lay_flat(model, own_attention=not asked)
+        if layout.note:
+            logger.warning(layout.note)
+        return DataCollatorForLanguageModeling(
+            pad, padding_free=layout.is_flat, pad_to_multiple_of=multiple, takes_packs_apart=not layout.is_flat
+        )
+
+    def _masks(self, tokenizer: Any, args: SFTConfig) -> AssistantMasks | None:
+        if not args.assistant_only_loss:
+            return None
+        masks = AssistantMasks(tokenizer)
+        if (note := masks.note()) is not None:
+            logger.warning(note)
+        return masks
+
+    def _set_router(self, model: Any, args: SFTConfig) -> None:
+        """The loss that balances a mixture of experts: its weight, and a model that gives it."""
+        config = model.config.get_text_config()
+        asked = args.router_aux_loss_coef
+        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+        if asked and not hasattr(config, "output_router_logits"):
+            raise ValueError(
+                f"`router_aux_loss_coef` is set to {asked} but {type(model).__name__} is not a Mixture-of-Experts "
+                "model that returns its router logits, so there is no auxiliary loss to weight."
+            )
+        self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
+        if hasattr(config, "router_aux_loss_coef"):
+            config.output_router_logits = self.aux_loss_enabled
+            config.router_aux_loss_coef = self.router_aux_loss_coef
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _prepared_evals(self, eval_dataset: Any, args: SFTConfig) -> Any:
+        if eval_dataset is None:
+            return None
+        packing = args.packing if args.eval_packing is None else args.eval_packing
+        if isinstance(eval_dataset, dict):
+            return {name: self._prepare(dataset, name, packing) for name, dataset in eval_dataset.items()}
+        return self._prepare(eval_dataset, "eval", packing)
+
+    def _refuse_masks_without_labels(self, datasets: dict[str, Any], collator: Any) -> None:
+        """Masks are made labels when a set is prepared; a set that is not would be learned whole."""
+        if not (self._skip_prepare_dataset and isinstance(collator, DataCollatorForLanguageModeling)):
+            return
+        for name, dataset in datasets.items():
+            columns = column_names(dataset)
+            if "labels" not in columns and ("completion_mask" in columns or "assistant_masks" in columns):
+                raise ValueError(
+                    f"The {name} dataset has mask columns but no 'labels', and `skip_prepare_dataset=True` skips label "
+                    "building, so it would train on the full sequence. Add a 'labels' column (-100 for non-loss "
+                    "tokens) or drop `skip_prepare_dataset`."
+                )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = ["input_ids", "labels", "seq_lengths"]
+
+    def _get_dataloader(self, *given: Any, **more: Any) -> Any:
+        """Where nothing of a subclass stands between loader and loss, the batches say which positions are learned."""
+        loader = super()._get_dataloader(*given, **more)
+        between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
+        if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
+            loader.collate_fn = WithLearned(loader.collate_fn)
+        return loader
+
+    def _count(self, batch: Batch) -> tuple[int, int]:
+        """Rows and tokens; tokens are counted always, without padding unless all were asked for."""
+        rows, tokens = super()._count(batch)
+        if self.args.include_num_input_tokens_seen != "all":
+            mask = batch.get("attention_mask")
+            tokens = int(batch["input_ids"].numel() if mask is None else mask.sum())
+        return rows, tokens
+
+    # --- loss ---------------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a micro-batch over its learned tokens.
+
+        Args:
+            num_items_in_batch: () the number the sum is divided by; the learned tokens of the batch if not given.
+        Returns:
+            () the loss, or (loss, outputs), outputs with logits.
+        """
+        given = {**inputs, "use_cache": False}
+        labels, positions = given.pop("labels"), given.pop("learned", None)
+        if self.aux_loss_enabled:
+            given["output_router_logits"] = True
+        learned = Learned.of(labels, positions)
+        head = None if return_outputs or self.compute_loss_func is not None else self._head()
+        rules = self._rules(head)
+        if head is not None:
+            sums, outputs = sums_without_logits(model, given, learned, head, rules, self.args.loss_type)
+        else:
+            outputs = model(**given)
+            sums = sums_of_logits(outputs.logits, learned, labels.shape[1], rules, self.args.loss_type)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        else:
+            items = learned.weights.sum() if num_items_in_batch is None else num_items_in_batch
+            loss = sums.total / torch.as_tensor(items).clamp(min=1)
+        aux = outputs.aux_loss if self.aux_loss_enabled else None
+        if aux is not None and self.compute_loss_func is None:
+            loss = loss + self.router_aux_loss_coef * aux
+        self._measure(model, sums, learned.weights.sum(), aux)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As the Trainer's, with what the backward pass needs kept in the machine's memory where that is asked for."""
+        offload = self.args.activation_offloading and self._engine.device.type != "cpu"
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext():
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _head(self) -> Head | None:
+        """How the model makes its logits, asked once for each model; None where they have to be made whole."""
+        key = id(self.model)
+        if key not in self._heads:
+            self._heads = {key: find_head(causal_lm(self.model))}
+            if self._heads[key] is None:
+                logger.info("The model's head is not a plain linear layer; its logits are made whole.")
+        return self._heads[key]
+
+    def _rules(self, head: Head | None) -> TokenLoss:
+        smoothing = self.args.label_smoothing_factor if self.args.loss_type == "nll" else 0.0
+        return TokenLoss(smoothing, head.softcap if head else None, accuracy=True, entropy=True)
+
+    def _measure(self, model: nn.Module, sums: TokenSums, items: Tensor, aux: Tensor | None) -> None:
+        """Sums for the log, on the device; in an evaluation for its metrics."""
+        found = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
+        if aux is not None:
+            found["aux_loss"] = aux.detach() * items
+        if model.training:
+            self._sums.update(found)
+            return
+        for name, value in {**found, "items": items}.items():
+            self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Logits are made only where somebody looks at them."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                return self.compute_loss(model, inputs).detach(), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss.detach(), outputs.logits.detach(), inputs.get("labels")
+
+    # --- evaluation and logs ------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+            self._refuse_masks_without_labels(sets, self.data_collator)
+            if not self._skip_prepare_dataset:
+                eval_dataset = self._prepared_evals(eval_dataset, self.args)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        self._eval_sums = {}
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self._eval_sums:
+            names = list(self._eval_sums)
+            totals = self._engine.sum(torch.stack([self._eval_sums[name] for name in names])).tolist()
+            means = dict(zip(names, totals, strict=True))
+            items = max(means.pop("items"), 1.0)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
+            output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+        return output
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+        super().log(logs, start_time)
+
+
+@dataclass
+class WithLearned:
+    """A collator whose batches say which positions are learned, found while they are on the CPU."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, rows: list[Any]) -> Any:
+        batch = self.collate(rows)
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() == 2:
+            batch["learned"] = learned_positions(labels)
+        return batch
+
+
+# --- what the constructor refuses --------------------------------------------------------------------------------------
+
+
+def _with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, Any]) -> tuple[SFTConfig, Any]:
+    """Old names of the constructor led to where they are said today; one warning names them all."""
+    unknown = [name for name in old if name not in (*_OLD_ARGUMENTS, *_OLD_WITHOUT_EFFECT, "tokenizer")]
+    if unknown:
+        raise TypeError(f"SFTTrainer.__init__() got an unexpected keyword argument {unknown[0]!r}")
+    if not old:
+        return args, processing_class
+    today = {name: f"SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
+    today |= {"tokenizer": "processing_class="} if "tokenizer" in old else {}
+    today |= {name: "nothing; it has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
+    warnings.warn(
+        "SFTTrainer takes these under other names today: " + ", ".join(f"`{a}` is {b}" for a, b in today.items()) + ".",
+        FutureWarning,
+        stacklevel=3,
+    )
+    args = copy.copy(args)
+    for name, field in _OLD_ARGUMENTS.items():
+        if old.get(name) is not None:
+            setattr(args, field, old[name])
+    return args, old.get("tokenizer") if processing_class is None else processing_class
+
+
+def check_sets(train_dataset: Any, args: SFTConfig) -> None:
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required")
+    datasets = sys.modules.get("datasets")
+    if not is_datasets_set(train_dataset) and (
+        datasets is None or not isinstance(train_dataset, datasets.IterableDataset)
+    ):
+        raise TypeError(
+            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
+        )
+
+
+def refuse_images(sample: dict[str, Any], processing_class: Any) -> None:
+    if not ("image" in sample or "images" in sample):
+        return
+    if not isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
+            "not seem to be a vision-language model. Please check your model and dataset."
+        )
+    raise ValueError("Data sets with images are not part of burnish's SFTTrainer.")
+
+
+def check_objective(
+    args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any
+) -> None:
+    """What of the arguments does not go together, or not with the data."""
+    is_flat = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
+    if is_flat and data_collator is not None:
+        raise ValueError("Passing a custom data collator is not supported when using padding-free.")
+    if args.padding_free and args.per_device_train_batch_size == 1 and not args.packing:
+        logger.warning(
+            "`padding_free` saves nothing with a per_device_train_batch_size of 1: a row alone is not padded."
+        )
+    if args.assistant_only_loss and not (is_conversational(sample) or is_from_value(sample)):
+        raise ValueError(
+            "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
+            "for conversational datasets."
+        )
+    if is_flat and not args.packing and args.max_length is not None:
+        raise ValueError(
+            "When `padding_free=True` without packing, `max_length` is not enforced. Either enable packing (e.g., "
+            "`packing=True, packing_strategy='bfd'`), provide already truncated inputs, or set `max_length=None`."
+        )
+    if args.loss_type not in ("nll", "dft"):
+        raise ValueError(f"Invalid `loss_type` {args.loss_type} passed. Supported values are 'nll' and 'dft'.")
+    if args.loss_type == "dft" and compute_loss_func is not None:
+        raise ValueError(
+            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, and both say what "
+            "the loss is. Leave one of them out."
+        )
+
+
+def skips_preparation(args: SFTConfig) -> bool:
+    return bool(isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"))
