@@ -145,6 +145,7 @@ def convert(
     for values, source, number in records:
         record = Record(values, source, number, layout)
         tally.seen += 1
+        layout.awaited.difference_update(values)
         try:
             record.refuse_media()
             examples.append(read(record))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from burnish.core.errors import Problem, UserError, did_you_mean
@@ -57,7 +58,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
     """Hold a layout against the first records of its data set.
 
     Args:
-        is_given: the columns were named by the user: then even an optional one must be there.
+        is_given: the columns were named by the user: then even an optional one must be in some record.
 
     Raises:
         UserError: with the columns that were found and those that were expected.
@@ -71,10 +72,11 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
                 where=where,
             )
         )
-    expected = layout.columns.values() if is_given else [layout.columns[part] for part in layout.required]
-    missing = [column for column in expected if column not in found]
+    missing = [column for part, column in layout.columns.items() if part in layout.required and column not in found]
     if missing:
-        raise UserError(_missing_columns(layout, missing, records, where))
+        raise UserError(missing_columns(layout, missing, records, where))
+    if is_given:
+        layout.awaited.update(layout.columns.values())
     _note_unused(layout, found)
 
 
@@ -90,9 +92,10 @@ def _note_unused(layout: Layout, found: Iterable[str]) -> None:
             layout.notes[f'the column "{column}" is not used: "columns" has no "{part}"'] = None
 
 
-def _missing_columns(layout: Layout, missing: Sequence[str], records: Sequence[Values], where: str) -> Problem:
+def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Values], where: str) -> Problem:
+    """The columns of the records are not those of the layout."""
     found = _columns_of(records)
-    guesses = "".join(did_you_mean(column, found) for column in missing[:1])
+    guesses = "".join(did_you_mean(column, found) for column in islice(missing, 1))
     proposal = proposed_columns(found) if layout.format == "alpaca" else {}
     others = [name for name in FORMATS.names() if name != layout.format and _has_required(name, records)]
     remedy = f'Name them: "columns": {json.dumps(proposal)}' if proposal else ""

@@ -55,6 +55,7 @@ class Layout:
         required: the parts whose column every record must have.
         tags: what roles and keys are called in a conversation (LLaMA-Factory's names).
         media: the columns of images and the like, which must be empty.
+        awaited: columns that the user named, that not every record must have, and that none had so far.
         notes: what was chosen for the user on the way; each once, in the order in which it came up.
         losses: what the record just read could not keep; whoever converts it counts them.
     """
@@ -64,6 +65,7 @@ class Layout:
     required: frozenset[str] = frozenset()
     tags: Mapping[str, str] = field(default_factory=dict)
     media: tuple[str, ...] = ()
+    awaited: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
 

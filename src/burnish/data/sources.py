@@ -26,7 +26,7 @@ from burnish.data.dataset_info import INFO_NAME, Source, find_sources
 from burnish.data.files import data_files, read_records
 from burnish.data.formats import convert, place, same_in
 from burnish.data.json_files import Values
-from burnish.data.layouts import layout_of
+from burnish.data.layouts import layout_of, missing_columns
 from burnish.data.mixing import merged, sampled, split
 from burnish.data.options import DataOptions, check_data
 from burnish.data.tally import Tally
@@ -49,14 +49,12 @@ class DataSets:
     Args:
         train: what is learned from.
         eval: name -> examples; "" for the only set.
-        notes: what was chosen for the user, a sentence each.
-        warnings: what is probably not meant.
+        notes: what was chosen for the user, and what is probably not meant, a sentence each.
     """
 
     train: Sequence[Example] = ()
     eval: dict[str, Sequence[Example]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -95,7 +93,7 @@ def load_datasets(options: Any, seed: int, tally: Tally) -> DataSets:
     others = loading.named(options.eval_dataset or [])
     raise_if(loading.problems)
 
-    sets = DataSets(_merge(list(train.values()), options, seed), notes=loading.notes, warnings=loading.warnings)
+    sets = DataSets(_merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
         learned, held_out = split(len(sets.train), options.val_size, seed)
         sets.eval[""] = [sets.train[row] for row in held_out]
@@ -125,17 +123,15 @@ class _Loading:
         self.generator = numpy.random.RandomState(seed)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
-        self.warnings: list[str] = []
 
     def named(self, names: Sequence[str]) -> dict[str, list[Example]]:
         """Name -> examples, in the order named; a path goes by the name of its file."""
         found: dict[str, list[Example]] = {}
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            self.warnings.append(
-                f'The data set "{name}" is named {names.count(name)} times; its records count as often.'
-            )
+            self.notes.append(f'The data set "{name}" is named {names.count(name)} times; its records count as often.')
         for source in self._sources(names):
-            name = source.name if source.is_described else Path(source.name).stem
+            is_path = source.kind == "file" and not source.is_described
+            name = Path(source.name).stem if is_path else source.name
             try:
                 found[_unused(name, found)] = self._examples(source)
             except UserError as error:
@@ -158,6 +154,8 @@ class _Loading:
             raise UserError(Problem("the data set holds no records.", where=_named(source)))
         layout = layout_of(source, [values for values, _, _ in first], _named(source))
         examples = convert(chain(first, records), layout, self.tally, self.options.on_bad_record)
+        if layout.awaited:
+            raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         return examples
 

@@ -1,0 +1,73 @@
+"""Small data sets for tests: files written from records, and the options that read them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.core.errors import UserError
+from burnish.core.options import Given, build
+from burnish.core.types import Example
+from burnish.data.options import DataOptions
+from burnish.data.sources import DataSets, load_datasets
+from burnish.data.tally import Tally
+
+
+def qa(number: int, answer: Any = "yes") -> dict[str, Any]:
+    """An alpaca record."""
+    return {"instruction": f"Is {number} a number?", "input": "", "output": answer}
+
+
+def talk(*turns: tuple[str, Any]) -> dict[str, Any]:
+    """A sharegpt record."""
+    return {"conversations": [{"from": role, "value": value} for role, value in turns]}
+
+
+def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
+    """An OpenAI record."""
+    return {"messages": [{"role": role, "content": value} for role, value in turns]}
+
+
+def write(path: Path, records: Any) -> Path:
+    """A file of records by its suffix; text and bytes are written as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(records, bytes):
+        path.write_bytes(records)
+    elif isinstance(records, str):
+        path.write_text(records, encoding="utf-8")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(records, ensure_ascii=False, indent=1), encoding="utf-8")
+    return path
+
+
+def data_options(**given: Any) -> DataOptions:
+    options, problems = build(DataOptions, {name: Given(value) for name, value in given.items()})
+    assert not problems, problems
+    return options
+
+
+def load(seed: int = 0, tally: Tally | None = None, **given: Any) -> DataSets:
+    return load_datasets(data_options(**given), seed, tally if tally is not None else Tally())
+
+
+def described(records: Sequence[Any], **entry: Any) -> list[Example]:
+    """The examples of records that lie in memory, under an entry as dataset_info.json would hold it."""
+    return list(load(dataset="set", dataset_dir={"set": {"records": list(records), **entry}}).train)
+
+
+def refusal(**given: Any) -> str:
+    """What a user is told."""
+    with pytest.raises(UserError) as caught:
+        load(**given)
+    for problem in caught.value.problems:
+        assert len(str(problem).split("\n")) <= 4, f"more than four lines: {problem}"
+    return str(caught.value)
+
+
+def said(example: Example) -> list[tuple[str, str]]:
+    """(role, content) of each message."""
+    return [(message.role, message.content) for message in example.messages]

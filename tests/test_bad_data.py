@@ -1,0 +1,342 @@
+"""What a user is told when their data is wrong: the file, the record or line, what stands there, and what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from burnish.core.errors import UserError
+from burnish.data.prepare import prepare
+from burnish.data.tally import Tally
+from data_sets import chat, data_options, load, qa, refusal, said, talk, write
+
+GOOD = [qa(number) for number in range(24)]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+
+
+def data(name, records):
+    return str(write(Path("data") / name, records))
+
+
+def info(**entries):
+    write(Path("data/dataset_info.json"), entries)
+
+
+# --- files that are not there, or not what they seem ------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named_in_full_with_its_neighbours(tmp_path):
+    data("train.json", GOOD)
+    message = refusal(dataset="data/trian.json")
+    assert str(tmp_path / "data" / "trian.json") in message
+    assert "In that folder: train.json" in message
+
+
+def test_a_missing_file_of_an_entry_is_named_with_the_entry(tmp_path):
+    info(mine={"file_name": "nope.json"})
+    assert f'data/dataset_info.json, "mine": the file "{tmp_path}/data/nope.json" does not exist' in refusal(
+        dataset="mine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.json", "[]"), ("a.jsonl", ""), ("a.txt", ""), ("a.csv", "instruction,output\n")]
+)
+def test_a_file_without_records_is_refused(name, content):
+    assert "holds no records" in refusal(dataset=data(name, content))
+
+
+def test_latin_1_is_named_by_line_and_byte():
+    text = json.dumps([*GOOD, {**qa(1), "output": "Café"}], ensure_ascii=False, indent=1)
+    raw = text.encode("latin-1")
+    message = refusal(dataset=data("a.json", raw))
+    assert f"byte 0xe9 at offset {raw.index(0xE9)}" in message
+    assert f"data/a.json, line {raw[: raw.index(0xE9)].count(10) + 1}:" in message
+    assert '"é"' in message
+    assert "iconv -f latin1" in message
+
+
+def test_utf_16_is_called_by_its_name():
+    assert "UTF-16" in refusal(dataset=data("a.json", json.dumps(GOOD).encode("utf-16")))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.txt"])
+def test_a_byte_order_mark_is_accepted(name):
+    contents = {
+        "a.json": json.dumps(GOOD), "a.jsonl": "\n".join(map(json.dumps, GOOD)),
+        "a.csv": "instruction,output\nq,a\n", "a.txt": "text\n",
+    }  # fmt: skip
+    example = load(dataset=data(name, b"\xef\xbb\xbf" + contents[name].encode())).train[0]
+    assert (example.text or example.messages[0].content)[0] in "Iqt"
+
+
+def test_a_cut_json_lines_file_names_its_last_line():
+    text = "\n".join(map(json.dumps, GOOD))[:-20]
+    message = refusal(dataset=data("a.jsonl", text))
+    assert "data/a.jsonl, line 24:" in message
+    assert "copied whole" in message
+
+
+def test_every_broken_line_is_found_at_once():
+    lines = [json.dumps(record) for record in GOOD]
+    lines[2], lines[9] = "{broken", lines[9] + ","
+    message = refusal(dataset=data("a.jsonl", "\n".join(lines)))
+    assert "line 3:" in message
+    assert "line 10:" in message
+
+
+def test_a_cut_json_list_says_how_far_it_is_whole():
+    message = refusal(dataset=data("a.json", json.dumps(GOOD, indent=1)[:-20]))
+    assert "23 records before it can be read" in message
+    assert "line 120" in message
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_wrapped_in_an_object_names_the_key(indent):
+    message = refusal(dataset=data("a.json", json.dumps({"version": 1, "data": GOOD}, indent=indent)))
+    assert 'an object whose key "data" holds 24 records' in message
+
+
+def test_one_record_on_one_line_is_a_data_set():
+    assert len(load(dataset=data("a.json", json.dumps(chat(("user", "q"), ("assistant", "a"))))).train) == 1
+
+
+def test_records_that_are_no_objects_are_refused():
+    assert "record 2" in refusal(dataset=data("a.json", [qa(1), "text"]))
+
+
+def test_unknown_file_types_are_refused_with_the_known_ones():
+    message = refusal(dataset=data("a.xlsx", b"x"))
+    assert '".xlsx"' in message
+    assert ".json, .jsonl, .csv, .parquet, .arrow, .txt" in message
+
+
+def test_a_loading_script_is_never_run():
+    data("set/a.json", GOOD)
+    data("set/script.py", b"raise SystemExit('it was run')")
+    assert "script.py" in refusal(dataset="data/set")
+    info(mine={"script_url": "set"})
+    assert "burnish runs no code" in refusal(dataset="mine")
+
+
+def test_a_folder_of_several_types_is_refused():
+    data("set/a.json", GOOD)
+    data("set/b.csv", "instruction,output\nq,a\n")
+    assert ".csv (1), .json (1)" in refusal(dataset="data/set")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_file_that_is_not_its_type_is_refused(name):
+    assert f"data/{name}: the file is not" in refusal(dataset=data(name, b"not at all, not at all"))
+
+
+def test_a_csv_row_with_too_many_values_names_its_line():
+    message = refusal(dataset=data("a.csv", 'instruction,output\n"two\nlines",a\nq,a,b\n'))
+    assert "data/a.csv, line 4: the row has 3 values, and the header names 2 columns" in message
+
+
+# --- dataset_info.json ------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_dataset_info_is_named_by_line_and_column():
+    data("dataset_info.json", '{\n "a": {"file_name": "a.json",}\n}')
+    assert "data/dataset_info.json, line 2, column" in refusal(dataset="a")
+
+
+def test_undefined_names_are_refused_together_each_with_the_nearest():
+    info(alpaca_zh={"file_name": "a.json"}, identity={"file_name": "b.json"})
+    message = refusal(dataset="alpaca_hz,idntity")
+    assert '"alpaca_hz" is not defined' in message
+    assert 'Did you mean "alpaca_zh"?' in message
+    assert 'Did you mean "identity"?' in message
+
+
+def test_a_name_without_dataset_info_is_offered_the_files():
+    data("alpaca_zh_demo.json", GOOD)
+    assert 'Did you mean "alpaca_zh_demo.json"?' in refusal(dataset="alpaca_zh_dem")
+
+
+@pytest.mark.parametrize("file_name", ["../secret.json", "sub/../../secret.json", "/etc/hostname"])
+def test_a_file_outside_the_folder_is_refused(tmp_path, file_name):
+    write(tmp_path / "secret.json", GOOD)
+    info(mine={"file_name": file_name})
+    assert 'must stay inside "data"' in refusal(dataset="mine")
+
+
+def test_misspelled_keys_of_an_entry_are_refused_together():
+    info(mine={"file_nam": "a.json", "columns": {"promt": "q"}, "tags": {"role": "from"}, "num_samples": 0})
+    message = refusal(dataset="mine")
+    for part in ('"file_nam"', 'Did you mean "file_name"', 'Did you mean "prompt"', '"num_samples" must be'):
+        assert part in message
+
+
+def test_ranking_is_another_stage():
+    data("a.json", GOOD)
+    info(mine={"file_name": "a.json", "ranking": True})
+    assert "DPO or KTO" in refusal(dataset="mine")
+
+
+def test_a_column_that_is_not_there_is_refused_with_those_that_are():
+    data("a.json", GOOD)
+    info(mine={"file_name": "a.json", "columns": {"prompt": "question", "response": "output"}})
+    message = refusal(dataset="mine")
+    assert 'no column "question". Found: instruction, input, output.' in message
+    assert '"columns": {"prompt": "instruction", "response": "output"}' in message
+
+
+def test_columns_that_name_no_question_are_refused():
+    data("a.json", GOOD)
+    info(mine={"file_name": "a.json", "columns": {"response": "output"}})
+    assert '"columns" must name the column of "prompt"' in refusal(dataset="mine")
+
+
+def test_a_set_that_is_named_twice_is_mentioned():
+    info(mine={"file_name": "a.json"})
+    data("a.json", GOOD)
+    sets = load(dataset="mine,mine")
+    assert len(sets.train) == 48
+    assert 'The data set "mine" is named 2 times' in sets.notes[0]
+
+
+def test_all_bad_sets_are_reported_together():
+    bad = data("bad.json", [*GOOD[:2], qa(1, 5)])
+    message = refusal(dataset=["data/nope.json", bad], eval_dataset=data("empty.json", []))
+    assert "nope.json" in message
+    assert "holds no records" in message
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_where_text_is_due_is_named_by_record_line_and_column():
+    message = refusal(dataset=data("a.json", [*GOOD[:7], qa(7, 5), *GOOD]))
+    assert 'data/a.json, record 8 (line 37): "output" must be text. Received: 5' in message
+    assert "on_bad_record: drop" in message
+
+
+def test_the_line_of_a_record_counts_blank_lines_of_json_lines():
+    lines = [json.dumps(GOOD[0]), "", json.dumps(qa(1, 5))]
+    assert "record 2 (line 3)" in refusal(dataset=data("a.jsonl", "\n".join(lines)))
+
+
+def test_an_answer_of_null_is_named_by_its_place_in_the_record():
+    records = [talk(("human", "q"), ("gpt", "a")), talk(("human", "q"), ("gpt", None))]
+    assert 'record 2 (line 14): "conversations[1].value" is null' in refusal(dataset=data("a.json", records))
+
+
+def test_a_missing_key_is_named():
+    message = refusal(dataset=data("a.json", [*GOOD, {"instruction": "q", "input": ""}]))
+    assert 'record 25 (line 122): the column "output" is missing. Found: instruction, input.' in message
+
+
+def test_faults_of_one_kind_are_one_problem_and_other_kinds_others():
+    records = [*GOOD, qa(1, 5), qa(2, 6), {"instruction": "q", "input": ""}, qa(3, 7)]
+    with pytest.raises(UserError) as caught:
+        load(dataset=data("a.json", records))
+    first, second = map(str, caught.value.problems)
+    assert "record 25" in first
+    assert "The same in records 26, 28." in first
+    assert "record 27" in second
+
+
+def test_bad_records_can_be_dropped_and_are_counted():
+    tally = Tally()
+    sets = load(tally=tally, dataset=data("a.json", [*GOOD, qa(1, 5)]), on_bad_record="drop")
+    assert len(sets.train) == 24
+    assert tally.seen == 25
+    (sentence,) = tally.sentences()
+    assert sentence.startswith("dropped:")
+    assert "1 of 25 rows (data/a.json: 25)" in sentence
+
+
+def test_if_all_records_are_bad_nothing_is_dropped_in_silence():
+    assert "record 1" in refusal(dataset=data("a.json", [qa(1, 5), qa(2, 6)]), on_bad_record="drop")
+
+
+def test_an_unknown_role_is_refused_with_the_known_ones():
+    message = refusal(dataset=data("a.json", [chat(("user", "q"), ("narrator", "a"))]))
+    assert '"messages[1].role" must be one of user, assistant, tool' in message
+    assert "narrator" in message
+
+
+def test_media_are_refused_since_the_model_would_not_see_them():
+    path = data("a.json", [{**qa(1), "images": ["a.png"]}, {**qa(2), "images": []}])
+    assert '"images" is not empty, and burnish trains on text' in refusal(dataset=path)
+    assert len(load(dataset=path, on_bad_record="drop").train) == 1
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": "a.png"}]
+    assert "image_url" in refusal(dataset=data("b.json", [chat(("user", parts), ("assistant", "a"))]))
+
+
+def test_half_a_surrogate_pair_is_found_before_the_tokenizer_does():
+    message = refusal(dataset=data("a.json", '[{"instruction": "a\\ud83d", "output": "b"}]'))
+    assert "half a surrogate pair" in message
+    message.encode()  # can be printed
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_if_all_answers_are_empty_the_run_stops():
+    message = refusal(dataset=data("a.json", [qa(1, ""), qa(2, " \n")]))
+    assert "record 1" in message
+    assert "the assistant turn is empty, so nothing would be learned" in message
+
+
+def test_some_empty_answers_are_dropped_and_counted():
+    tally = Tally()
+    assert len(load(tally=tally, dataset=data("a.json", [*GOOD, qa(1, "")])).train) == 24
+    assert tally.sentences() == ["dropped: all its answers are empty: 1 of 25 rows (data/a.json: 25)"]
+
+
+def test_empty_answers_stop_the_run_or_are_kept_if_asked():
+    path = data("a.json", [*GOOD, qa(1, "")])
+    message = refusal(dataset=path, on_empty_target="raise")
+    assert "record 25" in message
+    assert "on_empty_target: drop" in message
+    assert len(load(dataset=path, on_empty_target="keep").train) == 25
+
+
+def test_a_conversation_with_one_empty_answer_is_kept_and_counted():
+    tally = Tally()
+    path = data("a.json", [talk(("human", "a"), ("gpt", ""), ("human", "b"), ("gpt", "c"))])
+    assert said(load(tally=tally, dataset=path).train[0])[1] == ("assistant", "")
+    assert tally.count("kept: an answer in it is empty") == 1
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_streaming_is_refused_by_name():
+    assert "streaming is not there yet" in refusal(dataset=data("a.json", GOOD), streaming=True)
+
+
+def test_a_split_that_leaves_nothing_is_refused():
+    path = data("a.json", GOOD)
+    assert "holds out 24 of 24 rows" in refusal(dataset=path, val_size=0.9999)
+    assert "whole number of rows" in refusal(dataset=path, val_size=2.5)
+    assert "val_size and eval_dataset" in refusal(dataset=path, eval_dataset=path, val_size=0.1)
+
+
+def test_probabilities_must_fit_the_sets_they_are_for():
+    path = data("a.json", GOOD)
+    assert "mix_strategy is concat" in refusal(dataset=[path, path], interleave_probs="0.5,0.5")
+    wrong = refusal(dataset=[path, path], interleave_probs="0.5,0.4,0.3", mix_strategy="interleave_under")
+    assert "Received: 3 for 2" in wrong
+    assert "add up to 1.2" in wrong
+
+
+def test_a_data_set_is_needed():
+    assert "dataset is missing" in refusal()
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
+    write(Path("file"), "in the way")
+    monkeypatch.setenv("BURNISH_CACHE", "file")
+    sets = load(dataset=data("a.json", GOOD))
+    with pytest.raises(UserError, match="BURNISH_CACHE"):
+        prepare(sets.train, lambda batch, tally: [], Tally(), fingerprint="x", options=data_options())

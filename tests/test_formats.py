@@ -1,0 +1,287 @@
+"""A record of each format becomes the example that it means."""
+
+import json
+
+import pytest
+
+from burnish.core.types import Message
+from burnish.data.formats import FORMATS
+from burnish.data.tally import Tally
+from data_sets import chat, described, load, qa, refusal, said, talk, write
+
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}
+
+
+def only(record, **entry):
+    return described([record], **entry)[0]
+
+
+# --- alpaca -----------------------------------------------------------------------------------------------------------
+
+
+def test_instruction_and_input_are_one_question():
+    record = {"instruction": "Add.", "input": "3 + 4", "output": "7", "system": "Be exact.", "history": []}
+    example = only(record, columns=ALPACA)
+    assert said(example) == [("user", "Add.\n3 + 4"), ("assistant", "7")]
+    assert example.system == "Be exact."
+
+
+@pytest.mark.parametrize("empty", ["", None])
+def test_an_empty_input_adds_no_line(empty):
+    assert said(only({"instruction": "Add.", "input": empty, "output": "7"}))[0] == ("user", "Add.")
+
+
+def test_history_comes_first_as_turns():
+    record = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]], "system": ""}
+    assert said(only(record, columns=ALPACA)) == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+
+
+def test_a_column_that_columns_do_not_name_is_not_read():
+    record = {**qa(1), "input": "unread", "history": [["a", "b"]], "system": "unread"}
+    example = only(record, columns={"prompt": "instruction", "response": "output"})
+    assert said(example) == [("user", "Is 1 a number?"), ("assistant", "yes")]
+    assert example.system is None
+
+
+def test_a_named_column_may_come_late_but_not_never():
+    late = [qa(number) for number in range(30)] + [{**qa(30), "system": "s"}]
+    assert described(late, columns={**ALPACA, "history": None})[-1].system == "s"
+    message = refusal(dataset="set", dataset_dir={"set": {"records": late, "columns": ALPACA}})
+    assert 'no column "history"' in message
+
+
+def test_a_system_column_that_nobody_named_is_mentioned():
+    sets = load(dataset="set", dataset_dir={"set": {"records": [{**qa(1), "system": "Be brief."}]}})
+    assert sets.train[0].system is None
+    assert 'the column "system" is not used' in "".join(sets.notes)
+
+
+def test_an_output_of_null_is_a_question_without_an_answer():
+    assert said(only({**qa(1), "output": None})) == [("user", "Is 1 a number?")]
+
+
+def test_a_prompt_column_alone_is_plain_text():
+    example = only({"text": "Once upon a time"}, columns={"prompt": "text"})
+    assert (example.text, example.messages) == ("Once upon a time", ())
+
+
+# --- sharegpt ---------------------------------------------------------------------------------------------------------
+
+
+def test_sharegpt_roles_become_ours():
+    turns = [("human", "q"), ("function_call", "{}"), ("observation", "o"), ("gpt", "a")]
+    example = only(talk(*turns), formatting="sharegpt")
+    assert [role for role, _ in said(example)] == ["user", "function", "observation", "assistant"]
+
+
+def test_a_system_message_wins_over_the_system_column():
+    columns = {"messages": "conversations", "system": "system"}
+    record = talk(("system", "from the turn"), ("human", "q"), ("gpt", "a"))
+    example = only({**record, "system": "from the column"}, formatting="sharegpt", columns=columns)
+    assert example.system == "from the turn"
+    assert said(example)[0] == ("user", "q")
+    without = {**talk(("human", "q"), ("gpt", "a")), "system": "from the column"}
+    assert only(without, formatting="sharegpt", columns=columns).system == "from the column"
+
+
+def test_tags_rename_keys_and_roles():
+    tags = {"role_tag": "who", "content_tag": "what", "user_tag": "asker", "assistant_tag": "answerer"}
+    record = {"talk": [{"who": "asker", "what": "q"}, {"who": "answerer", "what": "a"}]}
+    example = only(record, formatting="sharegpt", columns={"messages": "talk"}, tags=tags)
+    assert said(example) == [("user", "q"), ("assistant", "a")]
+
+
+def test_openai_files_read_as_sharegpt_with_tags():
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    example = only(
+        chat(("system", "s"), ("user", "q"), ("assistant", "a")),
+        formatting="sharegpt", columns={"messages": "messages"}, tags=tags,
+    )  # fmt: skip
+    assert (example.system, said(example)) == ("s", [("user", "q"), ("assistant", "a")])
+
+
+@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
+def test_tools_are_json_text_however_the_file_holds_them(tools):
+    record = {**talk(("human", "q"), ("gpt", "a")), "tools": tools}
+    example = only(record, formatting="sharegpt", columns={"messages": "conversations", "tools": "tools"})
+    assert json.loads(example.tools) == [{"name": "f"}]
+
+
+def test_turns_out_of_order_are_for_the_template_to_judge():
+    example = only(talk(("human", "a"), ("human", "b"), ("gpt", "c")), formatting="sharegpt")
+    assert [role for role, _ in said(example)] == ["user", "user", "assistant"]
+
+
+# --- openai -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_added_to_the_system_message_of_openai_records():
+    plain, spoken = described(
+        [chat(("user", "q"), ("assistant", "a")), chat(("system", "s"), ("user", "q"), ("assistant", "a"))],
+        formatting="openai",
+    )
+    assert not plain.system
+    assert spoken.system == "s"
+
+
+def call(name, arguments, **more):
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+        **more,
+    }
+
+
+def test_tool_calls_become_json_with_their_arguments_read():
+    record = {"messages": [{"role": "user", "content": "q"}, call("f", '{"x": "ü"}', content=None)]}
+    role, content = said(only(record, formatting="openai"))[1]
+    assert role == "function"
+    assert content == '[{"name": "f", "arguments": {"x": "ü"}}]'
+
+
+def test_answers_of_parallel_calls_are_one_turn():
+    record = chat(("user", "q"), ("assistant", "x"), ("tool", "one"), ("tool", "two"), ("assistant", "a"))
+    record["messages"][1] = call("f", {})
+    assert said(only(record, formatting="openai"))[2] == ("observation", "one\ntwo")
+
+
+def test_a_thought_before_a_call_is_kept_and_other_text_is_counted():
+    thought = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="<think>\nhm\n</think>")]}
+    spoken = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="Let me see.")]}
+    tally = Tally()
+    sets = load(tally=tally, dataset="set", dataset_dir={"set": {"records": [thought, spoken], "formatting": "openai"}})
+    assert said(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
+    assert said(sets.train[1])[1][1].startswith("[{")
+    assert [places for reason, places in tally.records.items() if "text beside a tool call" in reason] == [[("set", 2)]]
+
+
+def test_parts_of_text_are_joined():
+    record = chat(("user", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), ("assistant", "a"))
+    assert said(only(record, formatting="openai"))[0] == ("user", "Hello")
+
+
+def test_a_message_can_say_whether_and_how_much_it_is_learned():
+    record = chat(
+        ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")
+    )
+    record["messages"][1]["train"] = False
+    record["messages"][3]["weight"] = 0
+    record["messages"][5]["weight"] = 0.5
+    learned = [(m.train, m.weight) for m in only(record, formatting="openai").messages if m.role == "assistant"]
+    assert learned == [(False, 1.0), (False, 1.0), (None, 0.5)]
+
+
+# --- prompt and completion, text --------------------------------------------------------------------------------------
+
+
+def test_prompt_and_completion_stay_text():
+    example = only({"prompt": "2 + 2 =", "completion": " 4"})
+    assert (example.prompt, example.completion, example.messages) == ("2 + 2 =", " 4", ())
+
+
+def test_only_the_completion_of_two_message_lists_is_learned():
+    before = chat(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"]
+    example = only({"prompt": before, "completion": chat(("assistant", "d"))["messages"]})
+    assert said(example)[-1] == ("assistant", "d")
+    assert [message.train for message in example.messages] == [False, False, False, None]
+
+
+def test_a_line_of_text_is_text(tmp_path):
+    write(tmp_path / "a.txt", "first\n\nthird\n")
+    assert [example.text for example in load(dataset=str(tmp_path / "a.txt")).train] == ["first", "", "third"]
+
+
+# --- which format it is -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        (qa(1), "alpaca"),
+        (talk(("human", "q"), ("gpt", "a")), "sharegpt"),
+        (chat(("user", "q"), ("assistant", "a")), "openai"),
+        ({"conversations": chat(("user", "q"), ("assistant", "a"))["messages"]}, "openai"),
+        ({"messages": talk(("human", "q"), ("gpt", "a"))["conversations"]}, "sharegpt"),
+        ({"prompt": "q", "completion": "a"}, "prompt_completion"),
+        ({"text": "t", "url": "u"}, "text"),
+        ({**qa(1), "text": "rendered"}, "alpaca"),
+    ],
+)
+def test_the_format_of_a_path_is_recognised_and_said(tmp_path, record, name):
+    path = write(tmp_path / "a.json", [record, record])
+    sets = load(dataset=str(path))
+    assert len(sets.train) == 2
+    assert f"{path}: read as {name} (" in sets.notes[0]
+
+
+def test_a_recognised_path_uses_the_optional_columns_it_has_and_names_the_rest(tmp_path):
+    path = write(tmp_path / "a.json", [{**qa(1), "system": "s", "history": [["a", "b"]], "id": 7}])
+    sets = load(dataset=str(path))
+    assert sets.train[0].system == "s"
+    assert len(sets.train[0].messages) == 4
+    assert "not used: id" in sets.notes[0]
+
+
+def test_unknown_columns_are_refused_with_a_proposal_that_works(tmp_path):
+    path = write(tmp_path / "a.json", [{"prompt_text": "q", "answer_text": "a"}])
+    message = refusal(dataset=str(path))
+    assert "Found: prompt_text, answer_text" in message
+    proposal = message.split("columns: ")[-1]
+    sets = load(dataset=str(path), formatting="alpaca", columns=proposal)
+    assert said(sets.train[0]) == [("user", "q"), ("assistant", "a")]
+
+
+def test_two_readings_are_refused_until_one_is_chosen(tmp_path):
+    path = str(write(tmp_path / "a.json", [{**qa(1), **chat(("user", "q"), ("assistant", "a"))}]))
+    message = refusal(dataset=path)
+    assert "alpaca" in message
+    assert "openai" in message
+    assert said(load(dataset=path, formatting="openai").train[0])[0] == ("user", "q")
+
+
+@pytest.mark.parametrize("more", [{"chosen": "a", "rejected": "b"}, {"label": True}])
+def test_preferences_are_another_stage(tmp_path, more):
+    path = str(write(tmp_path / "a.json", [{**chat(("user", "q"), ("assistant", "a")), **more}]))
+    assert "DPO or KTO" in refusal(dataset=path)
+    assert len(load(dataset=path, formatting="openai").train) == 1
+
+
+def test_roles_under_other_names_are_read_and_said(tmp_path):
+    path = str(write(tmp_path / "a.json", [chat(("human", "q"), ("gpt", "a"))]))
+    sets = load(dataset=path)
+    assert said(sets.train[0]) == [("user", "q"), ("assistant", "a")]
+    assert 'the role "human" is read as user' in "".join(sets.notes)
+
+
+def test_a_format_is_one_function(monkeypatch, tmp_path):
+    monkeypatch.setattr(FORMATS, "_members", dict(FORMATS._members))
+
+    @FORMATS.register("riddle", columns={"riddle": "riddle", "solution": "solution"})
+    def riddle(record):
+        """A riddle and its solution."""
+        return record.example(
+            messages=(Message("user", record.text("riddle")), Message("assistant", record.text("solution")))
+        )
+
+    path = str(write(tmp_path / "a.json", [{"riddle": "What has keys?", "solution": "A piano."}]))
+    assert said(load(dataset=path).train[0]) == [("user", "What has keys?"), ("assistant", "A piano.")]
+    assert "solution" in refusal(dataset=str(write(tmp_path / "b.json", [{"riddle": "?"}])), formatting="riddle")
+
+
+def test_golden_conversations_are_read_as_llama_factory_reads_them(shared):
+    """The turns that its converters give; what is out of order it drops there, and the template here."""
+    cases = json.loads((shared / "spec" / "golden" / "conversations.json").read_text(encoding="utf-8"))
+    for case in cases:
+        record, is_alpaca = case["record"], case["formatting"] == "alpaca"
+        columns = ALPACA if is_alpaca else {"messages": "conversations", "tools": "tools", "system": "system"}
+        example = only(record, formatting=case["formatting"], columns=columns)
+        if is_alpaca:
+            answer = [] if record["output"] is None else [record["output"]]
+            expected = [text for pair in record["history"] for text in pair]
+            expected += ["\n".join(filter(None, [record["instruction"], record["input"]])), *answer]
+        else:
+            expected = [turn["value"] for turn in record["conversations"] if turn["from"] != "system"]
+        assert [message.content for message in example.messages] == expected, case["case"]
+        assert (example.system or "") == (
+            record["system"] or ("Be brief." if "system" in case["case"] and not is_alpaca else "")
+        )
