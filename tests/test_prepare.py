@@ -1,0 +1,298 @@
+"""Examples become rows once; they are found again, with what was counted, and only by what they were made from."""
+
+import json
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import IGNORE_INDEX, Example, Message
+from burnish.data.prepare import prepare
+from burnish.data.row_store import MANIFEST
+from burnish.data.tally import Tally
+from data_sets import data_options
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def examples(count, first=0):
+    return [
+        Example(messages=(Message("user", "q"), Message("assistant", str(n))), source="a.json", number=n + 1)
+        for n in range(first, first + count)
+    ]
+
+
+class Encoder:
+    """Row n has n % 5 + 1 tokens; every seventh example gives none. Remembers the sizes of the batches it was given."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, batch, tally):
+        self.batches.append(len(batch))
+        return [self.row(example, tally) for example in batch]
+
+    def row(self, example, tally):
+        n = int(example.messages[-1].content)
+        if n % 7 == 0:
+            tally.add("dropped: a seventh", example)
+            return None
+        row = {"input_ids": [n] * (n % 5 + 1), "labels": [IGNORE_INDEX] * (n % 5) + [n]}
+        return {**row, "loss_weights": [0.1] * (n % 5 + 1)} if n % 3 == 0 else row
+
+
+def prepared(count=100, encode=None, tally=None, fingerprint="f", **options):
+    return prepare(
+        examples(count), encode or Encoder(), tally or Tally(), fingerprint=fingerprint, options=data_options(**options)
+    )
+
+
+def test_rows_come_back_as_they_were_encoded():
+    encode, tally = Encoder(), Tally()
+    expected = [row for row in Encoder()(examples(100), Tally()) if row is not None]
+    rows = prepared(encode=encode, tally=tally)
+    assert list(rows) == expected
+    assert rows[-1] == expected[-1]
+    assert rows[3:9:2] == expected[3:9:2]
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+    assert all(type(token) is int for token in rows[0]["input_ids"])
+
+
+def test_lengths_and_origins_are_known_without_reading_a_row():
+    rows = prepared()
+    assert list(rows.lengths) == [len(row["input_ids"]) for row in rows]
+    assert list(rows.origins) == [n for n in range(100) if n % 7]
+
+
+def test_rows_in_memory_are_the_same_as_rows_on_disk(tmp_path):
+    in_memory = prepare(examples(100), Encoder(), Tally(), fingerprint="f")
+    assert list(in_memory) == list(prepared())
+    assert list(in_memory.lengths) == list(prepared().lengths)
+
+
+def test_examples_are_encoded_in_batches():
+    encode = Encoder()
+    prepared(2500, encode)
+    assert encode.batches == [1000, 1000, 500]
+    encode = Encoder()
+    prepared(100, encode, preprocessing_batch_size=30)
+    assert encode.batches == [30, 30, 30, 10]
+
+
+def test_rows_that_were_encoded_before_are_found():
+    first, again = Encoder(), Encoder()
+    assert list(prepared(encode=first)) == list(prepared(encode=again))
+    assert again.batches == []
+
+
+def test_what_was_dropped_is_counted_again_when_the_rows_are_found():
+    first, again = Tally(), Tally()
+    prepared(tally=first)
+    prepared(tally=again)
+    assert first.sentences() == again.sentences()
+    assert again.records["dropped: a seventh"][1] == ("a.json", 8)
+
+
+def test_other_settings_or_other_data_are_encoded_anew():
+    prepared()
+    for change in ({"fingerprint": "g"}, {"count": 101}):
+        encode = Encoder()
+        prepared(encode=encode, **change)
+        assert encode.batches, change
+
+
+def test_the_same_text_in_another_file_is_counted_under_its_name():
+    prepared()
+    moved, tally = [Example(e.messages, source="b.json", number=e.number) for e in examples(100)], Tally()
+    prepare(moved, Encoder(), tally, fingerprint="f", options=data_options())
+    assert {source for source, _ in tally.records["dropped: a seventh"]} == {"b.json"}
+
+
+def test_overwrite_cache_encodes_again():
+    prepared()
+    encode = Encoder()
+    prepared(encode=encode, overwrite_cache=True)
+    assert encode.batches
+
+
+def test_one_of_several_processes_overwrites(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    prepared(overwrite_cache=True)
+    encode = Encoder()
+    prepared(encode=encode, overwrite_cache=True)
+    assert encode.batches == []
+
+
+def test_a_cache_entry_that_lost_bytes_is_encoded_again(tmp_path):
+    expected = list(prepared())
+    (values,) = (tmp_path / "cache" / "rows").glob("*/input_ids.values")
+    os.truncate(values, 40)
+    encode = Encoder()
+    assert list(prepared(encode=encode)) == expected
+    assert encode.batches
+
+
+def test_an_interrupted_encoding_leaves_nothing_behind(tmp_path):
+    class Stops(Encoder):
+        def __call__(self, batch, tally):
+            if self.batches:
+                raise KeyboardInterrupt
+            return super().__call__(batch, tally)
+
+    with pytest.raises(KeyboardInterrupt):
+        prepared(encode=Stops(), preprocessing_batch_size=10)
+    assert not [path for path in (tmp_path / "cache" / "rows").iterdir() if path.is_dir()]
+    encode = Encoder()
+    prepared(encode=encode)
+    assert encode.batches == [100]
+
+
+def test_examples_that_give_no_rows_make_an_empty_set():
+    rows = prepare(examples(1), Encoder(), Tally(), fingerprint="f", options=data_options())
+    assert len(rows) == 0
+    assert list(rows) == list(rows.lengths) == []
+
+
+def test_a_label_per_row_stays_a_number():
+    rows = prepare(
+        examples(3), lambda batch, tally: [{"input_ids": [1, 2], "labels": 1} for _ in batch], Tally(),
+        fingerprint="f", options=data_options(),
+    )  # fmt: skip
+    assert rows[2] == {"input_ids": [1, 2], "labels": 1}
+
+
+def test_rows_go_to_another_process_by_the_name_of_their_folder():
+    rows = prepared(2000)
+    sent = pickle.dumps(rows)
+    assert len(sent) < 1000
+    assert pickle.loads(sent)[5] == rows[5]
+
+
+def test_progress_is_told():
+    told = []
+    prepare(
+        examples(25), Encoder(), Tally(), fingerprint="f", options=data_options(preprocessing_batch_size=10),
+        progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told == [(10, 25), (20, 25), (25, 25)]
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes cannot be forked here")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
+def test_several_processes_give_the_same_rows_and_counts(two_cores):
+    one, two = Tally(), Tally()
+    parent = os.getpid()
+
+    def encode(batch, tally):
+        assert os.getpid() != parent
+        return Encoder()(batch, tally)
+
+    expected = list(prepared(tally=one, fingerprint="one"))
+    found = prepared(
+        encode=encode, tally=two, fingerprint="two", preprocessing_num_workers=16, preprocessing_batch_size=10
+    )
+    assert list(found) == expected
+    assert one.records == two.records
+
+
+def test_an_error_in_a_process_keeps_its_problems(two_cores):
+    def encode(batch, tally):
+        raise UserError([Problem("one.", where="a.json"), Problem("two.")])
+
+    with pytest.raises(UserError) as caught:
+        prepared(encode=encode, preprocessing_num_workers=2, preprocessing_batch_size=10)
+    assert [problem.what for problem in caught.value.problems] == ["one.", "two."]
+
+
+def _prepare_slowly(queue):
+    class Slow(Encoder):
+        def __call__(self, batch, tally):
+            queue.put("encoded")
+            return super().__call__(batch, tally)
+
+    queue.put(len(prepared(300, Slow(), preprocessing_batch_size=300)))
+
+
+def test_of_several_processes_one_encodes_and_the_others_wait(two_cores):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_prepare_slowly, args=(queue,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    told = [queue.get(timeout=60) for _ in range(4)]
+    for process in processes:
+        process.join()
+    assert told.count("encoded") == 1
+    assert told.count(257) == 3
+
+
+# --- tokenized_path ---------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenized_path_is_written_and_then_read(tmp_path):
+    expected = list(prepared(tokenized_path="rows"))
+    assert (tmp_path / "rows" / "train" / MANIFEST).is_file()
+    encode = Encoder()
+    assert list(prepared(encode=encode, tokenized_path="rows")) == expected
+    assert encode.batches == []
+
+
+def test_each_set_has_a_folder_of_its_own():
+    options = data_options(tokenized_path="rows")
+    prepare(examples(10), Encoder(), Tally(), fingerprint="f", options=options)
+    prepare(examples(5), Encoder(), Tally(), fingerprint="f", options=options, name="")
+    assert sorted(path.name for path in Path("rows").iterdir() if path.is_dir()) == ["eval", "train"]
+
+
+def test_rows_that_were_made_otherwise_are_refused_with_the_difference():
+    settings = {"template": "qwen", "cutoff_len": 512}
+    prepared(fingerprint=settings, tokenized_path="rows")
+    with pytest.raises(UserError) as caught:
+        prepared(count=99, fingerprint={**settings, "template": "llama3"}, tokenized_path="rows")
+    message = str(caught.value)
+    assert 'template was "qwen", is "llama3"' in message
+    assert "data differs" in message
+    assert "cutoff_len" not in message
+    assert "overwrite_cache: true" in message
+    encode = Encoder()
+    prepared(count=99, encode=encode, fingerprint="other", tokenized_path="rows", overwrite_cache=True)
+    assert encode.batches == [99]
+
+
+def test_encoded_rows_can_be_used_without_the_data_they_came_from():
+    expected = list(prepared(tokenized_path="rows"))
+    options = data_options(tokenized_path="rows")
+    assert list(prepare((), Encoder(), Tally(), fingerprint="f", options=options)) == expected
+    with pytest.raises(UserError, match="settings was"):
+        prepare((), Encoder(), Tally(), fingerprint="g", options=options)
+
+
+def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
+    prepared(tokenized_path="rows")
+    os.truncate("rows/train/labels.values", 8)
+    with pytest.raises(UserError, match="not whole"):
+        prepared(tokenized_path="rows")
+
+
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+def test_a_folder_of_another_library_is_refused(name):
+    Path("rows").mkdir()
+    Path("rows", name).write_text(json.dumps({}))
+    with pytest.raises(UserError, match="rows that burnish wrote"):
+        prepared(tokenized_path="rows")

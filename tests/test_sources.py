@@ -1,0 +1,364 @@
+"""From the names in the options to examples: which files are read, which rows come in which order."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy
+import pytest
+
+from burnish.core.errors import MissingExtraError, UserError
+from burnish.data.mixing import merged, sampled, split
+from burnish.data.sources import content_hash
+from burnish.data.tally import Tally
+from data_sets import chat, load, qa, refusal, said, talk, write
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("USE_MODELSCOPE_HUB", raising=False)
+    (tmp_path / "data").mkdir()
+
+
+def data(name, records):
+    return str(write(Path("data") / name, records))
+
+
+def numbered(start, stop):
+    return [qa(number, str(number)) for number in range(start, stop)]
+
+
+def answers(examples):
+    return [int(example.messages[-1].content) for example in examples]
+
+
+def in_memory(**sets):
+    return {name: {"records": records} for name, records in sets.items()}
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_records_come_from_every_file_type():
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    records = numbered(0, 3)
+    table = pyarrow.Table.from_pylist(records)
+    parquet.write_table(table, "data/a.parquet")
+    with pyarrow.OSFile("data/stream.arrow", "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pyarrow.OSFile("data/file.arrow", "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data("a.json", records)
+    data("a.jsonl", records)
+    data("lines.json", "\n\n".join(map(json.dumps, records)))
+    data("a.csv", "instruction,input,output\n" + "".join(f"{r['instruction']},,{r['output']}\n" for r in records))
+    found = {
+        name: load(dataset=f"data/{name}")
+        for name in ("a.json", "a.jsonl", "lines.json", "a.csv", "a.parquet", "stream.arrow", "file.arrow")
+    }
+    assert {sets.fingerprint for sets in found.values()} == {content_hash(found["a.json"].train)}
+    assert answers(found["a.parquet"].train) == [0, 1, 2]
+
+
+def test_nested_messages_survive_parquet():
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    record = chat(("user", "q"), ("assistant", "a"))
+    record["messages"].append({"role": "user", "content": "again"})
+    record["messages"].append(call)
+    parquet.write_table(pyarrow.Table.from_pylist([record]), "data/a.parquet")
+    roles = [role for role, _ in said(load(dataset="data/a.parquet").train[0])]
+    assert roles == ["user", "assistant", "user", "function"]
+
+
+def test_csv_keeps_text_as_written():
+    data("a.csv", 'instruction,output\n007,"1,5 and\nmore"\n')
+    assert said(load(dataset="data/a.csv").train[0]) == [("user", "007"), ("assistant", "1,5 and\nmore")]
+
+
+def test_text_is_cut_into_lines_as_datasets_cuts_it():
+    text = "one\r\ntwo\n\n three\x0bthree\u2028three \rfour\n"
+    data("a.txt", text.encode())
+    expected = datasets.load_dataset("text", data_files="data/a.txt", split="train", cache_dir="cache")["text"]
+    assert [example.text for example in load(dataset="data/a.txt").train] == list(expected)
+
+
+def test_a_folder_is_read_in_the_order_of_its_names():
+    data("set/b.json", numbered(5, 8))
+    data("set/a.jsonl", numbered(0, 5))
+    data("set/README.md", "about")
+    sets = load(dataset="data/set")
+    assert answers(sets.train) == list(range(8))
+    assert sets.train[5].place == "data/set/b.json, record 1"
+
+
+def test_a_folder_that_datasets_saved_is_read():
+    datasets.Dataset.from_list(numbered(0, 4)).save_to_disk("data/saved")
+    assert answers(load(dataset="data/saved").train) == [0, 1, 2, 3]
+
+
+def test_an_example_knows_its_file_and_record():
+    data("a.json", numbered(0, 3))
+    write(Path("data/dataset_info.json"), {"mine": {"file_name": "a.json"}})
+    assert [example.place for example in load(dataset="mine").train][2] == "data/a.json, record 3"
+
+
+def test_names_paths_and_files_of_the_folder_can_be_mixed():
+    data("a.json", numbered(0, 2))
+    write(Path("elsewhere/b.json"), numbered(2, 4))
+    data("c.json", numbered(4, 6))
+    write(Path("data/dataset_info.json"), {"mine": {"file_name": "a.json"}})
+    assert answers(load(dataset="mine,elsewhere/b.json,c.json").train) == list(range(6))
+
+
+def test_a_dict_from_python_describes_data_sets():
+    path = write(Path("elsewhere/b.json"), numbered(0, 2))
+    assert answers(load(dataset="mine", dataset_dir={"mine": {"file_name": str(path)}}).train) == [0, 1]
+
+
+# --- hubs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What the Hugging Face hub is asked for; every data set there holds three records."""
+    asked = []
+
+    def load_dataset(path, **more):
+        asked.append({"path": path, **more})
+        return datasets.Dataset.from_list(numbered(0, 3))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_an_entry_with_a_hub_url_is_loaded_through_datasets(hub):
+    entry = {"hf_hub_url": "someone/set", "subset": "en", "folder": "v2", "split": "validation"}
+    sets = load(dataset="mine", dataset_dir={"mine": entry})
+    assert hub == [{"path": "someone/set", "name": "en", "data_dir": "v2", "split": "validation"}]
+    assert sets.train[2].place == "someone/set, record 3"
+
+
+def test_online_names_are_hub_ids(hub):
+    assert answers(load(dataset="someone/set", dataset_dir="ONLINE").train) == [0, 1, 2]
+    assert hub[0]["path"] == "someone/set"
+    assert hub[0]["split"] == "train"
+
+
+def test_modelscope_is_asked_where_the_environment_says_so(hub, monkeypatch):
+    asked = []
+
+    class MsDataset:
+        @staticmethod
+        def load(name, **more):
+            asked.append({"name": name, **more})
+            return MsDataset()
+
+        def to_hf_dataset(self):
+            return datasets.Dataset.from_list(numbered(0, 2))
+
+    entry = {"hf_hub_url": "someone/set", "ms_hub_url": "other/set"}
+    monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(MsDataset=MsDataset))
+    assert len(load(dataset="mine", dataset_dir={"mine": entry}).train) == 3
+    assert not asked
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    assert len(load(dataset="mine", dataset_dir={"mine": entry}).train) == 2
+    assert asked == [{"name": "other/set", "subset_name": None, "data_dir": None, "split": "train"}]
+
+
+def test_modelscope_that_is_not_installed_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(UserError, match=r"burnish\[modelscope\]"):
+        load(dataset="mine", dataset_dir={"mine": {"ms_hub_url": "other/set"}})
+    assert issubclass(MissingExtraError, UserError)
+
+
+def test_without_a_network_a_hub_set_is_refused_in_words(monkeypatch):
+    def load_dataset(path, **more):
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = refusal(dataset="someone/set", dataset_dir="ONLINE")
+    assert 'the data set "someone/set" of the Hugging Face hub cannot be loaded: Couldn\'t reach' in message
+    assert "network" in message
+
+
+def test_a_remote_repository_describes_data_sets(hub, monkeypatch):
+    import huggingface_hub
+
+    path = write(Path("fetched/dataset_info.json"), {"mine": {"hf_hub_url": "someone/set"}})
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub,
+        "hf_hub_download",
+        lambda repo, name, repo_type: asked.append((repo, name, repo_type)) or str(path),
+    )
+    assert len(load(dataset="mine", dataset_dir="REMOTE:someone/info").train) == 3
+    assert asked == [("someone/info", "dataset_info.json", "dataset")]
+
+
+def test_a_file_in_a_cloud_store_is_read_and_its_faults_named():
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    store.pipe("/bucket/a.jsonl", "\n".join(map(json.dumps, numbered(0, 3))).encode())
+    store.pipe("/bucket/b.jsonl", b"{broken")
+    sets = load(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "memory://bucket/a.jsonl"}})
+    assert answers(sets.train) == [0, 1, 2]
+    message = refusal(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "memory://bucket/b.jsonl"}})
+    assert "memory://bucket/b.jsonl" in message
+    assert "line 1" in message
+    assert "cannot be loaded" in refusal(
+        dataset="x", dataset_dir={"x": {"cloud_file_name": "memory://bucket/no.jsonl"}}
+    )
+
+
+# --- which rows -------------------------------------------------------------------------------------------------------
+
+
+def test_max_samples_takes_the_first_of_each_set():
+    sets = in_memory(a=numbered(0, 10), b=numbered(10, 12), c=numbered(20, 30))
+    assert answers(load(dataset="a,b,c", dataset_dir=sets, max_samples=3).train) == [0, 1, 2, 10, 11, 20, 21, 22]
+
+
+def test_what_comes_after_max_samples_is_not_even_read():
+    data("a.jsonl", "\n".join([*map(json.dumps, numbered(0, 30)), "{broken"]))
+    assert len(load(dataset="data/a.jsonl", max_samples=30).train) == 30
+
+
+def test_num_samples_draws_rows_and_repeats_where_there_are_too_few():
+    """The rows that numpy's global generator gives after numpy.random.seed(seed), which is how LLaMA-Factory draws."""
+    numpy.random.seed(7)
+    few = numpy.random.permutation(10)[:4].tolist()
+    many = [*numpy.random.permutation(3).tolist(), *numpy.random.choice(3, 4).tolist()]
+    info = {"a": {"records": numbered(0, 10), "num_samples": 4}, "b": {"records": numbered(0, 3), "num_samples": 7}}
+    assert answers(load(7, dataset="a,b", dataset_dir=info).train) == few + many
+    assert sampled(5, 5, numpy.random.RandomState(0)) != [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("num_rows", "val_size"), [(1000, 0.1), (24, 0.3), (24, 5), (7, 1), (3, 0.01)])
+@pytest.mark.parametrize("seed", [0, 42])
+def test_the_split_is_that_of_datasets(num_rows, val_size, seed):
+    expected = datasets.Dataset.from_dict({"row": list(range(num_rows))}).train_test_split(
+        test_size=val_size, seed=seed
+    )
+    learned, held_out = split(num_rows, val_size, seed)
+    assert (learned, held_out) == (list(expected["train"]["row"]), list(expected["test"]["row"]))
+
+
+def test_a_tenth_of_a_thousand_rows_is_held_out():
+    sets = load(42, dataset="a", dataset_dir=in_memory(a=numbered(0, 1000)), val_size=0.1)
+    assert (len(sets.train), len(sets.eval[""])) == (900, 100)
+    assert sorted(answers(sets.train) + answers(sets.eval[""])) == list(range(1000))
+
+
+STRATEGIES = {
+    "interleave_under": "first_exhausted",
+    "interleave_over": "all_exhausted",
+    "interleave_once": "all_exhausted_without_replacement",
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("probabilities", [None, [0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
+@pytest.mark.parametrize("lengths", [[3, 4, 5], [700, 40, 2000], [5, 5, 1]])
+def test_interleaved_sets_come_in_the_order_of_datasets(strategy, probabilities, lengths):
+    sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate(lengths)]
+    expected = datasets.interleave_datasets(sets, probabilities, seed=11, stopping_strategy=STRATEGIES[strategy])
+    found = [f"{index}.{row}" for index, row in merged(lengths, strategy, probabilities, seed=11)]
+    assert found == list(expected["row"])
+
+
+def test_sets_are_mixed_as_the_options_say():
+    sets = in_memory(a=numbered(0, 3), b=numbered(10, 12))
+    assert answers(load(dataset="a,b", dataset_dir=sets).train) == [0, 1, 2, 10, 11]
+    mixed = load(dataset="a,b", dataset_dir=sets, mix_strategy="interleave_once")
+    assert answers(mixed.train) == [0, 10, 1, 11, 2]
+    drawn = [
+        load(seed, dataset="a,b", dataset_dir=sets, mix_strategy="interleave_over", interleave_probs="0.5,0.5")
+        for seed in (1, 2)
+    ]
+    assert answers(drawn[0].train) != answers(drawn[1].train)
+
+
+def test_evaluation_sets_are_merged_or_kept_apart():
+    data("d.json", numbered(30, 31))
+    info = in_memory(a=numbered(0, 3), b=numbered(10, 12))
+    merged_sets = load(dataset="a", eval_dataset="a,b", dataset_dir=info)
+    assert {name: answers(examples) for name, examples in merged_sets.eval.items()} == {"": [0, 1, 2, 10, 11]}
+    apart = load(dataset="a", eval_dataset="a,b,data/d.json", dataset_dir=info, eval_on_each_dataset=True)
+    assert {name: len(examples) for name, examples in apart.eval.items()} == {"a": 3, "b": 2, "d": 1}
+
+
+def test_the_tally_counts_every_record_that_was_read():
+    tally = Tally()
+    info = in_memory(a=numbered(0, 3), b=numbered(10, 12))
+    load(tally=tally, dataset="a", eval_dataset="b", dataset_dir=info)
+    assert tally.seen == 5
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_follows_content_and_order_and_not_the_file_name():
+    first, second = data("a.json", numbered(0, 3)), data("b.jsonl", numbered(0, 3))
+    assert load(dataset=first).fingerprint == load(dataset=second).fingerprint
+    assert load(dataset=data("c.json", numbered(0, 3)[::-1])).fingerprint != load(dataset=first).fingerprint
+    assert load(dataset=data("d.json", numbered(0, 2))).fingerprint != load(dataset=first).fingerprint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"system": "s"}, {"tools": "[]"}, {"conversations": talk(("human", "q"), ("gpt", "b"))["conversations"]},
+     {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}]}],
+)  # fmt: skip
+def test_the_fingerprint_follows_every_part_of_an_example(change):
+    record = {**talk(("human", "q"), ("gpt", "a")), "system": "", "tools": ""}
+    before, after = (load(dataset=data("a.json", [one])).fingerprint for one in (record, {**record, **change}))
+    assert before != after
+
+
+# --- real files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "entry"),
+    [
+        ("alpaca_en_demo.json", 999, {}),
+        ("alpaca_zh_demo.json", 1000, {}),
+        ("identity.json", 91, {}),
+        (
+            "glaive_toolcall_en_demo.json",
+            300,
+            {"formatting": "sharegpt", "columns": {"messages": "conversations", "tools": "tools"}},
+        ),
+        ("c4_demo.jsonl", 300, {"columns": {"prompt": "text"}}),
+        ("wiki_demo.txt", 30, {"columns": {"prompt": "text"}}),
+    ],
+)
+def test_real_files_mean_the_same_as_an_entry_and_as_a_path(shared, name, count, entry):
+    path = shared / "data" / name
+    if not path.is_file():
+        pytest.skip(f"{name} is not there")
+    described = load(dataset="set", dataset_dir={"set": {"file_name": str(path), **entry}})
+    bare = load(dataset=str(path))
+    assert len(described.train) == len(bare.train) == count
+    assert described.fingerprint == bare.fingerprint
+
+
+def test_four_real_files_load_together(shared):
+    names = ["alpaca_en_demo", "alpaca_zh_demo", "identity", "glaive_toolcall_en_demo"]
+    info = {name: {"file_name": f"{name}.json"} for name in names}
+    info["glaive_toolcall_en_demo"] |= {
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "tools": "tools"},
+    }
+    for name in names:
+        Path("data", f"{name}.json").symlink_to(shared / "data" / f"{name}.json")
+    write(Path("data/dataset_info.json"), info)
+    sets = load(42, dataset=names, val_size=0.1)
+    assert (len(sets.train), len(sets.eval[""])) == (2151, 239)
+    assert sum(bool(example.tools) for example in [*sets.train, *sets.eval[""]]) > 100
