@@ -24,7 +24,7 @@ class EngineOptions:
     """Where the run happens: processes, devices, number formats, seeds."""
 
     engine: str = option(
-        "auto", "Plain torch (single), or accelerate; auto takes accelerate for several processes and for FSDP.",
+        "auto", "Plain torch (single), or accelerate; auto takes accelerate where there are several processes.",
         choices=("auto", "single", "accelerate"),
     )  # fmt: skip
     use_cpu: bool = option(False, "Stay on the CPU where there is a GPU too.", aliases=("no_cuda",))
@@ -54,9 +54,9 @@ class EngineOptions:
     )
     ddp_find_unused_parameters: bool | None = option(None, "Look for weights that a forward pass did not use.")
     ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
-    fsdp: bool | str | list[str] | None = option(None, 'Shard weights over the processes (FSDP2): "full_shard".')
-    fsdp_config: dict[str, Any] | str | None = option(None, "Settings of FSDP, or the JSON file that holds them.")
-    deepspeed: dict[str, Any] | str | None = option(None, "DeepSpeed's configuration, or the JSON file that holds it.")
+    fsdp: bool | str | list[str] | None = option(None, "Shard weights over processes with FSDP; not here yet.")
+    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or the JSON file that holds them.")
+    deepspeed: dict[str, Any] | str | None = option(None, "DeepSpeed's settings, or the JSON file; not here yet.")
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file.",
         ignored="burnish deals rows to processes itself, which is all that they settle.",
@@ -70,7 +70,7 @@ class EngineOptions:
 
 def check_engine(options: Any) -> list[Problem]:
     """What the options ask for and this machine, or any machine, cannot give."""
-    return [*_formats(options), *_files(options), *_processes(options)]
+    return [*_formats(options), *_sharding(options), *_processes(options)]
 
 
 def _formats(options: Any) -> Iterator[Problem]:
@@ -87,23 +87,23 @@ def _formats(options: Any) -> Iterator[Problem]:
         yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.")
 
 
-def _files(options: Any) -> Iterator[Problem]:
-    """A file that is named is looked for first, before the library that would read it."""
-    missing = False
+def _sharding(options: Any) -> Iterator[Problem]:
+    """A file that is named is looked for first."""
     for name in ("deepspeed", "fsdp_config"):
         value = getattr(options, name)
         if isinstance(value, str) and not Path(value).is_file():
-            missing = True
             yield Problem(
                 f'"{name}" names a file that does not exist: {Path(value).absolute()}.',
                 remedy=_files_beside(Path(value)),
             )
-    if options.deepspeed and not missing:
-        yield Problem(
-            '"deepspeed" is not part of burnish yet.',
-            why="DeepSpeed takes the optimizer step inside its backward pass, past burnish's guard against NaN.",
-            remedy='To shard weights over processes, set fsdp: "full_shard".',
-        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(options, name) not in (None, False, "", [], "no_shard"):
+            yield Problem(
+                f'"{name}" is not part of burnish yet: weights are not sharded over processes.',
+                remedy="Leave it out: each process then has the whole model. finetuning_type: lora needs least memory.",
+            )
+    if options.fsdp_config and not options.fsdp:
+        yield Problem('"fsdp_config" has no effect without "fsdp".', remedy="Leave it out.")
 
 
 def _files_beside(path: Path) -> str:
@@ -113,11 +113,8 @@ def _files_beside(path: Path) -> str:
 
 def _processes(options: Any) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if options.engine == "single" and (num_processes > 1 or shards(options)):
-        asked_by = f"{num_processes} processes were started" if num_processes > 1 else '"fsdp" is set'
-        yield Problem(f'"engine" is single, and {asked_by}.', remedy="Leave engine out.")
-    if options.fsdp_config and not shards(options):
-        yield Problem('"fsdp_config" has no effect without "fsdp".', remedy="Set fsdp: full_shard, or leave it out.")
+    if options.engine == "single" and num_processes > 1:
+        yield Problem(f'"engine" is single, and {num_processes} processes were started.', remedy="Leave engine out.")
     if uses_accelerate(options) and find_spec("accelerate") is None:
         yield Problem("This run needs the library accelerate, which is not installed.", remedy="pip install accelerate")
 
@@ -136,14 +133,9 @@ def engine_notes(options: Any) -> list[str]:
 
 
 def uses_accelerate(options: Any) -> bool:
-    """Whether the run goes through accelerate: it is asked for, or there is more than one process, or FSDP."""
-    if options.engine == "auto":
-        return int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards(options)
-    return bool(options.engine == "accelerate")
-
-
-def shards(options: Any) -> bool:
-    return options.fsdp not in (None, False, "", [], "no_shard")
+    """Whether the run goes through accelerate: it is asked for, or there are several processes."""
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    return bool(options.engine == "accelerate" or (options.engine == "auto" and not is_alone))
 
 
 def device_of(options: Any) -> torch.device:

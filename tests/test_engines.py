@@ -1,0 +1,327 @@
+"""Where a step runs does not change what it does: engines, precision, processes, and what cannot be had."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from burnish.core.options import check
+from burnish.engine import options as engine_options
+from burnish.engine.base import EngineOptions, SingleEngine, create_engine, set_seed
+from burnish.engine.options import autocast_dtype, check_engine, engine_notes, full_eval_dtype
+
+CPU = torch.device("cpu")
+
+
+def options(**given):
+    return EngineOptions(**{"use_cpu": True, **given})
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def take_steps(engine, rows_per_step, num_steps=3, micro=2, model=None):
+    """Steps of squared error over rows that are dealt to ranks as the stream deals them; returns the weights."""
+    model = model or small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    wrapped, optimizer = engine.prepare(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        inputs = torch.randn(rows_per_step, 4, generator=generator)
+        targets = inputs.sum(1, keepdim=True)
+        parts = [(inputs[i : i + micro], targets[i : i + micro]) for i in range(0, rows_per_step, micro)]
+        parts = parts[engine.rank :: engine.world_size]
+        weight = engine.sum(torch.tensor(float(sum(len(x) for x, _ in parts))))
+        for index, (x, y) in enumerate(parts):
+            with engine.microbatch(wrapped, last=index == len(parts) - 1):
+                with engine.precision():
+                    total = (wrapped(x) - y).square().sum()
+                engine.backward(total / weight * engine.world_size)
+        norm = engine.clip(list(model.parameters()), 1.0)
+        engine.step(optimizer, torch.isfinite(norm))
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_is_plain_torch_unless_there_are_several_processes(monkeypatch):
+    assert type(create_engine(options())) is SingleEngine
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert engine_options.uses_accelerate(options())
+    assert not engine_options.uses_accelerate(options(engine="single"))
+
+
+def test_both_engines_give_the_same_weights_on_one_process():
+    single, accelerated = create_engine(options()), create_engine(options(engine="accelerate"))
+    assert type(single) is not type(accelerated)
+    assert torch.equal(take_steps(single, 8), take_steps(accelerated, 8))
+
+
+def test_accelerated_sums_and_gathers_of_one_process_change_nothing():
+    engine, value = create_engine(options(engine="accelerate")), torch.tensor([[1.0, 2.0]])
+    assert torch.equal(engine.sum(value), value)
+    assert torch.equal(engine.gather(value), value)
+    model, _ = engine.prepare(inner := small_model(), None)
+    assert engine.unwrap(model) is inner
+
+
+def test_clipping_returns_the_norm_before_it_and_scales_down_to_the_limit():
+    model = small_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    length = sum(p.numel() for p in model.parameters()) ** 0.5
+    parameters = list(model.parameters())
+    engine = SingleEngine(options())
+    assert engine.clip(parameters, 0) == pytest.approx(length)
+    assert engine.clip(parameters, 2 * length) == pytest.approx(length)
+    assert all((p.grad == 1).all() for p in parameters)
+    assert engine.clip(parameters, 0.5) == pytest.approx(length)
+    assert engine.clip(parameters, 0) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_clipping_is_torchs():
+    ours, theirs = small_model(), small_model()
+    for model in (ours, theirs):
+        model(torch.ones(3, 4)).sum().backward()
+    norm = SingleEngine(options()).clip(list(ours.parameters()), 0.7)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.7))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_without_a_gradient_the_norm_is_zero():
+    assert SingleEngine(options()).clip(list(small_model().parameters()), 1.0) == 0
+
+
+def test_an_update_that_is_not_finite_is_never_applied():
+    model = small_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    engine = SingleEngine(options())
+    _, optimizer = engine.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    assert engine.step(optimizer, torch.tensor(False)) is False
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert engine.step(optimizer, torch.tensor(True)) is True
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_fused_optimizer_leaves_the_weights_alone_without_being_read(monkeypatch):
+    """What happens on a GPU: the kernel is told, and the host asks nothing."""
+    model = small_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine = SingleEngine(options())
+    engine.device = torch.device("cuda")
+    for finite in (False, True):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * (1.0 if finite else torch.nan)
+        is_finite = torch.tensor(finite)
+        monkeypatch.setattr(torch.Tensor, "__bool__", _refuse)
+        assert engine.step(optimizer, is_finite) is True
+        monkeypatch.undo()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)) is not finite
+
+
+def _refuse(tensor):
+    raise AssertionError("the device was read")
+
+
+def test_autocast_is_around_the_forward_pass_and_the_weights_stay_float32():
+    engine, model = SingleEngine(options(bf16=True)), small_model()
+    with engine.precision():
+        assert model(torch.ones(1, 4)).dtype == torch.bfloat16
+    assert next(model.parameters()).dtype == torch.float32
+    with SingleEngine(options()).precision():
+        assert model(torch.ones(1, 4)).dtype == torch.float32
+
+
+def test_batches_keep_what_is_no_tensor():
+    batch = SingleEngine(options()).to_device({"input_ids": torch.ones(1), "max_length_q": 7})
+    assert batch["max_length_q"] == 7
+
+
+def test_checkpointing_of_a_model_that_has_none_is_refused():
+    with pytest.raises(ValueError, match="gradient_checkpointing is set"):
+        SingleEngine(options(gradient_checkpointing=True)).prepare(small_model(), None)
+
+
+def test_a_compiled_model_takes_the_same_steps():
+    compiled = SingleEngine(options(torch_compile=True, torch_compile_backend="eager"))
+    model = small_model()
+    wrapped, _ = compiled.prepare(model, None)
+    assert wrapped is not model
+    assert compiled.unwrap(wrapped) is model
+    assert torch.allclose(take_steps(compiled, 8), take_steps(SingleEngine(options()), 8), atol=1e-6)
+
+
+def test_a_seed_seeds_every_generator():
+    import numpy
+
+    draws = []
+    for _ in range(2):
+        set_seed(2**33 + 5)
+        draws.append((random.random(), numpy.random.rand(), torch.rand(1).item()))
+    assert draws[0] == draws[1]
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+import os, sys
+sys.path[:0] = {paths!r}
+import torch, accelerate, test_engines
+torch.set_num_threads(1)
+
+def run(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    test_engines.two_ranks(sys.argv[1])
+    test_engines.two_ranks_of_a_language_model(sys.argv[1])
+
+# Forked, so that the libraries are imported once.
+torch.multiprocessing.start_processes(run, nprocs=2, start_method="fork")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder_of_two(tmp_path_factory):
+    """Where two processes, which share a gloo group, have left what they made."""
+    folder = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = Path(__file__).parent
+    script = LAUNCHER.format(paths=[str(here), str(here.parent / "src")])
+    place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    subprocess.run([sys.executable, "-c", script, str(folder)], env=place, check=True, timeout=300)
+    return folder
+
+
+def two_ranks(folder):
+    """Runs in each of two processes."""
+    engine = create_engine(options(ddp_backend="gloo"))
+    assert type(engine).__name__ == "AccelerateEngine"
+    assert engine.world_size == 2
+    weights = take_steps(engine, 8)
+    torch.save(weights, f"{folder}/weights{engine.rank}.pt")
+    assert engine.sum(torch.tensor(engine.rank + 1.0)) == 3
+    ragged = torch.full((1, 2 + engine.rank), engine.rank)
+    assert engine.gather(ragged).tolist() == [[0, 0, -100], [1, 1, 1]]
+
+    model = small_model()
+    wrapped, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert engine.unwrap(wrapped) is model
+    wrapped(torch.ones(1, 4)).sum().backward()
+    # The loss of the second rank alone is infinite; neither may step.
+    assert engine.step(optimizer, torch.tensor(engine.rank == 0)) is False
+    engine.barrier()
+
+
+def test_two_processes_take_the_steps_of_one(folder_of_two):
+    first, second = (torch.load(folder_of_two / f"weights{rank}.pt") for rank in range(2))
+    assert torch.equal(first, second)
+    assert (first - take_steps(SingleEngine(options()), 8)).abs().max() < 1e-6
+
+
+def two_ranks_of_a_language_model(folder):
+    from burnish.data.stream import _blank
+    from test_objective import cut, fitted, rows
+    from tiny_models import tiny
+
+    engine = create_engine(options(ddp_backend="gloo"))
+    objective, module = fitted(model := tiny("qwen2"))
+    wrapped, _ = engine.prepare(module, None)
+    mine = [objective.collate(part) for part in cut(rows(6), 2)[engine.rank :: 2]]
+    if len(mine) == 1:  # three micro-batches over two ranks: the second gets a blank one
+        mine.append(_blank(mine[0]))
+    weight = engine.sum(torch.stack([objective.weight(batch) for batch in mine]).sum())
+    for index, batch in enumerate(mine):
+        with engine.microbatch(wrapped, last=index == len(mine) - 1):
+            engine.backward(objective.loss(wrapped, batch).total / weight * engine.world_size)
+    if engine.rank == 0:
+        torch.save({name: p.grad for name, p in model.named_parameters()}, f"{folder}/gradients.pt")
+    engine.barrier()
+
+
+def test_two_processes_make_the_gradients_of_one_on_a_language_model(folder_of_two):
+    from test_objective import gradients, rows
+    from tiny_models import tiny
+
+    theirs = torch.load(folder_of_two / "gradients.pt")
+    _, ours = gradients(tiny("qwen2"), [rows(6)])
+    assert max((theirs[name] - ours[name]).abs().max() for name in ours) < 1e-6
+
+
+# --- what the options ask for -----------------------------------------------------------------------------------------
+
+
+def problems(**given):
+    return [str(problem) for problem in check_engine(options(**given))]
+
+
+def test_two_number_formats_are_a_contradiction():
+    assert '"bf16" and "fp16"' in problems(bf16=True, fp16=True)[0]
+    assert problems(fp16=True, pure_bf16=True)
+    assert problems(bf16_full_eval=True, fp16_full_eval=True)
+    assert not problems(bf16=True)
+    assert not problems()
+
+
+def test_a_missing_file_is_named_before_the_library_that_would_read_it(tmp_path):
+    (tmp_path / "ds_z2.json").write_text("{}")
+    first, second = problems(deepspeed=str(tmp_path / "ds_z3.json"))
+    assert "does not exist" in first
+    assert "ds_z2.json" in first
+    assert "not part of burnish yet" in second
+
+
+def test_sharding_is_refused_and_settings_that_ask_for_nothing_are_not():
+    assert problems(fsdp="full_shard auto_wrap")
+    assert not problems(fsdp=False)
+    assert not problems(fsdp="")
+
+
+def test_one_engine_for_several_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "4 processes" in problems(engine="single")[0]
+
+
+def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_so(monkeypatch):
+    monkeypatch.setattr(engine_options, "has_fast_bfloat16", lambda: True)
+    assert autocast_dtype(options(fp16=True), CPU) == torch.bfloat16
+    assert "bfloat16" in engine_notes(options(fp16=True))[0]
+    monkeypatch.setattr(engine_options, "has_fast_bfloat16", lambda: False)
+    assert autocast_dtype(options(fp16=True), CPU) is None
+    assert "float32" in engine_notes(options(fp16=True))[0]
+    assert autocast_dtype(options(bf16=True), CPU) == torch.bfloat16
+    assert "emulated" in engine_notes(options(bf16=True))[0]
+
+
+def test_float16_needs_a_scale_and_bfloat16_weights_no_autocast():
+    assert autocast_dtype(options(fp16=True), torch.device("cuda")) == torch.float16
+    assert autocast_dtype(options(bf16=True, pure_bf16=True), CPU) is None
+    assert not SingleEngine(options(bf16=True)).scales_loss
+    assert SingleEngine(options(bf16=True)).parts == {}
+
+
+def test_evaluation_has_a_format_of_its_own():
+    assert full_eval_dtype(options(bf16_full_eval=True)) == torch.bfloat16
+    assert full_eval_dtype(options(fp16_full_eval=True)) == torch.float16
+    assert full_eval_dtype(options()) is None
+
+
+def test_the_declared_options_hold_their_own_bounds():
+    assert check(options()) == []
+    assert check(options(engine="torch", ddp_timeout=0))
