@@ -279,7 +279,6 @@ def test_optim_args_are_read_where_transformers_users_write_them():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"use_galore": True, "galore_layerwise": True}, "galore_layerwise"),
         ({"use_galore": True, "use_apollo": True}, "two optimizers"),
         ({"use_galore": True, "optim": "sgd"}, 'optim "sgd"'),
         ({"use_apollo": True, "optim": "adafactor"}, 'optim "adafactor"'),

@@ -33,7 +33,7 @@ def test_a_value_is_read_as_the_declared_type_and_keeps_its_place(tmp_path: Path
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     problems = refused(
         tmp_path, learning_rat="1e-4", num_train_epochs="three", per_device_train_batch_size="0",
-        finetuning_type="loar", eval_strategy="steps", quantization_bit="4",
+        finetuning_type="loar", eval_strategy="steps", fp8="true",
     )  # fmt: skip
     assert len(problems) == 6
     together = "\n".join(problems)
@@ -42,7 +42,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert "run.yaml, line 6" in together
     assert 'Did you mean "lora"?' in together
     assert "run.yaml, line 8: eval_strategy: steps needs an evaluation set" in together
-    assert 'run.yaml, line 9: "quantization_bit" is not part of burnish.' in together
+    assert 'run.yaml, line 9: "fp8" is not part of burnish.' in together
 
 
 def test_no_problem_takes_more_than_four_lines(tmp_path: Path) -> None:

@@ -95,6 +95,19 @@ def _explain_run(words: Arguments) -> int:
     return 0
 
 
+def _export(words: Arguments) -> int:
+    if _wants_help(words):
+        return _list_options("export", [*words, "export_"])
+    from burnish.app.config import merge, read_arguments
+
+    file, flags = read_arguments(words)
+    from burnish.app.export import export
+    from burnish.app.plan import aliases
+
+    export(merge(file, flags, aliases()))
+    return 0
+
+
 def _demo(words: Arguments) -> int:
     from burnish.app.demo import demo
 
@@ -137,13 +150,13 @@ _RUN_USAGE = "[run.yaml] [key=value ...] [--key value ...]"
 COMMANDS: dict[str, Command] = {
     "train": Command(_RUN_USAGE, "fine-tune a model", _train),
     "explain": Command(_RUN_USAGE, "say what train would do, and why, before it does it", _explain_run),
+    "export": Command(_RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export),
     "demo": Command("", "fine-tune the small model that burnish carries, in two minutes", _demo),
     "env": Command("", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),
 }
 # Commands of the same kind of tool that burnish does not have yet -> what serves instead.
 _NOT_YET = {
-    "export": "A LoRA adapter is saved in peft's format: peft's merge_and_unload() merges it into its base model.",
     "chat": "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
     "api": "Load output_dir in any server that reads Hugging Face models.",
     "eval": "burnish train evaluates on eval_dataset: set do_train: false and do_eval: true to do only that.",

@@ -60,11 +60,10 @@ class PeftAdapter:
         if _is_wrapped(model):
             self._base = {id(p) for p in model.state_dict(keep_vars=True).values() if not p.requires_grad}
             return model
-        from peft import PeftModel, get_peft_model
+        from peft import get_peft_model
 
-        for folder in self.folders[:-1]:
-            model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-            self.notes.append(f"The adapter {folder} was merged.")
+        model = merge_folders(model, self.folders[:-1])
+        self.notes += [f"The adapter {folder} was merged." for folder in self.folders[:-1]]
         self._base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         if self.folders:
             return self._continued(model, str(self.folders[-1]))
@@ -129,6 +128,28 @@ class PeftAdapter:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
             raise UserError(Problem(f"peft_config: {kind} refuses it: {error}.")) from error
+
+
+def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
+    """The model with the adapters in ``folders`` merged into it, in order.
+
+    Raises:
+        UserError: for a method that cannot be merged.
+    """
+    from peft import PeftModel
+
+    for folder in folders:
+        wrapped = PeftModel.from_pretrained(model, str(folder))
+        if wrapped.active_peft_config.is_prompt_learning:
+            raise UserError(
+                Problem(
+                    "a learned prompt is no change of weights, so it cannot be merged.",
+                    where=str(folder),
+                    remedy="Use it through peft: PeftModel.from_pretrained(model, folder).",
+                )
+            )
+        model = wrapped.merge_and_unload()
+    return model
 
 
 def _is_wrapped(model: nn.Module) -> bool:

@@ -107,16 +107,16 @@ _no_effect(
 _MEMORY = "To train with less memory: use_badam, finetuning_type: lora, or gradient_checkpointing."
 _absent(_MEMORY, use_adam_mini=False, activation_offloading=False)
 _absent("Set optim: adafactor.", adafactor=False)
+_absent(
+    "Leave it out: a weight that moves inside the backward pass moves before its gradient is added up and clipped.",
+    galore_layerwise=False, apollo_layerwise=False,
+)  # fmt: skip
 _METHODS = "Choose with finetuning_type: burnish train --help finetuning_type lists the methods."
 _absent(_METHODS, use_llama_pro=False, mixture_of_depths=None, shift_attn=False)
 _no_effect(
     "for OFT set finetuning_type: peft, and give its settings in peft_config.",
     "module_dropout oft_rank oft_block_size oft_target",
 )
-_family(
-    "quantization_bit", None, "Load the model in bf16 and train an adapter: pure_bf16: true, finetuning_type: lora.",
-    "quantization_method quantization_type double_quantization quantization_device_map",
-)  # fmt: skip
 _family("fp8", False, "Use bf16: true.", "fp8_backend fp8_enable_fsdp_float8_all_gather")
 _family(
     "use_kt", False, "Use finetuning_type: lora.",
@@ -196,14 +196,13 @@ _family(
     "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
     "do_sample temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens "
     "eval_num_beams generation_max_length generation_num_beams generation_config sortish_sampler use_kv_cache "
-    "infer_backend infer_dtype offload_folder vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank "
+    "infer_backend offload_folder vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank "
     "vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
 )  # fmt: skip
+_absent("Leave it out: weights are written as safetensors, never as pickles.", export_legacy_format=False)
 _family(
-    "export_dir", None,
-    "A LoRA adapter is saved in peft's format: peft's merge_and_unload() merges it into its base model.",
-    "export_size export_device export_quantization_bit export_quantization_dataset export_quantization_nsamples "
-    "export_quantization_maxlen export_legacy_format export_hub_model_id",
+    "export_quantization_bit", None, "Export the model in full precision, and quantise it with a tool of that method.",
+    "export_quantization_dataset export_quantization_nsamples export_quantization_maxlen",
 )  # fmt: skip
 _family(
     "task", None, "Score the saved model with a tool such as lm-evaluation-harness.",

@@ -37,7 +37,9 @@ from burnish.data.stream import StreamOptions
 from burnish.data.templates import TemplateOptions
 from burnish.data.truncate import EncodingOptions
 from burnish.engine.options import EngineOptions
+from burnish.models.export import ExportOptions
 from burnish.models.options import ModelOptions
+from burnish.models.quantize import QuantizationOptions
 from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.report.options import ReportOptions
@@ -60,6 +62,7 @@ class TaskOptions:
 GROUPS: tuple[type, ...] = (
     TaskOptions,
     ModelOptions,
+    QuantizationOptions,
     FinetuningOptions,
     DataOptions,
     TemplateOptions,
@@ -73,6 +76,7 @@ GROUPS: tuple[type, ...] = (
     FlowOptions,
     EarlyStoppingOptions,
     CheckpointOptions,
+    ExportOptions,
     ReportOptions,
     EngineOptions,
 )

@@ -12,7 +12,7 @@ of zeros with the gradient R at a learning rate of 1: any optimizer whose step f
 
 In:  the groups of the run. Projected are the matrices in numbered layers (``all``), or those whose name holds one of
      the targets. Out: an optimizer whose state (directions, moments, counter) a checkpoint holds.
-Refuses: updating layer by layer inside the backward pass, targets that name no matrix.
+Refuses: targets that name no matrix, an ``optim`` that cannot move the small ones.
 """
 
 # m, n the sides of a weight, r rank; G (m, n) gradient, P (m, r), Q (r, n), R (r, n), (m, r) or (r, r)
@@ -60,7 +60,6 @@ class LowRankOptions:
         "std", "Side that GaLore projects: the shorter (std), the longer, right, left, or both.",
         choices=("std", "reverse_std", "right", "left", "full"),
     )  # fmt: skip
-    galore_layerwise: bool = option(False, "Move each layer inside the backward pass; refused: clipping is lost.")
     use_apollo: bool = option(False, "Scale gradients as AdamW of low rank would (APOLLO).")
     apollo_target: list[str] = option(["all"], "Names of layers that APOLLO scales; all for every linear one.")
     apollo_rank: int | None = option(None, "Rank of APOLLO; 16 if not given, 128 under optim: apollo_adamw.", ge=1)
@@ -72,7 +71,6 @@ class LowRankOptions:
     apollo_proj_type: str = option("std", "Side that APOLLO projects.", choices=("std", "right", "left"))
     apollo_scale_type: str = option("channel", "One scale per channel, or per matrix.", choices=("channel", "tensor"))
     apollo_scale_front: bool = option(False, "Multiply by the root of apollo_scale before a step's growth is limited.")
-    apollo_layerwise: bool = option(False, "Move each layer inside the backward pass; refused: clipping is lost.")
     optim_target_modules: str | list[str] | None = option(
         None, "Layers of optim: galore_* and apollo_*: names, a regular expression, or all-linear."
     )
@@ -83,16 +81,6 @@ def check_low_rank(options: Any) -> list[Problem]:
     switches = [name for name in ("use_galore", "use_apollo", "use_badam") if getattr(options, name, False)]
     if len(switches) > 1:
         problems.append(Problem(f'"{switches[0]}" and "{switches[1]}" are two optimizers; set one of them.'))
-    layerwise = {"galore_layerwise": options.galore_layerwise, "apollo_layerwise": options.apollo_layerwise}
-    for name, is_set in layerwise.items():
-        if is_set:
-            problems.append(
-                Problem(
-                    f'"{name}" would move each weight inside the backward pass, before the gradient of the step is '
-                    "whole: it could not be clipped, added up over micro-batches, or left out where it is not finite.",
-                    remedy=f"Leave {name} out.",
-                )
-            )
     if options.use_galore or options.use_apollo:
         problems += _check_within(options)
     return problems

@@ -1,0 +1,64 @@
+"""A ``Modelfile`` for Ollama: the template, the system message and the stop words of an exported model.
+
+Ollama's templates are Go's, not Jinja's (https://docs.ollama.com/modelfile, "TEMPLATE"): named templates are written
+out slot by slot; where a model brings its own chat template, Ollama is left to know it by itself. Tools are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.data.rows import Template
+from burnish.data.template_table import CONTENT, Slots, TemplateSpec, Token
+
+DEFAULT_CONTEXT = 4096
+
+
+def modelfile(template: Template, tokenizer: Any, context: int | None = None) -> str:
+    """The text of the file.
+
+    Args:
+        context: the longest conversation that Ollama keeps, in tokens; 4096 where not given, and never more, since
+            memory is set aside for all of it.
+    """
+    lines = ["FROM .", ""]
+    if template.spec is not None:
+        lines += [f'TEMPLATE """{go_template(template.spec, tokenizer)}"""', ""]
+        if template.spec.default_system:
+            lines += [f'SYSTEM """{template.spec.default_system}"""', ""]
+    stops = tokenizer.convert_ids_to_tokens(template.stop_token_ids(tokenizer))
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    lines += [f"PARAMETER num_ctx {min(context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)}"]
+    return "\n".join(lines) + "\n"
+
+
+def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
+    """The conversation as Ollama's template language writes it."""
+
+    def written(slots: Slots, content: str) -> str:
+        return "".join(_text(slot, tokenizer) for slot in slots).replace(CONTENT, content)
+
+    system = written(spec.system, "{{ $.System }}")
+    opening, in_user = f"{{{{ if .System }}}}{system}{{{{ end }}}}", ""
+    if spec.system_in_user:
+        opening, in_user = "", f"{{{{ if and $.System (eq $i 0) }}}}{system}{{{{ end }}}}"
+    return "".join(
+        (
+            written(spec.prefix, ""),
+            opening,
+            "{{ range $i, $message := .Messages }}",
+            '{{ if eq $message.Role "user" }}',
+            written(spec.user, in_user + "{{ $message.Content }}"),
+            '{{ else if eq $message.Role "assistant" }}',
+            written(spec.assistant, "{{ $message.Content }}"),
+            "{{ end }}{{ end }}",
+        )
+    )
+
+
+def _text(slot: str | Token, tokenizer: Any) -> str:
+    if isinstance(slot, str):
+        return slot
+    if slot.kind in ("bos", "eos"):
+        return getattr(tokenizer, f"{slot.kind}_token") or ""
+    return slot.name if slot.kind == "named" or slot.name in tokenizer.get_vocab() else ""

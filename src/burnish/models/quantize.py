@@ -1,0 +1,135 @@
+"""Weights in 8 or 4 bits: the base of a model whose adapter is trained (QLoRA, Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314).
+
+In:  ``quantization_bit`` and its kin. Out: what transformers is told, so that linear layers are quantised by the
+     library bitsandbytes while the weights are read; on a CPU too.
+Refuses: training weights that are quantised; decomposing them (PiSSA); other methods of quantising while a model is
+     loaded; a missing library.
+Models whose files hold quantised weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
+installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from burnish.core.errors import MissingExtraError, Problem
+from burnish.core.options import option
+
+EXTRA = "quantization"
+LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
+              "aqlm": ("aqlm",), "hqq": ("hqq",), "eetq": ("eetq",)}  # fmt: skip
+"""Method of quantised files -> the libraries that transformers reads them with."""
+
+
+@dataclass
+class QuantizationOptions:
+    """A frozen base in few bits."""
+
+    quantization_bit: int | None = option(
+        None, "Load the model's linear layers in this many bits.", choices=(4, 8), unit="bits"
+    )
+    quantization_method: str = option(
+        "bnb", "The library that quantises while a model is loaded; bnb is bitsandbytes.", choices=lambda: METHODS
+    )
+    quantization_type: str = option("nf4", "The values that 4 bits stand for.", choices=("nf4", "fp4"))
+    double_quantization: bool = option(True, "With 4 bits, quantise the scales of the blocks as well.")
+    quantization_device_map: str | None = option(
+        None, "Where the layers of a quantised model go.",
+        ignored="a quantised model is loaded to the device that trains it",
+    )  # fmt: skip
+
+
+def check_quantization(options: Any) -> list[Problem]:
+    if options.quantization_bit is None:
+        return []
+    problems: list[Problem] = []
+    if find_spec("bitsandbytes") is None:
+        problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA).problems
+    if options.train_from_scratch:
+        problems.append(
+            Problem('"quantization_bit" and "train_from_scratch" contradict: random weights have to train.')
+        )
+    return problems
+
+
+def quantization_arguments(options: Any, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """What ``from_pretrained`` is given beside its other arguments; nothing where nothing is to be quantised.
+
+    Args:
+        compute_dtype: of the products with weights of 4 bits.
+    """
+    if options.quantization_bit is None:
+        return {}
+    return {"quantization_config": METHODS[options.quantization_method](options, compute_dtype)}
+
+
+def _bitsandbytes(options: Any, compute_dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if options.quantization_bit == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_use_double_quant=options.double_quantization,
+        bnb_4bit_quant_type=options.quantization_type,
+    )
+
+
+METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "bitsandbytes": _bitsandbytes}
+"""Ways to quantise a model while it is loaded -> what transformers is told of it."""
+
+
+def quantised_by(config: Any) -> str:
+    """The method by which the weights in a model's files are quantised ("gptq", "awq", ...), or the empty string."""
+    described = getattr(config, "quantization_config", None)
+    if described is None:
+        return ""
+    found = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
+    return str(getattr(found, "value", found) or "an unnamed method")
+
+
+def is_quantised(options: Any, config: Any) -> str:
+    """How the weights in memory will be quantised ("4 bits", "gptq"), or the empty string."""
+    return f"{options.quantization_bit} bits" if options.quantization_bit else quantised_by(config)
+
+
+def check_quantised_files(options: Any, config: Any) -> list[Problem]:
+    """What keeps a model whose files are quantised from being loaded."""
+    method = quantised_by(config)
+    if not method:
+        return []
+    where = str(options.model_name_or_path)
+    missing = [name for name in LIBRARY_OF.get(method, ()) if find_spec(name) is None]
+    problems = []
+    if missing:
+        problems.append(
+            Problem(
+                f"its weights are quantised by {method}, which needs the library {' and '.join(missing)}.",
+                where=where,
+                remedy=f"Install it with: pip install {' '.join(missing)}; or use the model as it was before.",
+            )
+        )
+    if options.quantization_bit is not None:
+        problems.append(
+            Problem(
+                f'its weights are quantised already ({method}), so "quantization_bit" cannot quantise them.',
+                where=where,
+                remedy="Leave quantization_bit out.",
+            )
+        )
+    return problems
+
+
+def upcast_for_training(model: nn.Module) -> None:
+    """Norms and biases of a quantised model in float32, as QLoRA's authors train it; they are frozen and small."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1 and parameter.is_floating_point():
+            parameter.data = parameter.data.float()

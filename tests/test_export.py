@@ -1,0 +1,199 @@
+"""``burnish export``: one folder with everything in it, that renders what was trained and computes what was merged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from burnish import cli
+from burnish.app.export import _difference, export
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+from small_run import make_model
+
+WORDS = "Stones roll in the north river."
+
+
+def adapter(model_folder: Path, folder: Path, seed: int, **settings) -> Path:
+    """An adapter with a factor B that is not zero, made by peft."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **settings))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+    make_model(root / "model")
+    adapter(root / "model", root / "one", 1)
+    adapter(root / "model", root / "two", 2)
+    return root
+
+
+def run(made: Path, target: Path, **given) -> Path:
+    given = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "qwen", **given}
+    return export({name: Given(value, "the command line") for name, value in given.items()})
+
+
+def logits(folder: Path) -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(**tokenizer(WORDS, return_tensors="pt", return_token_type_ids=False)).logits
+
+
+def test_adapters_are_merged_in_order_and_the_folder_computes_their_sum(made, tmp_path, capsys):
+    from peft import PeftModel
+
+    folder = run(made, tmp_path / "out", adapter_name_or_path=f"{made / 'one'},{made / 'two'}")
+    oracle = AutoModelForCausalLM.from_pretrained(made / "model")
+    for name in ("one", "two"):
+        oracle = PeftModel.from_pretrained(oracle, made / name).merge_and_unload()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        expected = oracle.eval()(**tokenizer(WORDS, return_tensors="pt", return_token_type_ids=False)).logits
+    torch.testing.assert_close(logits(folder), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(folder), logits(made / "model"), atol=1e-3)
+    assert "is rendered from" in capsys.readouterr().out
+
+
+def test_a_model_without_adapters_leaves_as_it_came(made, tmp_path):
+    assert torch.equal(logits(run(made, tmp_path / "out")), logits(made / "model"))
+
+
+def test_the_format_of_the_weights_can_be_chosen(made, tmp_path):
+    folder = run(made, tmp_path / "out", export_dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_exported_chat_template_is_the_trained_one(made, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(run(made, tmp_path / "out"))
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert text.startswith("<|im_start|>system\n")  # qwen's own
+
+
+def test_a_modelfile_for_ollama_lies_beside_the_weights(made, tmp_path):
+    text = (run(made, tmp_path / "out") / "Modelfile").read_text()
+    assert text.startswith("FROM .\n")
+    assert '{{ if eq $message.Role "user" }}<|im_start|>user\n{{ $message.Content }}<|im_end|>' in text
+    assert 'PARAMETER stop "<|im_end|>"' in text
+    assert 'SYSTEM """' in text
+    assert "PARAMETER num_ctx 256" in text
+
+
+def test_a_template_that_brings_its_own_jinja_leaves_the_writing_to_ollama(made, tmp_path):
+    text = (run(made, tmp_path / "out", template=None) / "Modelfile").read_text()
+    assert "TEMPLATE" not in text
+    assert 'PARAMETER stop "<|im_end|>"' in text
+
+
+def test_the_tokenizer_that_was_saved_with_the_adapter_is_taken(made, tmp_path):
+    trained = AutoTokenizer.from_pretrained(made / "model")
+    trained.add_tokens(["<mark>"])
+    folder = adapter(made / "model", tmp_path / "adapter", 3)
+    trained.save_pretrained(folder)
+    exported = AutoTokenizer.from_pretrained(run(made, tmp_path / "out", adapter_name_or_path=str(folder)))
+    assert "<mark>" in exported.get_vocab()
+
+
+def test_a_merge_into_a_quantised_base_is_refused_with_the_remedy(made, tmp_path):
+    config = json.loads((made / "model" / "config.json").read_text())
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    for path in (made / "model").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    with pytest.raises(UserError, match=r"quantised \(gptq\): an adapter cannot be merged") as caught:
+        run(made, tmp_path / "out", model_name_or_path=str(folder), adapter_name_or_path=str(made / "one"))
+    assert "full precision" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"export_legacy_format": "true"}, "export_legacy_format"),
+        ({"export_dir": None}, "export_dir is missing"),
+        ({"export_size": "0"}, "export_size"),
+        ({"adapter_name_or_path": "nowhere/at/all"}, "nowhere"),
+        ({"template": "qwenn"}, "qwen"),
+        ({"export_quantization_bit": "4"}, "export_quantization_bit"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(made, tmp_path, given, words):
+    with pytest.raises(UserError, match=words):
+        run(made, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_is_not_written_over_unless_asked(made, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match=r"mine\.txt"):
+        run(made, tmp_path / "out")
+    run(made, tmp_path / "out", overwrite_output_dir="true")
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+
+
+def test_the_base_is_never_written_over(made):
+    with pytest.raises(UserError, match="read from"):
+        run(made, made / "model", overwrite_output_dir="true")
+
+
+def test_the_command_exports_from_the_file_that_trained(made, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model_name_or_path: {made / 'model'}\nadapter_name_or_path: {made / 'one'}\ntemplate: qwen\n"
+        f"dataset: some\nstage: sft\nlearning_rate: 1e-4\nexport_dir: {tmp_path / 'out'}\n"
+    )
+    assert cli.main(["export", str(file), "export_size=2"]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_another_text_is_an_error_and_another_cut_of_the_same_text_a_sentence(made):
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
+    cut = tokenizer("river", add_special_tokens=False)["input_ids"]
+    letters = [i for letter in "river" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
+    assert cut != letters
+    assert "cuts it otherwise" in _difference(cut, letters, tokenizer)
+    with pytest.raises(RuntimeError, match="another text"):
+        _difference(cut, letters[:-1], tokenizer)
+
+
+def test_the_exported_folder_is_uploaded_where_asked_for(made, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    calls = {}
+
+    class Hub:
+        def __init__(self, token):
+            calls["token"] = token
+
+        def create_repo(self, name, private, exist_ok):
+            calls["private"] = private
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            calls.update(repo=repo_id, files=sorted(path.name for path in Path(folder_path).iterdir()))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    run(made, tmp_path / "out", export_hub_model_id="me/mine", hf_hub_token="secret")
+    assert calls["repo"] == "me/mine"
+    assert calls["token"] == "secret"
+    assert calls["private"]
+    assert "model.safetensors" in calls["files"]
