@@ -4,15 +4,15 @@ import json
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
-from burnish.data.templates import TemplateOptions, fit_tokenizer, load_template
-from burnish.data.truncate import EncodingOptions
+from burnish.data.template_table import Token, table
+from burnish.data.templates import fit_tokenizer, load_template
+from template_cases import chat_of, template_options
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "spec" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the golden rows are not beside this checkout")
@@ -23,10 +23,9 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "function", "obse
 EXEMPT: set[tuple[str, str]] = set()
 
 
-def options(**given):
-    """Options as the golden rows need them. Their tokenizer lacks some templates' control tokens, hence "split"."""
-    values = vars(TemplateOptions()) | vars(EncodingOptions()) | {"missing_control_tokens": "split"}
-    return SimpleNamespace(**values | given)
+def options(name, **given):
+    """As the golden rows need them: their tokenizer lacks some templates' control tokens, hence "split"."""
+    return template_options(template=name, missing_control_tokens="split", **given)
 
 
 def read_alpaca(record):
@@ -53,6 +52,10 @@ def examples():
     return found
 
 
+def special_tokens():
+    return json.loads((GOLDEN / "special_tokens.json").read_text(encoding="utf-8")) if GOLDEN.exists() else {}
+
+
 def golden_rows():
     rows = defaultdict(list)
     if GOLDEN.exists():
@@ -69,7 +72,7 @@ def test_a_named_template_gives_the_golden_rows(name, rows):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     for row in rows:
         truncation = "llamafactory" if row["options"]["cutoff_len"] == 64 else "content"
-        template = load_template(options(template=name, truncation=truncation, **row["options"]), tokenizer)
+        template = load_template(options(name, truncation=truncation, **row["options"]), tokenizer)
         fit_tokenizer(template, tokenizer)
         tally = Tally()
         made = template.encode([examples()[row["case"]]], tally)[0]
@@ -81,3 +84,66 @@ def test_a_named_template_gives_the_golden_rows(name, rows):
             assert made is not None, where
             assert made["input_ids"] == row["input_ids"], where
             assert made["labels"] == row["labels"], where
+
+
+def test_the_table_is_llamafactorys_but_for_two_faults():
+    """phi_small's prefix names a token that LLaMA-Factory never writes; granite4's observation lacks a header's end."""
+    theirs = json.loads((GOLDEN.parent / "templates.json").read_text(encoding="utf-8"))
+    kinds = {"bos_token": "bos", "eos_token": "eos"}
+
+    def slots(row):
+        return tuple(
+            slot if isinstance(slot, str) else Token(next(iter(slot.values())), kinds.get(slot.get("special"), "named"))
+            for slot in row
+        )
+
+    different = set()
+    for row in theirs:
+        ours = table()[row["name"]]
+        for part in ("prefix", "system", "user", "assistant", "observation", "function"):
+            if slots(row[part]) != getattr(ours, part):
+                different.add((row["name"], part))
+        for part in ("default_system", "replace_eos", "efficient_eos"):
+            assert row[part] == getattr(ours, part), (row["name"], part)
+        for part in ("stop_words", "thought_words", "tool_call_words"):
+            assert tuple(row[part]) == getattr(ours, part), (row["name"], part)
+        assert row["function_tool_format"] == ours.tool_format
+        assert (row["tool_format"] or "phi4_mini") == ours.tool_list_format
+    assert different == {("phi_small", "prefix"), ("granite4", "observation")}
+
+
+@pytest.mark.parametrize(("name", "expected"), special_tokens().items())
+def test_a_tokenizer_is_fitted_as_the_golden_one(name, expected):
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
+    template = load_template(options(name), tokenizer)
+    notes = fit_tokenizer(template, tokenizer)
+    assert tokenizer.eos_token == expected["eos_token"]
+    assert tokenizer.pad_token == expected["pad_token"]
+    assert template.stop_token_ids(tokenizer) == sorted(expected["stop_ids"])
+    assert any("eos is" in note for note in notes) == (expected["eos_token"] != "</s>")
+
+
+# Where no control token stands between two slots, the text is the same and a token may span the border: the space that
+# ends "[/INST] " and the word after it are one token of the text, and two where each slot is tokenised by itself, as
+# training does. Of the 124 templates that shows in these, some only because this tokenizer lacks their control tokens.
+SPANNED = {
+    "bailing", "breeze", "empty", "ernie_nothink", "fewshot", "gpt_oss", "hy_dense_1_8b", "hy_dense_7b", "index",
+    "solar", "yuan",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", table())
+def test_the_saved_chat_template_renders_the_golden_conversations(name):
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
+    template = load_template(options(name), tokenizer)
+    fit_tokenizer(template, tokenizer)
+    tokenizer.chat_template = template.jinja()
+    differs = False
+    for given in examples().values():
+        row = template.encode([given], Tally())[0]
+        if row is not None:
+            tools = json.loads(given.tools) if given.tools else None
+            ids = tokenizer.apply_chat_template(chat_of(given, table()[name]), tools=tools, return_dict=False)
+            assert tokenizer.decode(ids) == tokenizer.decode(row["input_ids"]), given.source
+            differs = differs or ids != row["input_ids"]
+    assert differs == (name in SPANNED)

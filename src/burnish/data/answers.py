@@ -53,6 +53,8 @@ class Renderer:
         variables: passed to the template besides messages and tools.
         tokenizer: it renders; its added tokens are the control tokens that may end an answer.
         not_ends: added tokens that never end an answer, such as those around a thought.
+
+    ``end_word`` is the control token that the template writes after an answer, None where there is none.
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class Renderer:
         # Some templates for images and text write nothing of a content that is a text rather than a list of parts.
         self.in_parts = False
         self.in_parts = not self.writes_messages()
-        self.end_word = self._find_end_word()
+        sample = self._around_in_sample(1)
+        self._end = sample[1] if sample else ""
+        found = self._control.search(self._end)
+        self.end_word: str | None = found[0] if found else None
 
     def content(self, text: str) -> Any:
         """What a message says, in the form that the template takes."""
@@ -126,6 +131,14 @@ class Renderer:
         upto = text if place == len(chat) - 1 else self.render(chat[: place + 1], tools)
         if text.startswith(upto) and upto.startswith(prompt):
             return len(prompt), len(upto)
+        if text.startswith(prompt) and upto.endswith(self._end) and "tool_calls" not in chat[place]:
+            # Only the answer is written differently. Where it ends: exchanged for a letter that is not its last one,
+            # it has all that follows it in common with the text as it is, and no more.
+            last_letter = upto.removesuffix(self._end)[-1:]
+            exchanged = self.render(self._exchanged(chat, place, "y" if last_letter == "x" else "x"), tools)
+            stop = len(text) - common_end(text, exchanged)
+            if text.startswith(self._end, stop):
+                return len(prompt), stop + len(self._end)
         return self._span_by_exchange(chat, tools, text, place, prompt)
 
     def _span_by_exchange(self, chat: Chat, tools: Tools, text: str, place: int, prompt: str) -> tuple[int, int]:
@@ -201,12 +214,6 @@ class Renderer:
         except Unreadable:
             return None
 
-    def _find_end_word(self) -> str | None:
-        """The control token that the template writes after an answer, None where there is none."""
-        around = self._around_in_sample(1)
-        found = self._control.search(around[1]) if around else None
-        return found[0] if found else None
-
     def _exchanged(self, chat: Chat, place: int, tag: str) -> Chat:
         """The conversation with other words in one message: its content, or where it calls tools, their names."""
         message = dict(chat[place])
@@ -222,10 +229,11 @@ class Renderer:
 
 def common_start(one: str, other: str) -> int:
     """How many characters two texts have in common at their start."""
-    limit = min(len(one), len(other))
-    if one[:limit] == other[:limit]:
-        return limit
-    return next(place for place in range(limit) if one[place] != other[place])
+    least, most = 0, min(len(one), len(other))
+    while least < most:  # by halving: texts are long, and slices are compared at the speed of memory
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+    return least
 
 
 def common_end(one: str, other: str) -> int:

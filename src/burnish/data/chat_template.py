@@ -78,9 +78,11 @@ class JinjaFormat:
     def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
         """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
         rendered = [self._try(example, tally) for example in examples]
-        ids = self.encoder.encode(one.text for one in rendered if one is not None)
+        written = [one for one in rendered if one is not None]
+        edges = [[edge for span in one.spans for edge in span] for one in written]
+        located = iter(self.encoder.located([one.text for one in written], edges))
         return [
-            None if one is None else self._turns(example, one, ids[one.text])
+            None if one is None else self._turns(example, one, *next(located))
             for example, one in zip(examples, rendered, strict=True)
         ]
 
@@ -107,8 +109,15 @@ class JinjaFormat:
             tally.add(f"dropped: {error}", example)
             return None
 
-    def _turns(self, example: Example, rendered: Rendered, ids: list[int]) -> list[Turn]:
-        borders = self.encoder.boundaries(rendered.text, [edge for span in rendered.spans for edge in span])
+    def _turns(
+        self, example: Example, rendered: Rendered, ids: list[int], borders: list[tuple[int, int]]
+    ) -> list[Turn]:
+        """The turns of one conversation.
+
+        Args:
+            ids: the tokens of its text.
+            borders: where each span begins and ends among them, as ``Encoder.boundaries`` says it.
+        """
         # A token that spans the border of an answer is the answer's: the model has to produce it.
         begins, ends = [ended for ended, _ in borders[::2]], [begun for _, begun in borders[1::2]]
         turns = []

@@ -84,22 +84,40 @@ class Encoder:
             (ended, begun) per position: the tokens before index ``ended`` end at or before the character; those from
             index ``begun`` on start at or after it. A token that spans the position lies between the two.
         """
-        if self.tokenizer.is_fast and _MARK not in text:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            starts, ends = [s for s, _ in found["offset_mapping"]], [e for _, e in found["offset_mapping"]]
-            return [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions]
-        ids = self.encode([text, *(text[:position] for position in positions)])
-        return [shared_start(ids[text[:position]], ids[text]) for position in positions]
+        return self.located([text], [positions])[0][1]
+
+    def located(
+        self, texts: Sequence[str], positions: Sequence[Sequence[int]]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The ids of each text, and the ``boundaries`` of its positions, in one call of the tokenizer."""
+        found: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
+        with_offsets = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
+        for at, encoding in zip(with_offsets, self._encodings([texts[at] for at in with_offsets]), strict=True):
+            starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
+            borders = [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions[at]]
+            found[at] = encoding.ids, borders
+        for at in set(range(len(texts))) - set(with_offsets):
+            beginnings = [texts[at][:position] for position in positions[at]]
+            ids = self.encode([texts[at], *beginnings])
+            found[at] = ids[texts[at]], [shared_start(ids[beginning], ids[texts[at]]) for beginning in beginnings]
+        return [found[at] for at in range(len(texts))]
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         if not self.tokenizer.is_fast:
             return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        # The backend's own batch call: transformers' wrapper builds masks and warnings that nobody reads here.
+        return [encoding.ids for encoding in self._backend().encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _encodings(self, texts: list[str]) -> list[Any]:
+        """With offsets, which cost time."""
+        return list(self._backend().encode_batch(texts, add_special_tokens=False)) if texts else []
+
+    def _backend(self) -> Any:
+        """The tokenizer proper, whose batch calls build none of the masks and warnings of transformers' wrapper."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return backend
 
     def _around_hidden(self, text: str) -> list[int]:
         """The ids of a text with hidden specials: the template's control tokens, and ordinary text between them."""

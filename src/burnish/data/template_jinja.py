@@ -50,7 +50,7 @@ class _Slot:
 
 def write_jinja(spec: TemplateSpec, options: Any, tokenizer: Any) -> str:
     """The chat template of ``spec`` under ``options``, with the tokenizer's own tokens written out."""
-    ends = [_slot(slots, tokenizer).tail for slots in (spec.assistant, spec.system)]
+    user = _with_header(_slot(spec.user, tokenizer), [_slot(s, tokenizer).tail for s in (spec.assistant, spec.system)])
     return "".join(
         (
             _TEXT_OF,
@@ -64,9 +64,9 @@ def write_jinja(spec: TemplateSpec, options: Any, tokenizer: Any) -> str:
             "or loop.last and add_generation_prompt -%}",
             "{%- if message['role'] == 'user' -%}",
             _system_in_user(spec, tokenizer),
-            _question(_with_header(_slot(spec.user, tokenizer), ends)),
+            _question(user),
             "{%- elif message['role'] == 'tool' -%}",
-            _observation(_with_header(_slot(spec.observation, tokenizer), ends)),
+            _observation(_with_same_header(_slot(spec.observation, tokenizer), user.header)),
             "{%- elif message['role'] == 'assistant' -%}",
             _answer(spec, options, tokenizer),
             "{%- else -%}{{- raise_exception('This template knows no role ' ~ message['role'] ~ '.') -}}",
@@ -100,6 +100,13 @@ def _with_header(slot: _Slot, ends: list[str]) -> _Slot:
         return slot
     end = max((end for end in ends if slot.tail.startswith(end)), key=len, default="")
     return _Slot(slot.head, end, slot.tail[len(end) :])
+
+
+def _with_same_header(slot: _Slot, header: str) -> _Slot:
+    """The slot of a tool's answer, which invites an answer as a question does."""
+    if not slot.tail.endswith(header):
+        return slot
+    return _Slot(slot.head, slot.tail.removesuffix(header), header)
 
 
 def _opening(spec: TemplateSpec, tokenizer: Any) -> str:

@@ -1,0 +1,122 @@
+"""Conversations, tools and a tokenizer for the tests of templates; made in memory, the same on every machine."""
+
+import json
+from types import SimpleNamespace
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from burnish.core.types import Example, Message
+from burnish.data.template_table import table
+from burnish.data.templates import TemplateOptions
+from burnish.data.tools import read_calls
+from burnish.data.truncate import EncodingOptions
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Look up weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "city name"},
+            "unit": {"type": "string", "enum": ["c", "f"]},
+            "days": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["city"],
+    },
+}
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "查询",
+        "description": '查\n询 "q"',
+        "parameters": {"type": "object", "properties": {"a": {"type": ["string", "null"]}}, "required": []},
+        "response": {"type": "object", "description": "r"},
+    },
+}
+TOOLS = [[WEATHER], [SEARCH, WEATHER], [{"name": "now", "parameters": {"type": "object", "properties": {}}}]]
+CALLS = [
+    [{"name": "get_weather", "arguments": {"city": "Paris", "unit": "c"}}],
+    [
+        {"name": "get_weather", "arguments": {"city": '東京 "x"', "n": 3, "f": 1.5, "yes": True, "none": None}},
+        {"name": "查询", "arguments": {"l": [1, "a", {"q": "r", "B": False}], "o": {"b": 1, "a": "{key}{value}"}}},
+    ],
+]
+CALL, CALLS_AT_ONCE = json.dumps(CALLS[0][0]), json.dumps(CALLS[1], ensure_ascii=False)
+
+
+def _case(*messages, system="", tools=None):
+    roles = ("user", "assistant") * len(messages)
+    said = [m if isinstance(m, tuple) else (roles[at], m) for at, m in enumerate(messages)]
+    return {"messages": said, "system": system, "tools": json.dumps(tools, ensure_ascii=False) if tools else ""}
+
+
+CONVERSATIONS = {
+    "one turn": _case("hi", "hello there"),
+    "system, three turns": _case("hi", "hello", "name?", "I am.", "bye", "see you", system="Be brief."),
+    "unicode": _case(
+        "  spaces \n\n日本語 😀🏽 café ", " réponse\n\n```py\nx=1\n```\n", "{{content}} {x}", "{{ ok }} }}{{"
+    ),
+    "thoughts": _case("1", "<think>\na\n</think>\n\nb", "2", "c", "3", "<think>\nd\n</think>\n\n\ne", system="S"),
+    "half a thought": _case("1", "open</think>\n\na", "2", "<think>b"),
+    "tools unused": _case("hi", "hello", tools=TOOLS[0]),
+    "tool": _case("w?", ("function", CALL), ("observation", '{"t": 1}'), "cold", "thanks", "np", tools=TOOLS[0]),
+    "tool after a thought": _case(
+        "w?", ("function", f"<think>\nsee\n</think>\n\n{CALL}"), ("observation", "1"), "<think>\nok\n</think>\n\ncold",
+        system="S", tools=TOOLS[1],
+    ),
+    "tool in tags": _case(
+        "w?", ("function", f"I call.\n<tool_call>\n{CALL}\n</tool_call>"), ("observation", "1"), "cold", tools=TOOLS[1]
+    ),
+    "tools at once": _case("w?", ("function", CALLS_AT_ONCE), ("observation", "[1, 2]"), "done", tools=TOOLS[1]),
+    "observation first": _case(("observation", '{"x": 1}'), "one", system="S", tools=TOOLS[0]),
+    "long": _case(
+        *(f"{word} number {at} " * 6 for at in range(4) for word in ("question", "reply")), system="Long. " * 9
+    ),
+}  # fmt: skip
+OPTIONS = [
+    {},
+    {"mask_history": True},
+    {"train_on_prompt": True},
+    {"enable_thinking": False},
+    {"enable_thinking": None, "mask_history": True},
+    {"mask_history": True, "preserve_thinking": True},
+    {"cutoff_len": 150},
+    {"cutoff_len": 230, "mask_history": True},
+]
+
+
+def example(case, name=""):
+    messages = tuple(Message(role, content) for role, content in case["messages"])
+    return Example(messages, case["system"], case["tools"], source=name, number=1)
+
+
+def byte_tokenizer(*more, bos="<s>", eos="</s>"):
+    """A token per byte, and one for each control token of every named template."""
+    tokens = {bos: None, eos: None, "<think>": None, "</think>": None, "<tool_call>": None, "</tool_call>": None}
+    for spec in table().values():
+        tokens |= dict.fromkeys((*spec.control_tokens, *spec.stop_words))
+    vocab = {byte: at for at, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([*filter(None, tokens), *more])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
+
+
+def template_options(**given):
+    """Options as a component receives them: one flat object."""
+    return SimpleNamespace(**(vars(TemplateOptions()) | vars(EncodingOptions()) | given))
+
+
+def chat_of(given, spec):
+    """The messages as transformers' users write them."""
+    chat = [{"role": "system", "content": given.system}] if given.system else []
+    for message in given.messages:
+        if message.role == "function":
+            before, calls = read_calls(message.content, spec.thought_words, spec.tool_call_words)
+            called = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+            chat.append({"role": "assistant", "content": before, "tool_calls": called})
+        else:
+            chat.append({"role": {"observation": "tool"}.get(message.role, message.role), "content": message.content})
+    return chat

@@ -1,0 +1,105 @@
+"""Tools and their calls: what is read from a record, what is refused, and that Jinja writes the same."""
+
+import json
+
+import pytest
+from jinja2 import Environment
+
+from burnish.core.errors import UserError
+from burnish.core.types import Example, Message
+from burnish.data.tally import Tally
+from burnish.data.templates import fit_tokenizer, load_template
+from burnish.data.tool_jinja import MACROS, calls_in_jinja, tools_in_jinja
+from burnish.data.tools import TOOL_FORMATS, Call, ToolError, describe_tools, read_calls
+from template_cases import CALL, CALLS, TOOLS, WEATHER, byte_tokenizer, example, template_options
+
+THOUGHT, TAGS = ("<think>\n", "\n</think>\n\n"), ("<tool_call>", "</tool_call>")
+READ = Call("get_weather", {"city": "Paris", "unit": "c"})
+
+
+def test_the_thirteen_formats_are_there():
+    assert sorted(TOOL_FORMATS.names()) == [
+        "default", "gemma4", "glm4", "glm4_moe", "lfm2", "ling", "llama3", "minimax1", "minimax2", "mistral", "qwen",
+        "qwen3_5", "seed_oss",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "before", "calls"),
+    [
+        (CALL, "", [READ]),
+        (f"[{CALL}, {CALL}]", "", [READ, READ]),
+        (f"<think>\nhm\n</think>\n\n{CALL}", "<think>\nhm\n</think>\n\n", [READ]),
+        (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", [READ]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", [READ, READ]),
+    ],
+)
+def test_calls_are_read_with_what_precedes_them(content, before, calls):
+    assert read_calls(content, THOUGHT, TAGS) == (before, calls)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("call the weather", "not JSON"),
+        (f"I look. {CALL}", "not JSON"),
+        ('{"name": "f"}', 'lacks "name" or "arguments"'),
+        ('["f"]', 'lacks "name" or "arguments"'),
+        ("[]", "calls no tool"),
+    ],
+)
+def test_what_is_no_call_is_refused_in_a_few_words(content, why):
+    with pytest.raises(ToolError, match=why):
+        read_calls(content, THOUGHT, TAGS)
+
+
+@pytest.mark.parametrize("tools", ["{", '{"name": "f"}', '["f"]', '[{"description": "nameless"}]'])
+def test_what_is_no_list_of_tools_is_refused(tools):
+    with pytest.raises(ToolError, match=r"its tools are not|a tool lacks"):
+        describe_tools(tools, "default")
+
+
+def test_no_tools_is_no_text():
+    assert describe_tools("[]", "qwen") == ""
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "lfm2", "minimax2", "qwen3_5", "seed_oss"])
+def test_formats_that_name_each_argument_read_arguments_that_came_as_text(name):
+    written = TOOL_FORMATS[name].write
+    assert written([Call("f", '{"a": 1}')]) == written([Call("f", {"a": 1})])
+    with pytest.raises(ToolError, match="not a JSON object"):
+        written([Call("f", [1])])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_jinja_writes_what_python_writes(name):
+    environment = Environment(autoescape=False)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = lambda message: pytest.fail(message)
+    tools, calls = (environment.from_string(MACROS + write(name)) for write in (tools_in_jinja, calls_in_jinja))
+    for listed in TOOLS:
+        assert tools.render(tools=listed) == TOOL_FORMATS[name].describe(listed)
+    for turn in CALLS[: 1 if name == "glm4" else None]:
+        wrapped = [{"type": "function", "function": call} for call in turn]
+        expected = TOOL_FORMATS[name].write([Call(**call) for call in turn])
+        assert calls.render(calls=turn) == expected
+        assert calls.render(calls=wrapped) == expected
+
+
+def test_another_tool_format_can_be_asked_for():
+    tokenizer = byte_tokenizer()
+    template = load_template(template_options(template="qwen", tool_format="mistral"), tokenizer)
+    fit_tokenizer(template, tokenizer)
+    said = (Message("user", "x"), Message("function", CALL))
+    text = tokenizer.decode(template.encode([Example(said, tools=json.dumps([WEATHER]))], Tally())[0]["input_ids"])
+    assert "[AVAILABLE_TOOLS] [" in text
+    assert text.endswith(f"assistant\n[{CALL}]<|im_end|>")  # with plain slots, as LLaMA-Factory has it
+    with pytest.raises(UserError, match="qwem"):
+        load_template(template_options(template="qwen", tool_format="qwem"), tokenizer)
+
+
+def test_an_empty_list_of_tools_opens_no_tools_section():
+    tokenizer = byte_tokenizer()
+    template = load_template(template_options(template="qwen"), tokenizer)
+    case = {"messages": [("user", "a"), ("assistant", "b")], "system": "S", "tools": "[]"}
+    assert "Tools" not in tokenizer.decode(template.encode([example(case)], Tally())[0]["input_ids"])

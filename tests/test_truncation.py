@@ -1,0 +1,198 @@
+"""Rows longer than cutoff_len: what they give up, what they keep, and that it is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from burnish.core.errors import UserError
+from burnish.core.types import Example, Message
+from burnish.data.tally import Tally
+from burnish.data.templates import fit_tokenizer, load_template
+from burnish.data.truncate import infer_seqlen
+from template_cases import CALL, WEATHER, byte_tokenizer, template_options
+
+GOLDEN = Path(__file__).parents[1].parent / "shared" / "spec" / "golden" / "truncation_packing_pretrain.json"
+HEADER, END = "<|im_start|>assistant\n", "<|im_end|>\n"
+LONG = (Message("user", "question " * 20), Message("assistant", "answer " * 20))
+
+
+def loaded(name="chatml", **given):
+    tokenizer = byte_tokenizer()
+    template = load_template(template_options(template=name, **given), tokenizer)
+    fit_tokenizer(template, tokenizer)
+    return template, tokenizer
+
+
+def encoded(template, *messages, **given):
+    tally = Tally()
+    row = template.encode([Example(messages, source="d.json", number=7, **given)], tally)[0]
+    return row, dict(tally.records)
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason="the golden answers are not beside this checkout")
+def test_a_turn_shares_its_room_as_llamafactory_does():
+    answers = [case for case in json.loads(GOLDEN.read_text(encoding="utf-8")) if case["fn"] == "infer_seqlen"]
+    assert len(answers) == 9
+    for case in answers:
+        assert list(infer_seqlen(*case["args"])) == case["out"], case["args"]
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason="the golden rows are not beside this checkout")
+@pytest.mark.parametrize("name", ["qwen", "llama3"])
+def test_plain_texts_are_cut_as_llamafactory_cuts_them_where_that_is_asked_for(name):
+    from transformers import AutoTokenizer
+
+    case = next(
+        case
+        for case in json.loads(GOLDEN.read_text(encoding="utf-8"))
+        if case["fn"] == "pretrain" and case["template"] == name and not case["packing"]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN.parent / "tokenizer")
+    options = template_options(template=name, truncation="llamafactory", cutoff_len=40, missing_control_tokens="split")
+    template = load_template(options, tokenizer)
+    fit_tokenizer(template, tokenizer)
+    texts = ["Document one. " * 5, "Second doc. " * 40]
+    rows = template.encode_text([Example(text=text) for text in texts], Tally())
+    assert rows[0]["input_ids"] == case["out"]["input_ids"][0]
+    assert rows[1]["input_ids"] == case["out"]["input_ids"][1][:40]
+
+
+@pytest.mark.parametrize("cutoff", [60, 61, 97, 150, 300])
+def test_a_cut_row_keeps_its_headers_and_end_tokens_and_uses_its_room(cutoff):
+    template, tokenizer = loaded(cutoff_len=cutoff)
+    row, said = encoded(template, *LONG)
+    text = tokenizer.decode(row["input_ids"])
+    assert len(row["input_ids"]) == cutoff
+    question, answer = text.removeprefix("<|im_start|>user\n").removesuffix(END).split(END + HEADER)
+    assert question
+    assert LONG[0].content.startswith(question)
+    assert answer
+    assert LONG[1].content.startswith(answer)
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == answer + END
+    assert said == {"cut: messages shortened to cutoff_len": [("d.json", 7)]}
+
+
+def test_question_and_answer_keep_what_infer_seqlen_gives_them():
+    template, _ = loaded(cutoff_len=200)
+    whole, _ = encoded(loaded()[0], *LONG)
+    source, target = whole["labels"].count(-100), len(whole["labels"]) - whole["labels"].count(-100)
+    row, _ = encoded(template, *LONG)
+    kept = row["labels"].count(-100)
+    assert (kept, len(row["labels"]) - kept) == infer_seqlen(source, target, 200)
+
+
+def test_llamafactorys_way_cuts_through_the_end_and_is_counted_too():
+    template, tokenizer = loaded(cutoff_len=100, truncation="llamafactory")
+    row, said = encoded(template, *LONG)
+    assert len(row["input_ids"]) == 100
+    assert not tokenizer.decode(row["input_ids"]).endswith(END)
+    assert said == {"cut: messages shortened to cutoff_len": [("d.json", 7)]}
+
+
+def test_a_turn_that_does_not_fit_goes_with_all_that_follow_and_is_counted():
+    template, tokenizer = loaded(cutoff_len=70)
+    short = (Message("user", "hi"), Message("assistant", "hello"))
+    row, said = encoded(template, *short, *LONG, *short)
+    assert tokenizer.decode(row["input_ids"]).startswith(
+        f"<|im_start|>user\nhi{END}{HEADER}hello{END}<|im_start|>user\nq"
+    )
+    assert said == {
+        "cut: turns beyond cutoff_len left out": [("d.json", 7)],
+        "cut: messages shortened to cutoff_len": [("d.json", 7)],
+    }
+    alone, said = encoded(loaded(cutoff_len=40)[0], *short, *LONG)
+    assert tokenizer.decode(alone["input_ids"]) == f"<|im_start|>user\nhi{END}{HEADER}hello{END}"
+    assert said == {"cut: turns beyond cutoff_len left out": [("d.json", 7)]}
+
+
+def test_where_only_the_last_answer_is_learned_the_last_turn_keeps_its_room():
+    template, tokenizer = loaded(cutoff_len=60, mask_history=True)
+    short = (Message("user", "hi"), Message("assistant", "hello"))
+    row, _ = encoded(template, *LONG, *short)
+    assert tokenizer.decode(row["input_ids"]).endswith(f"<|im_start|>user\nhi{END}{HEADER}hello{END}")
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "hello" + END
+
+
+@pytest.mark.parametrize("cutoff", [1, 5])
+def test_a_row_without_room_for_one_turn_is_dropped_and_counted(cutoff):
+    for name in ("chatml", "glm4"):
+        row, said = encoded(loaded(name, cutoff_len=cutoff)[0], *LONG)
+        assert row is None
+        assert "dropped: nothing to learn" in said
+
+
+def test_dropping_and_raising_can_be_asked_for_instead():
+    row, said = encoded(loaded(cutoff_len=100, on_too_long="drop")[0], *LONG)
+    assert row is None
+    assert said == {"dropped: longer than cutoff_len": [("d.json", 7)]}
+    template, _ = loaded(cutoff_len=100, on_too_long="raise")
+    fits = Example((Message("user", "a"), Message("assistant", "b")), source="d.json", number=1)
+    examples = [fits, *(Example(LONG, source="d.json", number=number) for number in (2, 3))]
+    with pytest.raises(UserError) as refused:
+        template.encode(examples, Tally())
+    assert [problem.where for problem in refused.value.problems] == ["d.json, record 2", "d.json, record 3"]
+    assert template.encode(examples[:1], Tally())[0] is not None
+
+
+def test_of_a_long_system_message_and_a_short_question_the_system_message_gives():
+    template, tokenizer = loaded(cutoff_len=120)
+    row, _ = encoded(template, Message("user", "who?"), Message("assistant", "me"), system="rules " * 50)
+    text = tokenizer.decode(row["input_ids"])
+    assert f"who?{END}{HEADER}me{END}" in text
+    assert text.startswith("<|im_start|>system\nrules rules")
+
+
+def test_a_thought_gives_before_the_answer_it_leads_to():
+    template, tokenizer = loaded("qwen3", cutoff_len=120)
+    thought = f"<think>\n{'hm ' * 60}\n</think>\n\nforty-two"
+    row, _ = encoded(template, Message("user", "?"), Message("assistant", thought))
+    text = tokenizer.decode(row["input_ids"])
+    assert text.endswith(f"\n</think>\n\nforty-two{END}")
+    assert len(row["input_ids"]) == 120
+
+
+def test_a_tool_call_and_a_list_of_tools_are_never_cut():
+    tools = json.dumps([WEATHER])
+    said = (Message("user", "weather? " * 9), Message("function", CALL), Message("observation", "cold " * 99), LONG[1])
+    whole, _ = encoded(loaded("qwen")[0], *said, tools=tools)
+    template, tokenizer = loaded("qwen", cutoff_len=len(whole["input_ids"]) - 300)
+    row, counted = encoded(template, *said, tools=tools)
+    text = tokenizer.decode(row["input_ids"])
+    assert json.dumps({"type": "function", "function": WEATHER}) in text
+    assert CALL in text
+    assert "cut: messages shortened to cutoff_len" in counted
+    tiny, counted = encoded(loaded("qwen", cutoff_len=300)[0], *said, tools=tools)
+    assert tiny is None  # the tools alone take more
+    assert "cut: turns beyond cutoff_len left out" in counted
+
+
+def test_a_cut_text_keeps_its_eos():
+    template, tokenizer = loaded("default", cutoff_len=10)
+    tally = Tally()
+    row = template.encode_text([Example(text="once upon a time", source="d", number=1)], tally)[0]
+    assert tokenizer.decode(row["input_ids"]) == "once upon</s>"
+    assert tally.count("cut: messages shortened to cutoff_len") == 1
+    whole = template.encode_text([Example(text="once upon a time")], Tally(), cut=False)[0]
+    assert tokenizer.decode(whole["input_ids"]) == "once upon a time</s>"
+
+
+def test_a_cut_completion_keeps_its_eos_and_shares_with_its_prompt():
+    template, tokenizer = loaded("default", cutoff_len=12)
+    row = template.encode([Example(prompt="p" * 30, completion="c" * 30)], Tally())[0]
+    assert tokenizer.decode(row["input_ids"]) == "pppppp" + "ccccc</s>"
+
+
+def test_a_template_closed_by_one_eos_keeps_it():
+    template, tokenizer = loaded("glm4", cutoff_len=60)
+    row, _ = encoded(template, *LONG)
+    assert len(row["input_ids"]) == 60
+    assert tokenizer.decode(row["input_ids"]).endswith("</s>")
+    assert "<|assistant|>\nanswer" in tokenizer.decode(row["input_ids"])
+
+
+def test_packing_may_keep_a_token_of_room_for_itself():
+    tokenizer = byte_tokenizer()
+    template = load_template(template_options(template="chatml", cutoff_len=97), tokenizer, cutoff_len=96)
+    fit_tokenizer(template, tokenizer)
+    assert len(encoded(template, *LONG)[0]["input_ids"]) == 96
