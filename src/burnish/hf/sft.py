@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import logging
 
-from burnish.core.types import Batch
+from burnish.core.types import IGNORE_INDEX, Batch
 from burnish.engine.base import set_seed
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.saving import is_peft_model
@@ -147,10 +148,10 @@ class SFTTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
-        self._loss_shifts_labels = True
         self._eval_sums: dict[str, Tensor] = {}
-        if hasattr(self.model, "add_model_tags"):
-            self.model.add_model_tags(["burnish", "sft"])
+        tag: Any = getattr(self.model, "add_model_tags", None)
+        if tag is not None:
+            tag(["burnish", "sft"])
 
     def _own_collator(self, model: Any, processing_class: Any, args: SFTConfig) -> DataCollatorForLanguageModeling:
         """Flat where that was asked for and the model keeps neighbours apart; else padded, packs taken apart."""
@@ -246,25 +247,32 @@ class SFTTrainer(Trainer):
         """
         given = {**inputs, "use_cache": False}
         labels, positions = given.pop("labels"), given.pop("learned", None)
+        if has_virtual_tokens(self.model):
+            labels, positions = (
+                F.pad(labels, (1, 0), value=IGNORE_INDEX),
+                None,
+            )  # the last of them predicts the first id
         if self.aux_loss_enabled:
             given["output_router_logits"] = True
         learned = Learned.of(labels, positions)
         head = None if return_outputs or self.compute_loss_func is not None else self._head()
         rules = self._rules(head)
         if head is not None:
-            sums, outputs = sums_without_logits(model, given, learned, head, rules, self.args.loss_type)
+            sums, outputs = sums_without_logits(
+                model, given, learned, labels.shape[1], head, rules, self.args.loss_type
+            )
         else:
             outputs = model(**given)
             sums = sums_of_logits(outputs.logits, learned, labels.shape[1], rules, self.args.loss_type)
         if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            loss = self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=num_items_in_batch)
         else:
             items = learned.weights.sum() if num_items_in_batch is None else num_items_in_batch
             loss = sums.total / torch.as_tensor(items).clamp(min=1)
         aux = outputs.aux_loss if self.aux_loss_enabled else None
         if aux is not None and self.compute_loss_func is None:
             loss = loss + self.router_aux_loss_coef * aux
-        self._measure(model, sums, learned.weights.sum(), aux)
+        self._measure(sums, learned.weights.sum(), aux, self._weight(inputs) if model.training else None)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -286,13 +294,20 @@ class SFTTrainer(Trainer):
         smoothing = self.args.label_smoothing_factor if self.args.loss_type == "nll" else 0.0
         return TokenLoss(smoothing, head.softcap if head else None, accuracy=True, entropy=True)
 
-    def _measure(self, model: nn.Module, sums: TokenSums, items: Tensor, aux: Tensor | None) -> None:
-        """Sums for the log, on the device; in an evaluation for its metrics."""
+    def _measure(self, sums: TokenSums, items: Tensor, aux: Tensor | None, weight: Tensor | None) -> None:
+        """Sums for the log, on the device; in an evaluation for its metrics.
+
+        Args:
+            items: () the learned tokens of the batch.
+            weight: () what the loop counts the batch for, which is a little more for models whose first labels
+                transformers counts too; None in an evaluation.
+        """
         found = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
         if aux is not None:
             found["aux_loss"] = aux.detach() * items
-        if model.training:
-            self._sums.update(found)
+        if weight is not None:
+            share = weight / items.clamp(min=1)
+            self._sums.update({name: value * share for name, value in found.items()})
             return
         for name, value in {**found, "items": items}.items():
             self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
@@ -356,7 +371,7 @@ class WithLearned:
         return batch
 
 
-# --- what the constructor refuses --------------------------------------------------------------------------------------
+# --- what the constructor refuses -------------------------------------------------------------------------------------
 
 
 def _with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, Any]) -> tuple[SFTConfig, Any]:
@@ -432,6 +447,12 @@ def check_objective(
             "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, and both say what "
             "the loss is. Leave one of them out."
         )
+
+
+def has_virtual_tokens(model: Any) -> bool:
+    """Whether a learned prompt stands before the ids (prompt tuning, p-tuning); a prefix stands in the cache."""
+    config = getattr(model, "active_peft_config", None) if is_peft_model(model) else None
+    return bool(config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING")
 
 
 def skips_preparation(args: SFTConfig) -> bool:

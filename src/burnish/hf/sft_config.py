@@ -115,7 +115,7 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
 def is_made_for_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 is fast on it. Where it is emulated, it would cost time and precision."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     return device.type != "cpu" or has_fast_bfloat16()
 
 

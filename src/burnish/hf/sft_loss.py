@@ -44,12 +44,15 @@ class Learned(NamedTuple):
 
 
 def sums_without_logits(
-    model: nn.Module, inputs: Batch, learned: Learned, head: Head, rules: TokenLoss, loss_type: str
+    model: nn.Module, inputs: Batch, learned: Learned, width: int, head: Head, rules: TokenLoss, loss_type: str
 ) -> tuple[TokenSums, Any]:
-    """The sums, and the model's output, whose logits are empty."""
+    """The sums, and the model's output, whose logits are empty.
+
+    Args:
+        width: of the labels, which belong to the last so many positions: a learned prompt may stand before them.
+    """
     hidden, outputs = _hidden_states(model, inputs, head)
-    width = inputs["input_ids"].shape[1]
-    hidden = hidden[:, -width:].flatten(0, 1)[learned.positions] * head.scale  # a learned prompt stands before the ids
+    hidden = hidden[:, -width:].flatten(0, 1)[learned.positions] * head.scale
     weight, bias = head.linear.weight, head.linear.bias
     if loss_type == "dft":
         return _dft(hidden, weight, bias, learned, rules), outputs
@@ -87,7 +90,8 @@ def _hidden_states(model: nn.Module, inputs: Batch, head: Head) -> tuple[Tensor,
 def _dft(hidden: Tensor, weight: Tensor, bias: Tensor | None, learned: Learned, rules: TokenLoss) -> TokenSums:
     """In chunks whose logits are made again in the backward pass."""
     size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    parts = zip(hidden.split(size), learned.targets.split(size), learned.weights.split(size), strict=True)
+    whole = (hidden, learned.targets, learned.weights)
+    parts = zip(*(torch.split(tensor, size) for tensor in whole), strict=True)
     sums = [
         TokenSums(*checkpoint(_dft_of_hidden, h, weight, bias, targets, weights, rules.softcap, use_reentrant=False))
         for h, targets, weights in parts

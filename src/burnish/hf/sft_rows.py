@@ -76,7 +76,8 @@ class Preparation:
         """The set after the formatting function and with ``messages`` in the form that chat templates take."""
         if self.formatting_func is not None:
             function = Formatting(self.formatting_func, self.args.dataset_text_field)
-            dataset = self._mapped(dataset, function, f"Applying formatting function to {name} dataset", batched=False)
+            said = f"Applying formatting function to {name} dataset"
+            dataset = self._mapped(dataset, function, said, drop=columns, batched=False)
             columns = column_names(dataset)
         sample = first_row(dataset)
         if is_from_value(sample):
