@@ -1,7 +1,7 @@
 """The Trainer's optimizer and schedule.
 
-burnish's own optimizers (``optim/``) by their names; transformers' other names through its own table, which knows the
-libraries behind them. Curves are ``core/schedule.py``'s, which hold transformers' values.
+Both are burnish's (``optim/``, ``core/schedule.py``), by transformers' names and to its values. Where a subclass
+overrides a part of transformers' way to an optimizer, it is made that way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers.training_args import OptimizerNames
 
 from burnish.hf.arguments import plain_options
 from burnish.hf.face import Face
@@ -32,7 +31,7 @@ class OptimizerMethods(Face):
         if self.optimizer is not None:
             return self.optimizer
         model = self.model if model is None else model
-        if self.optimizer_cls_and_kwargs is None and self.args.optim not in [name.value for name in OptimizerNames]:
+        if self.optimizer_cls_and_kwargs is None and not self._chooses_itself():
             self.optimizer = create_own_optimizer(model.named_parameters(), model, plain_options(self.args))
             return self.optimizer
         kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
@@ -46,6 +45,14 @@ class OptimizerMethods(Face):
             groups = arguments.pop(instead, groups)
         self.optimizer = kind(groups, **arguments)
         return self.optimizer
+
+    def _chooses_itself(self) -> bool:
+        """Whether a subclass says which optimizer there is, or what decays."""
+        mine = OptimizerMethods
+        return (
+            type(self).get_optimizer_cls_and_kwargs is not mine.get_optimizer_cls_and_kwargs
+            or type(self).get_decay_parameter_names is not mine.get_decay_parameter_names
+        )
 
     def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         decaying = set(self.get_decay_parameter_names(model))

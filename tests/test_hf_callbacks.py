@@ -1,0 +1,196 @@
+"""Callbacks: events, their order and what comes with them are transformers'; its own run here, burnish's there."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, PrinterCallback, ProgressCallback
+
+import burnish
+from burnish import Trainer, TrainerControl
+from burnish.core.events import EVENTS
+from hf_toy import Regression, arguments, make_trainer, originals, points, weights
+
+
+def recorder(base):
+    """A callback of either library that writes down every event, what came with it, and the flags as they stood."""
+
+    def write(name):
+        def event(self, args, state, control, **kwargs):
+            flags = tuple(name for name, is_up in vars(control).items() if is_up and name.startswith("should"))
+            given = {key for key, value in kwargs.items() if value is not None}
+            self.seen.append((name, state.global_step, flags, tuple(sorted(given))))
+
+        return event
+
+    made = type("Recorder", (base,), {name: write(name) for name in EVENTS})
+    made.seen = []
+    return made
+
+
+SCENES = {
+    "the usual": {"max_steps": 4},
+    "accumulation, everything due": {
+        "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4, "eval_on_start": True,
+    },
+    "by epochs": {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
+    "the best": {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "loss",
+                 "max_steps": 4},
+    "late evaluations": {"eval_strategy": "steps", "eval_steps": 1, "eval_delay": 3, "max_steps": 4,
+                         "logging_first_step": True, "logging_steps": 3},
+    "shares": {"logging_steps": 0.25, "save_strategy": "steps", "save_steps": 0.5, "max_steps": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sets", ["one set", "two sets"])
+@pytest.mark.parametrize("scene", SCENES)
+def test_events_and_what_comes_with_them_are_transformers(tmp_path, scene, sets):
+    if scene == "the best" and sets == "two sets":
+        pytest.skip("eval_loss is the metric of neither set")
+    seen = []
+    for trainer_class, make_arguments, base in (
+        (Trainer, arguments, burnish.TrainerCallback),
+        (transformers.Trainer, originals, transformers.TrainerCallback),
+    ):
+        callback = recorder(base)
+        given = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no",
+                 "learning_rate": 0.1, **SCENES[scene]}  # fmt: skip
+        eval_set = points(5) if sets == "one set" else {"a": points(3), "b": points(4)}
+        trainer = trainer_class(
+            Regression(), make_arguments(tmp_path / trainer_class.__module__, **given), train_dataset=points(),
+            eval_dataset=eval_set, callbacks=[callback],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        trainer.predict(points(3))
+        seen.append(callback.seen)
+    ours, theirs = seen
+    assert [event[:2] for event in ours] == [event[:2] for event in theirs]
+    assert [event[3] for event in ours] == [event[3] for event in theirs]
+    assert [event[2] for event in ours] == [event[2] for event in theirs]
+
+
+def test_burnish_callbacks_run_on_transformers(tmp_path):
+    class Stop(burnish.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    trainer = transformers.Trainer(Regression(), originals(tmp_path), train_dataset=points(), callbacks=[Stop()])
+    assert trainer.train().global_step == 2
+
+
+def test_early_stopping_of_transformers_stops(tmp_path):
+    trainer = make_trainer(
+        tmp_path, max_steps=20, learning_rate=1e-12, eval_strategy="steps", eval_steps=2, metric_for_best_model="loss",
+        trainer={"eval_dataset": points(4), "callbacks": [EarlyStoppingCallback(2, early_stopping_threshold=0.01)]},
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def test_the_display_is_transformers(tmp_path, capsys):
+    lines = Trainer(Regression(), arguments(tmp_path, max_steps=2), train_dataset=points())
+    lines.train()
+    assert "'learning_rate'" in capsys.readouterr().out
+    bar = Trainer(Regression(), arguments(tmp_path, max_steps=2, disable_tqdm=False), train_dataset=points())
+    bar.train()
+    assert "2/2" in capsys.readouterr().err
+    assert [type(callback).__name__ for callback in bar.callback_handler.callbacks] == [
+        "DefaultFlowCallback", "ProgressCallback"
+    ]  # fmt: skip
+
+
+def test_callbacks_are_added_and_taken_away_by_class_or_object(tmp_path):
+    class Mine(burnish.TrainerCallback):
+        pass
+
+    trainer = make_trainer(tmp_path)
+    mine = Mine()
+    trainer.add_callback(mine)
+    assert mine in trainer.callback_handler.callbacks
+    assert trainer.pop_callback(Mine) is mine
+    assert trainer.pop_callback(Mine) is None
+    trainer.add_callback(Mine)
+    trainer.remove_callback(Mine)
+    assert not any(isinstance(callback, Mine) for callback in trainer.callback_handler.callbacks)
+    for flow in (DefaultFlowCallback, burnish.core.events.DefaultFlowCallback):
+        trainer = make_trainer(tmp_path)
+        trainer.remove_callback(flow)
+        assert trainer.callback_handler.callbacks == []
+
+
+def test_a_second_callback_of_a_class_is_said(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(transformers.trainer_callback.logger, "warning", said.append)
+    make_trainer(tmp_path, trainer={"callbacks": [ProgressCallback, ProgressCallback()]})
+    assert "ProgressCallback" in said[0]
+
+
+def test_a_control_that_a_callback_returns_takes_the_place_of_the_other(tmp_path):
+    class Another(burnish.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            return TrainerControl(should_training_stop=state.global_step == 3)
+
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [Another()]})
+    assert trainer.train().global_step == 3
+    assert trainer.control is trainer.callback_handler.control
+
+
+def test_an_event_can_be_fired_by_a_script(tmp_path):
+    seen = []
+
+    class Listener(burnish.TrainerCallback):
+        def on_push_begin(self, args, state, control, **kwargs):
+            seen.append("push")
+
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            seen.append(metrics)
+
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [Listener()]})
+    handler = trainer.callback_handler
+    handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    handler.on_evaluate(trainer.args, trainer.state, trainer.control, {"a": 1})
+    assert seen == ["push", {"a": 1}]
+
+
+def test_a_callback_sees_the_parts_of_the_run(tmp_path):
+    parts = {}
+
+    class Look(burnish.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            parts.update(kwargs)
+
+    trainer = make_trainer(tmp_path, max_steps=1, trainer={"callbacks": [Look()]})
+    trainer.train()
+    assert parts["model"] is trainer.model
+    assert parts["optimizer"] is trainer.optimizer
+    assert parts["lr_scheduler"] is trainer.lr_scheduler
+    assert trainer.callback_handler.train_dataloader is parts["train_dataloader"]
+
+
+def test_a_callback_may_change_the_model_between_steps(tmp_path):
+    class Reset(burnish.TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                model.a.fill_(7.0)
+
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [Reset()]})
+    trainer.train()
+    assert weights(trainer)["a"] == 7
+
+
+def test_tensorboard_receives_the_logs(tmp_path):
+    pytest.importorskip("tensorboardX")
+    with pytest.warns(FutureWarning, match="TENSORBOARD_LOGGING_DIR"):
+        trainer = make_trainer(tmp_path, max_steps=2, report_to="tensorboard", logging_dir=str(tmp_path / "logs"))
+    trainer.train()
+    assert list((tmp_path / "logs").rglob("events*"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_by_name(tmp_path):
+    with pytest.raises(burnish.UserError, match="azureml"):
+        make_trainer(tmp_path, report_to="azure_ml")
