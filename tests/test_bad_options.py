@@ -16,8 +16,9 @@ ROWS = [{"instruction": f"Say {word}.", "input": "", "output": word} for word in
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a small data set in it; ``HOME`` and the caches are elsewhere."""
+def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a small data set in it; the cache of rows is elsewhere."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "answers.json").write_text(json.dumps(ROWS), encoding="utf-8")
     (tmp_path / "data" / "dataset_info.json").write_text('{"answers": {"file_name": "answers.json"}}', encoding="utf-8")

@@ -74,8 +74,8 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
 
 
 def test_the_disk_holds_the_model_the_checkpoints_and_one_under_way() -> None:
-    assert disk_bytes(model_bytes=100, state_bytes=200, checkpoints=0) == 100
-    assert disk_bytes(model_bytes=100, state_bytes=200, checkpoints=2) == 100 + 3 * 300
+    assert disk_bytes(model_bytes=100, checkpoint_bytes=300, checkpoints=0) == 100
+    assert disk_bytes(model_bytes=100, checkpoint_bytes=300, checkpoints=2) == 100 + 3 * 300
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.early_stopping import early_stopping_callbacks
-from burnish.core.events import EVENTS, CallbackHandler, DefaultFlowCallback
+from burnish.core.events import CallbackHandler, DefaultFlowCallback
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.progress import RunFacts, progress_callback
 from burnish.report.trackers import tracker_callbacks
+
+IN_ORDER = (
+    "on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step",
+    "on_optimizer_step", "on_step_end", "on_log", "on_prediction_step", "on_evaluate", "on_save", "on_epoch_end",
+    "on_predict", "on_push_begin", "on_train_end",
+)  # fmt: skip
+"""The events as they happen in a step that is logged, evaluated and saved."""
 
 
 def callbacks_of(options: Any, facts: RunFacts | None = None, added: Sequence[Any] = ()) -> list[Any]:
@@ -38,4 +45,4 @@ def callbacks_of(options: Any, facts: RunFacts | None = None, added: Sequence[An
 def listeners_of(options: Any, added: Sequence[Any] = ()) -> dict[str, list[str]]:
     """Event -> the callbacks that do something on it, in their order; events that nobody listens to are left out."""
     handler = CallbackHandler(callbacks_of(options, None, added), options, TrainerState(), TrainerControl())
-    return {event: names for event in EVENTS if (names := handler.listeners(event))}
+    return {event: names for event in IN_ORDER if (names := handler.listeners(event))}

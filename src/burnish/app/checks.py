@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from burnish.core.errors import Problem
+from burnish.core.errors import Problem, UserError
+from burnish.core.schedule import FOLLOWS_METRIC, StepPlan, lr_factor
 
 _CHECKPOINTS = "checkpoint-*"
 _LEFT_BY_A_FAILURE = (".lock",)
@@ -119,6 +120,27 @@ def _check_meeting_steps(options: Any, cause: str) -> list[Problem]:
     ]
 
 
+def check_curve_arguments(options: Any) -> list[Problem]:
+    """Whether the curve takes what it is given; it is asked for a run of any length."""
+    if options.lr_scheduler_type in FOLLOWS_METRIC:
+        return []
+    try:
+        lr_factor(options, 100, options.learning_rate)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def step_notes(options: Any, steps: StepPlan) -> list[str]:
+    """What is probably not meant about the rows of a step."""
+    if steps.rows is None or steps.rows >= steps.rows_per_step:
+        return []
+    return [
+        f"The training set has {steps.rows:,} rows and a step takes {steps.rows_per_step:,}: every epoch is one step. "
+        "Lower per_device_train_batch_size or gradient_accumulation_steps for more of them."
+    ]
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 _PEEKED = 1000
@@ -126,7 +148,6 @@ _PEEKED = 1000
 
 def problems_in_files(options: Any) -> list[Problem]:
     """What is wrong with the model and the data. ``prepare`` finds the same; here it completes a list of problems."""
-    from burnish.core.errors import UserError
     from burnish.data.options import check_data
     from burnish.data.sources import load_datasets
     from burnish.data.tally import Tally

@@ -14,6 +14,7 @@ from typing import Any
 from burnish.app.config import read_config, split_arguments
 from burnish.app.plan import Plan, plan
 from burnish.core.options import Given
+from burnish.models.quiet import quiet
 
 CARRIED = Path(__file__).parents[1] / "demo"
 SHOWN = 6
@@ -59,8 +60,9 @@ def answers(folder: Path, questions: list[Question], batch_size: int = 50) -> li
     """What the model in ``folder`` answers, greedily."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
     found: list[str] = []
     for start in range(0, len(questions), batch_size):
         found += _answer_batch(model, tokenizer, [q.prompt for q in questions[start : start + batch_size]])
@@ -101,11 +103,16 @@ def _cut(text: str, width: int) -> str:
 
 
 def _next_steps(output_dir: str) -> str:
-    config = CARRIED / "demo.yaml"
+    config = _short_path(CARRIED / "demo.yaml")
     return (
         f"\nwritten: {output_dir}/model.safetensors, {output_dir}/README.md, {output_dir}/training_loss.png\n"
-        "\nnext:\n"
-        f"  burnish explain {config}   what this run does, and why, before it does it\n"
-        f"  burnish train {config} num_train_epochs=1 output_dir=again   the same, with your own values\n"
-        "  burnish train --help   every option; put yours and your data's path into a YAML file of your own"
+        f"\nnext, from {Path.cwd()}:\n"
+        f"  burnish explain {config}\n"
+        f"  burnish train {config} finetuning_type=lora output_dir=lora-run\n"
+        "  burnish train --help"
     )
+
+
+def _short_path(path: Path) -> Path:
+    """As a person would type it from here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -119,16 +119,15 @@ def layer_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
     return (6 * shape.hidden + 2 * shape.keys + 4 * shape.intermediate) * compute_bytes + 2 * shape.hidden * 4
 
 
-def disk_bytes(model_bytes: int, state_bytes: int, checkpoints: int) -> int:
+def disk_bytes(model_bytes: int, checkpoint_bytes: int, checkpoints: int) -> int:
     """What ``output_dir`` holds at its fullest: the final model, the checkpoints kept, and one being written.
 
     Args:
-        model_bytes: of one copy of what is saved (the model, or the adapter).
-        state_bytes: what a checkpoint holds besides: the moments of the optimizer.
+        model_bytes: of what is saved at the end, the model or the adapter.
+        checkpoint_bytes: of one checkpoint: the weights as they are trained, and what the optimizer keeps.
         checkpoints: how many are kept; 0 where none is written.
     """
-    one = model_bytes + state_bytes
-    return model_bytes + (one * (checkpoints + 1) if checkpoints else 0)
+    return model_bytes + (checkpoint_bytes * (checkpoints + 1) if checkpoints else 0)
 
 
 def shown_bytes(num_bytes: float) -> str:

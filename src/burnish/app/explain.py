@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
+from burnish.adapters.base import ADAPTERS
 from burnish.app.build import Prepared, prepare
 from burnish.app.callbacks import listeners_of
+from burnish.app.checks import step_notes
 from burnish.app.estimate import shown_bytes
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
@@ -21,17 +24,20 @@ from burnish.app.plan import Plan
 from burnish.app.resources import (
     Sizes,
     available_memory,
+    compute_dtype,
     disk_of,
     free_disk,
     memory_of,
     sizes_of,
     tokens_of_largest_batch,
+    trained_dtype,
 )
+from burnish.core.checkpoint import Checkpoints, load_state
 from burnish.core.events import steps_of
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, warmup_steps_of
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.batching import packs_rows
-from burnish.engine.options import autocast_dtype, device_of
+from burnish.engine.options import device_of
 from burnish.models.load import context_length, meta_model
 from burnish.models.patches import PATCHES
 
@@ -57,27 +63,29 @@ def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     yield _events(plan)
     yield _options(plan)
     yield _resources(plan, prepared, sizes)
-    notes = [Line("", text) for text in (*plan.notes, *prepared.notes)]
+    notes = [*plan.notes, *prepared.notes, *step_notes(plan.options, prepared.steps)]
     if notes:
-        yield Section("Notes", notes)
+        yield Section("Worth knowing", [Line("", text) for text in notes])
 
 
 def _model(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
     options, config = plan.options, prepared.config
     begin = "random weights" if options.train_from_scratch else options.model_name_or_path
     device = device_of(options)
-    computes_in = autocast_dtype(options, device)
+    formats = f"forward passes in {_name(compute_dtype(options, config))}, updates in {_name(trained_dtype(options))}"
     share = f"{100 * sizes.trained / sizes.total:.3g} %"
-    context = context_length(config)
+    context, method = context_length(config), ADAPTERS.get(options.finetuning_type).summary
     lines = [
         Line(
             "model", f"{sizes.class_name}, {sizes.total:,} parameters, from {begin}", plan.where("model_name_or_path")
         ),
         Line(
-            "trained", f"{sizes.trained:,} of them ({share}): {options.finetuning_type}", plan.where("finetuning_type")
+            "trained",
+            f"{sizes.trained:,} of them ({share}): {options.finetuning_type}. {method}",
+            plan.where("finetuning_type"),
         ),
         Line("context", f"{context:,} tokens" if context else "without a limit"),
-        Line("device", f"{device}, products in {_name(computes_in) if computes_in else 'the format of the weights'}"),
+        Line("device", f"{device}, {formats}"),
     ]
     needed = [patch for patch in PATCHES if patch.is_needed(meta_model(config, options.trust_remote_code))]
     lines += [Line("patch", f"{patch.reason} ({patch.library}, {patch.link})") for patch in needed]
@@ -93,26 +101,38 @@ def _name(dtype: Any) -> str:
 
 def _data(plan: Plan, prepared: Prepared) -> Section:
     options, rows = plan.options, prepared.rows
-    is_packed = packs_rows(options, options.stage)
-    kind = "packs" if is_packed else "rows"
+    kind = _kind(options)
     lines = [
         Line("data sets", ", ".join(map(str, options.dataset or [])) or "none", plan.where("dataset")),
         Line("template", prepared.template.name, plan.where("template")),
-        Line("training set", f"{prepared.tally.seen:,} records read, {len(rows):,} {kind}"),
+        Line("records", f"{prepared.tally.seen:,} read" + (", for evaluation too" if prepared.eval_rows else "")),
+        Line("training set", _size_of(rows, kind)),
     ]
-    lines += [Line("evaluation", f"{len(found):,} rows {name}".rstrip()) for name, found in prepared.eval_rows.items()]
+    eval_kind = _kind(options, is_eval=True)
+    lines += [Line("evaluation", f"{_size_of(found, eval_kind)} {name}") for name, found in prepared.eval_rows.items()]
     if len(rows):
         lengths = lengths_of(rows)
         mean = sum(lengths) / len(lengths)
-        lines.append(Line("tokens", f"{sum(lengths):,}; {mean:.1f} in a {kind[:-1]}, {max(lengths):,} in the longest"))
+        lines.append(Line("tokens", f"{sum(lengths):,}; {mean:.1f} in a {kind}, {max(lengths):,} in the longest"))
         lines.append(Line("trained", _trained_share(rows)))
-        if is_packed:
+        if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f} %"
             lines.append(
                 Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
             )
     lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
     return Section("Data", lines)
+
+
+def _kind(options: Any, is_eval: bool = False) -> str:
+    return "pack" if packs_rows(options, options.stage, is_eval) else "row"
+
+
+def _size_of(rows: Sequence[Row], kind: str) -> str:
+    """``4,000 rows``, ``2,012 packs of 4,000 rows``."""
+    if kind == "row":
+        return f"{len(rows):,} rows"
+    return f"{len(rows):,} packs of {sum(len(row.get('seq_lengths', [0])) for row in rows):,} rows"
 
 
 def lengths_of(rows: Sequence[Row]) -> Sequence[int]:
@@ -155,7 +175,7 @@ def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool]]:
 
 def _steps(plan: Plan, prepared: Prepared) -> Section:
     options, steps = plan.options, prepared.steps
-    rows = f"{steps.rows_per_step:,} rows a step"
+    rows = f"{steps.rows_per_step:,} {_kind(options)}s a step"
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
         Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
@@ -163,10 +183,11 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
     ]
     if steps.rows is not None:
         last = steps.rows % steps.rows_per_step
-        rest = f", the last of each with {last:,}" if last and not options.dataloader_drop_last else ""
-        text = f"{steps.rows:,} rows / {steps.rows_per_step:,} = {steps.steps_per_epoch:,} steps{rest}"
+        kinds = f"{_kind(options)}s"
+        rest = f", the last with {last:,} {kinds}" if last and not options.dataloader_drop_last else ""
+        text = f"{steps.rows:,} {kinds} / {steps.rows_per_step:,} = {steps.steps_per_epoch:,} steps{rest}"
         lines.append(Line("an epoch", text))
-    lines += [_total(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
+    lines += [_total(plan, prepared), _start(plan), _rate(plan, prepared), *_intervals(plan, prepared)]
     return Section("Steps", lines)
 
 
@@ -176,6 +197,19 @@ def _total(plan: Plan, prepared: Prepared) -> Line:
         return Line("in all", f"{steps.max_steps:,} steps", plan.where("max_steps"))
     product = f"{steps.steps_per_epoch:,} x {options.num_train_epochs:g} epochs = {steps.max_steps:,} steps"
     return Line("in all", product, plan.where("num_train_epochs"))
+
+
+def _start(plan: Plan) -> Line:
+    """Where the run begins. The newest checkpoint is verified here as it will be when it is read."""
+    options, checkpoints = plan.options, Checkpoints(plan.options.output_dir)
+    if isinstance(options.resume_from_checkpoint, str):
+        return Line("begins", f"where {options.resume_from_checkpoint} ended", plan.where("resume_from_checkpoint"))
+    anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
+    newest, skipped = (None, []) if anew else checkpoints.newest()
+    if newest is None:
+        there = len(checkpoints.all())
+        return Line("begins", f"at step 0; {there} checkpoints in output_dir are removed" if there else "at step 0")
+    return Line("begins", " ".join([f"where {newest} ended, at step {load_state(newest).global_step:,}.", *skipped]))
 
 
 def _rate(plan: Plan, prepared: Prepared) -> Line:
@@ -248,10 +282,10 @@ def _resources(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
     total, free = sum(term.num_bytes for term in terms), available_memory(options)
     lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
     lines.append(
-        Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} of {device_of(options)} are free")
+        Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {device_of(options)}")
     )
     needed = disk_of(options, prepared.config, sizes, prepared.steps)
-    free_bytes = free_disk(options.output_dir)
+    free_bytes = free_disk(Path(options.output_dir))
     lines.append(
         Line("disk", f"{shown_bytes(needed):<10} in {options.output_dir}; {shown_bytes(free_bytes)} are free",
              plan.where("output_dir"))

@@ -6,6 +6,7 @@ green; without colours it stands between ⟦ and ⟧.
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _LABEL_WIDTH = 17
+_WIDEST_LABEL = 32
 _WIDEST = 118
 _OPEN, _CLOSE = "⟦", "⟧"
 _LONGEST_PIECE = 600
@@ -69,21 +71,31 @@ def plain(sections: Sequence[Section], samples: Sequence[Sample], width: int = 1
 
 def _section_lines(section: Section, width: int) -> Iterator[str]:
     for line in section.lines:
-        where = f"  ({line.where})" if line.where else ""
-        yield from _wrapped(line.label, line.text + where, width)
+        yield from _wrapped(line, width, label_width(section))
 
 
-def _wrapped(label: str, text: str, width: int) -> Iterator[str]:
-    """``label   text``, its further lines under the text. A long label has a line of its own."""
-    indent = 2 + _LABEL_WIDTH if label else 2
-    room = max(30, min(width, _WIDEST) - indent)
+def label_width(section: Section) -> int:
+    """Room for the labels of a section; the same in all that have no long ones."""
+    longest = max((len(line.label) for line in section.lines), default=0)
+    return min(max(_LABEL_WIDTH, longest + 2), _WIDEST_LABEL) if longest else 0
+
+
+def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
+    """``label   text  (where)``, its further lines under the text. A label that is too long has a line of its own."""
+    text = f"{line.text}  ({_short_place(line.where)})" if line.where else line.text
+    room = max(30, min(width, _WIDEST) - labels - 2)
     lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
-    if len(label) >= _LABEL_WIDTH:
-        yield f"  {label}"
-        yield " " * indent + lines[0]
+    if len(line.label) >= labels > 0:
+        yield f"  {line.label}"
+        lines.insert(0, "")
     else:
-        yield f"  {label:<{indent - 2}}{lines[0]}"
-    yield from (" " * indent + line for line in lines[1:])
+        yield f"  {line.label:<{labels}}{lines[0]}"
+    yield from (f"  {'':<{labels}}{further}" for further in lines[1:])
+
+
+def _short_place(where: str) -> str:
+    """``demo.yaml, line 5`` for a file in another folder: its name says enough, in a list of lines of one file."""
+    return re.sub(r"[^\s]*/([^/\s]+, line \d+)", r"\1", where)
 
 
 def _marked(sample: Sample) -> str:
@@ -105,14 +117,14 @@ def _indented(text: str) -> str:
 
 
 def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) -> Text:
-    """With colours: titles bold, labels and places dim, what is trained green."""
+    """With colours: titles bold, labels in cyan, who set a value dim, what is trained green."""
     from rich.text import Text
 
     text = Text()
     for section in sections:
         text.append(f"\n{section.title}\n", style="bold")
         for line in section.lines:
-            text.append_text(_drawn_line(line, width))
+            text.append_text(_drawn_line(line, width, label_width(section)))
     for sample in samples:
         text.append(f"\n{sample.title}", style="bold").append(", what is trained in ").append(
             "green", style="bold green"
@@ -121,16 +133,14 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
     return text
 
 
-def _drawn_line(line: Line, width: int) -> Text:
+def _drawn_line(line: Line, width: int, labels: int) -> Text:
     """The line as ``plain`` lays it out, coloured by where its parts fall."""
     from rich.text import Text
 
-    where = f"  ({line.where})" if line.where else ""
-    text = Text("\n".join(_wrapped(line.label, line.text + where, width)) + "\n")
+    text = Text("\n".join(_wrapped(line, width, labels)) + "\n")
     text.stylize("cyan", 2, 2 + len(line.label))
-    if where:
-        begin = text.plain.rfind("(")
-        text.stylize("dim", begin)
+    if line.where:
+        text.stylize("dim", text.plain.rfind("("))
     return text
 
 

@@ -70,6 +70,8 @@ def shown(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
     if isinstance(value, list):
         return ", ".join(map(shown, value)) or "none"
     return f'"{value}"' if value == "" else str(value)

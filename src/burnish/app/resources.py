@@ -19,6 +19,7 @@ from burnish.adapters.base import ADAPTERS, trainable_summary
 from burnish.app.estimate import Formats, Shape, Term, disk_bytes, memory_terms, shown_bytes
 from burnish.core.errors import Problem
 from burnish.core.schedule import StepPlan
+from burnish.core.snapshot import split
 from burnish.engine.options import autocast_dtype, device_of
 from burnish.models.load import meta_model
 from burnish.models.source import adapter_folders
@@ -48,15 +49,27 @@ def sizes_of(options: Any, config: Any) -> Sizes:
     return Sizes(name, max(total, plain), trained, adapter.saves_whole_model)
 
 
+def trained_dtype(options: Any) -> torch.dtype:
+    """The format of the weights that move."""
+    return torch.bfloat16 if options.pure_bf16 else torch.float32
+
+
+def loaded_dtype(config: Any) -> torch.dtype:
+    """The format in which the model lies in its files, and in which it is saved again."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def compute_dtype(options: Any, config: Any) -> torch.dtype:
+    """The format of the forward pass: autocast's, else that of most weights."""
+    is_mostly_trained = options.finetuning_type == "full" or options.pure_bf16
+    usual = trained_dtype(options) if is_mostly_trained else loaded_dtype(config)
+    return autocast_dtype(options, device_of(options)) or usual
+
+
 def formats_of(options: Any, config: Any) -> Formats:
     """Bytes of the numbers of a run."""
-    computes_in = autocast_dtype(options, device_of(options))
-    loaded = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    trained = torch.bfloat16 if options.pure_bf16 else torch.float32
-    frozen = torch.bfloat16 if options.pure_bf16 else computes_in or loaded
-    return Formats(
-        frozen.itemsize, trained.itemsize, (computes_in or trained).itemsize, _moment_bytes(options, config, trained)
-    )
+    compute, trained = compute_dtype(options, config), trained_dtype(options)
+    return Formats(compute.itemsize, trained.itemsize, compute.itemsize, _moment_bytes(options, config, trained))
 
 
 def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
@@ -64,12 +77,16 @@ def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
     if options.use_badam:
         share = 1 / Shape.of(config).layers if options.badam_mode == "layer" else options.badam_update_ratio
         return 2 * 4 * share
-    layer = nn.Linear(64, 64, bias=False, dtype=dtype)
-    optimizer = create_optimizer(layer.named_parameters(), layer, options)
-    layer.weight.grad = torch.zeros_like(layer.weight)
+    width = min(Shape.of(config.get_text_config()).hidden, 512)
+    weight = nn.Linear(width, width, bias=False, dtype=dtype)
+    model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer: some look at the name
+    optimizer = create_optimizer(model.named_parameters(), model, options)
+    if callable(switch := getattr(optimizer, "train", None)):
+        switch()
+    weight.weight.grad = torch.zeros_like(weight.weight)
     optimizer.step()
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    return round(sum(value.nbytes for value in kept if value.numel() > 1) / layer.weight.numel(), 2)
+    kept, _ = split(optimizer.state_dict(), copy=False)
+    return round(sum(value.nbytes for value in kept.values() if value.numel() > 1) / weight.weight.numel(), 2)
 
 
 def memory_of(options: Any, config: Any, sizes: Sizes, tokens: int) -> list[Term]:
@@ -116,9 +133,10 @@ def _available_of_host() -> int:
 def disk_of(options: Any, config: Any, sizes: Sizes, steps: StepPlan) -> int:
     """Bytes that ``output_dir`` will hold at its fullest."""
     formats = formats_of(options, config)
-    saved = sizes.total * formats.frozen if sizes.saves_whole_model else sizes.trained * formats.trained
-    state = 0 if options.save_only_model else sizes.trained * (formats.moments + formats.trained)
-    return disk_bytes(saved, round(state), _checkpoints_kept(options, steps))
+    model = sizes.total * loaded_dtype(config).itemsize if sizes.saves_whole_model else sizes.trained * formats.trained
+    weights = (sizes.total if sizes.saves_whole_model else sizes.trained) * formats.trained
+    moments = 0 if options.save_only_model else sizes.trained * formats.moments
+    return disk_bytes(model, round(weights + moments), _checkpoints_kept(options, steps))
 
 
 def _checkpoints_kept(options: Any, steps: StepPlan) -> int:
