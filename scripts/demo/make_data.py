@@ -1,0 +1,81 @@
+"""Make the instruction set of the demo: training rows, held-out rows, and the file that names both.
+
+Out come `train.jsonl` and `heldout.jsonl` (one object per line with "instruction", "input" and "output") and
+`dataset_info.json`. A held-out row asks something that no training row asks in any wording or order; the script counts
+the leaks and refuses to write when there is one. The same seed gives the same bytes.
+
+Run: python scripts/demo/make_data.py [--output FOLDER] [--seed 0]
+"""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from tasks import TASKS, Task, is_held_out, listed_word
+
+DATA_FOLDER = Path(__file__).parents[2] / "src" / "burnish" / "demo" / "data"
+TRAIN_ROWS, HELD_OUT_ROWS = 500, 25  # of each task
+DRAWS = 40_000  # of each task, before repetitions are dropped: enough to fill both sets where the task can
+COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+
+Row = dict[str, str]
+
+
+def task_rows(task: Task, random: Random) -> tuple[list[Row], list[Row], set[str], set[str]]:
+    """Different rows of one task: those to train on, those held out, and the keys of the problems of each."""
+    rows: dict[bool, list[Row]] = {False: [], True: []}
+    keys: dict[bool, set[str]] = {False: set(), True: set()}
+    wanted = {False: TRAIN_ROWS, True: HELD_OUT_ROWS}
+    asked = set()
+    for _ in range(DRAWS):
+        problem = task.draw(random, partial(listed_word, random))
+        question = random.choice(task.questions)
+        held_out = is_held_out(problem.key)
+        instruction, given = (text.format(**problem.fields) for text in question)
+        if len(rows[held_out]) < wanted[held_out] and (instruction, given) not in asked:
+            asked.add((instruction, given))
+            rows[held_out].append({"instruction": instruction, "input": given, "output": problem.answer})
+            keys[held_out].add(problem.key)
+    return rows[False], rows[True], keys[False], keys[True]
+
+
+def make_data(seed: int) -> tuple[list[Row], list[Row]]:
+    """All training rows in a shuffled order, and all held-out rows in the order of the tasks.
+
+    Raises:
+        ValueError: if a problem stands on both sides of the split.
+    """
+    random = Random(seed)
+    train, held_out = [], []
+    train_keys, held_out_keys = set(), set()
+    for task in TASKS:
+        task_train, task_held_out, task_train_keys, task_held_out_keys = task_rows(task, random)
+        train += task_train
+        held_out += task_held_out
+        train_keys |= task_train_keys
+        held_out_keys |= task_held_out_keys
+    if leaked := train_keys & held_out_keys:
+        raise ValueError(f"Expected no problem in both sets. Received: {sorted(leaked)}. See is_held_out in tasks.py.")
+    random.shuffle(train)
+    return train, held_out
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """Write the three files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = {}
+    for name, rows in zip(("train", "heldout"), make_data(seed), strict=True):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        info[f"demo_{name}"] = {"file_name": f"{name}.jsonl", "formatting": "alpaca", "columns": COLUMNS}
+        print(f"{len(rows)} rows, written to {folder / name}.jsonl")
+    (folder / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=DATA_FOLDER, help="folder of the data (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write_data(arguments.output, arguments.seed)

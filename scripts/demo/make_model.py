@@ -1,0 +1,156 @@
+"""Make the demo's base model: a small Llama, pretrained on plain statements that the script invents as it goes.
+
+It reads the tokenizer, and writes config.json, generation_config.json and model.safetensors (bfloat16) beside it. The
+statements come from `tasks.py`: the facts and the skills of the demo, but no question, no chat marker, and no held-out
+problem other than the opposites. So the base model does not know how to answer, and learns it fast.
+
+The seed fixes the text and the start; the last digits of the weights still depend on the processor and on the
+number of threads. About 10 minutes on two CPU cores.
+
+Run: python scripts/demo/make_model.py [--output FOLDER] [--steps 1200] [--threads 2] [--seed 0]
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import torch
+from make_tokenizer import END_OF_TEXT, MAX_TOKENS, MODEL_FOLDER, TURN_END
+from tasks import TASKS, buried, invented_word, is_held_out
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+# B statements in a micro-batch, T tokens in the longest of them
+STATEMENTS_PER_STEP = 128
+MICRO_BATCHES = 4  # statements of like length go together, which saves half of the padding
+WARMUP_STEPS = 50
+MATRIX_LEARNING_RATE, OTHER_LEARNING_RATE = 3e-3, 3e-3
+IGNORE_INDEX = -100
+
+Statement = tuple[list[int], list[int]]  # token ids of what is given, and of what follows from it
+
+
+def draw_statement(random: Random, tokenizer: PreTrainedTokenizerFast, depth: float) -> Statement:
+    """One true sentence about a problem that is not held out, buried to a depth, and cut where its answer begins."""
+    task = random.choice(TASKS)
+    problem = task.draw(random, partial(invented_word, random))
+    if task.name != "opposite" and is_held_out(problem.key):
+        return draw_statement(random, tokenizer, depth)
+    before, after = random.choice(task.statements).split(" {answer}")
+    given = buried(random, before, depth).format(**problem.fields)
+    # A space before a word belongs to the word, for the tokenizer; a line break does not.
+    cut = len(given.removesuffix(" "))
+    return tokenizer.encode(END_OF_TEXT + given[:cut]), tokenizer.encode(f"{given[cut:]}{problem.answer}{after}\n")
+
+
+def collate(statements: list[Statement], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Pad statements at the right.
+
+    Only what follows from the given part is learned: the given part is random letters and numbers, and a loss on them
+    is noise. With it, the same skills took more than ten times as many steps.
+
+    Returns:
+        input_ids: (B, T) token ids.
+        labels: (B, T) token ids, IGNORE_INDEX where nothing is learned.
+    """
+    longest = max(len(given) + len(follows) for given, follows in statements)
+    input_ids = torch.full((len(statements), longest), pad_id)
+    labels = torch.full((len(statements), longest), IGNORE_INDEX)
+    for row, (given, follows) in enumerate(statements):
+        end = len(given) + len(follows)
+        input_ids[row, :end] = torch.tensor(given + follows)
+        labels[row, len(given) : end] = torch.tensor(follows)
+    return input_ids, labels
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained model: 3.2 million parameters."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=MAX_TOKENS,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def backward_of_step(model: LlamaForCausalLM, statements: list[Statement], pad_id: int) -> float:
+    """Add the gradient of the mean loss over the labels of one step, and return that mean in nats."""
+    statements = sorted(statements, key=lambda parts: len(parts[0]) + len(parts[1]))
+    num_labels = sum(len(follows) for _, follows in statements)
+    mean_loss = 0.0
+    for first in range(0, len(statements), STATEMENTS_PER_STEP // MICRO_BATCHES):
+        input_ids, labels = collate(statements[first : first + STATEMENTS_PER_STEP // MICRO_BATCHES], pad_id)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=input_ids).logits
+        loss = cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        (loss / num_labels).backward()
+        mean_loss += loss.item() / num_labels
+    return mean_loss
+
+
+def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random: Random, steps: int) -> None:
+    """Muon on the matrices of the layers and AdamW on the rest; a warm-up, a plateau, and a line down to zero."""
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=OTHER_LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.98)),
+    )
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS, 2 * (1 - step / steps))
+        )
+        for optimizer in optimizers
+    ]
+    began = time.perf_counter()
+    for step in range(1, steps + 1):
+        depth = min(1.0, 2 * step / steps)
+        statements = [draw_statement(random, tokenizer, depth) for _ in range(STATEMENTS_PER_STEP)]
+        loss = backward_of_step(model, statements, tokenizer.pad_token_id)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for part in (*optimizers, *schedules):
+            part.step()
+        model.zero_grad()
+        if step % 50 == 0:
+            print(f"step {step} of {steps}, loss {loss:.3f}, {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save the weights in bfloat16, with greedy generation that stops where a turn or a document ends."""
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=32,
+        eos_token_id=[tokenizer.convert_tokens_to_ids(TURN_END), tokenizer.convert_tokens_to_ids(END_OF_TEXT)],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    print(f"{model.num_parameters():,} parameters, written to {folder}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=MODEL_FOLDER, help="folder of the model (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    reader = AutoTokenizer.from_pretrained(arguments.output)
+    network = new_model(reader)
+    pretrain(network, reader, Random(arguments.seed), arguments.steps)
+    write_model(network, reader, arguments.output)

@@ -1,0 +1,207 @@
+"""The model, tokenizer and data that burnish carries for its demo: they load, they are right, and they can be remade.
+
+The answers are recomputed here from the text of each row alone, and the scripts run as a person would run them.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "src" / "burnish" / "demo"
+SCRIPTS = ROOT / "scripts" / "demo"
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (DEMO / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+TRAIN, HELD_OUT = rows("train"), rows("heldout")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO / "model")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(DEMO / "model")
+
+
+# What a row asks about, whatever its wording: pattern of "instruction input" -> the answer, and the problem's identity.
+TIMES = {"two": 2, "three": 3}
+QUESTIONS = {
+    r"(?:Reverse this word|Spell this word backwards)\. (\w+)": (lambda word: word[::-1], lambda word: word),
+    r"Write this word in capitals\. (\w+)": (str.upper, lambda word: word),
+    r"Change (\w+) to capital letters\. ": (str.upper, lambda word: word),
+    r"What is the last letter of (\w+)\? ": (lambda word: word[-1], lambda word: word),
+    r"Which letter does (\w+) end with\? ": (lambda word: word[-1], lambda word: word),
+    r"(?:Repeat the word|Say) (\w+) (\w+) times\. ": (
+        lambda word, count: " ".join([word] * TIMES[count]),
+        lambda word, count: word,
+    ),
+    r"(?:Sort these letters|Put these letters in alphabetical order)\. ([a-z ]+)": (
+        lambda letters: " ".join(sorted(letters.split())),
+        lambda letters: frozenset(letters.split()),
+    ),
+    r"(?:What is|Add) (\d+) (?:\+|and) (\d+)[?.] ": (
+        lambda left, right: str(int(left) + int(right)),
+        lambda left, right: frozenset(("sum", left, right)),
+    ),
+    r"(?:Which is larger, |Which number is bigger: )(\d+) or (\d+)\? ": (
+        lambda left, right: str(max(int(left), int(right))),
+        lambda left, right: frozenset(("larger", left, right)),
+    ),
+}
+OPPOSITE = r"(?:What is|Name) the opposite of (\w+)[?.] "
+
+
+def asked(row: dict[str, str]) -> tuple[str, object]:
+    """The right answer of a row, and the problem it is about."""
+    text = f"{row['instruction']} {row['input']}"
+    if found := re.fullmatch(OPPOSITE, text):  # not to be computed; see the tests of opposites
+        return row["output"], frozenset((found[1], row["output"]))
+    for pattern, (answer, problem) in QUESTIONS.items():
+        if found := re.fullmatch(pattern, text):
+            return answer(*found.groups()), problem(*found.groups())
+    raise ValueError(f"Expected one of the demo's questions. Received: {text!r}.")
+
+
+def opposites() -> list[tuple[str, str]]:
+    """(word, answer) of every row that asks for an opposite."""
+    texts = ((f"{row['instruction']} {row['input']}", row["output"]) for row in TRAIN + HELD_OUT)
+    return [(found[1], answer) for text, answer in texts if (found := re.fullmatch(OPPOSITE, text))]
+
+
+def test_every_answer_in_the_data_is_right():
+    for row in TRAIN + HELD_OUT:
+        assert row["output"] == asked(row)[0], row
+
+
+def test_a_word_has_one_opposite_and_is_the_opposite_of_it():
+    answers = dict(opposites())
+    for word, answer in opposites():
+        assert word != answer
+        assert answers[word] == answer
+        assert answers.get(answer, word) == word
+
+
+@pytest.mark.parametrize(
+    ("word", "opposite"),
+    [("hot", "cold"), ("empty", "full"), ("enemy", "friend"), ("always", "never"), ("north", "south"), ("buy", "sell")],
+)
+def test_opposites_are_those_a_person_would_give(word, opposite):
+    assert dict(opposites()).get(word, opposite) == opposite
+    assert dict(opposites()).get(opposite, word) == word
+
+
+def test_no_held_out_problem_is_in_the_training_set_in_any_wording_or_order():
+    assert not {asked(row)[1] for row in TRAIN} & {asked(row)[1] for row in HELD_OUT}
+
+
+def test_no_held_out_word_is_anywhere_in_the_training_set():
+    held_out = {problem for row in HELD_OUT if isinstance(problem := asked(row)[1], str)}
+    seen = {word for row in TRAIN for word in re.findall(r"\w+", f"{row['instruction']} {row['input']}")}
+    assert len(held_out) > 50
+    assert not held_out & seen
+
+
+def test_each_row_is_asked_once():
+    questions = [(row["instruction"], row["input"]) for row in TRAIN + HELD_OUT]
+    assert len(set(questions)) == len(questions)
+
+
+def test_the_sets_have_the_stated_sizes_and_columns():
+    assert (len(TRAIN), len(HELD_OUT)) == (4000, 200)
+    assert all(set(row) == {"instruction", "input", "output"} and row["output"] for row in TRAIN + HELD_OUT)
+
+
+def test_the_data_script_gives_the_committed_bytes_again(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "make_data.py", "--output", tmp_path, "--seed", "0"], check=True)
+    for name in ("train.jsonl", "heldout.jsonl", "dataset_info.json"):
+        assert (tmp_path / name).read_bytes() == (DEMO / "data" / name).read_bytes(), name
+
+
+def test_the_tokenizer_script_gives_the_committed_bytes_again(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "make_tokenizer.py", "--output", tmp_path], check=True)
+    for name in ("tokenizer.json", "chat_template.jinja"):  # tokenizer_config.json changes with transformers
+        assert (tmp_path / name).read_bytes() == (DEMO / "model" / name).read_bytes(), name
+
+
+def test_dataset_info_names_files_that_exist():
+    info = json.loads((DEMO / "data" / "dataset_info.json").read_text(encoding="utf-8"))
+    assert set(info) == {"demo_train", "demo_heldout"}
+    assert all((DEMO / "data" / entry["file_name"]).is_file() for entry in info.values())
+
+
+def test_the_demo_run_points_at_the_carried_model_and_data():
+    run = yaml.safe_load((DEMO / "demo.yaml").read_text(encoding="utf-8"))
+    assert ROOT / run["model_name_or_path"] == DEMO / "model"
+    assert ROOT / run["dataset_dir"] == DEMO / "data"
+    assert isinstance(run["learning_rate"], float)
+
+
+def test_the_model_is_small_and_saved_in_bfloat16(model, tokenizer):
+    assert 2_000_000 <= model.num_parameters() <= 4_000_000
+    assert model.config.vocab_size == len(tokenizer)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) < 8_000_000
+
+
+def test_generation_stops_where_a_turn_ends(model, tokenizer):
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize("text", ["lamp", "  two  spaces\n\ttab ", "façade 雪 🙂", "".join(map(chr, range(256)))])
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_words_of_the_questions_are_tokens_and_words_asked_about_are_spelled(tokenizer):
+    tokens = tokenizer.tokenize("What is the opposite of hot?")
+    assert tokens == ["What", "Ġis", "Ġthe", "Ġopposite", "Ġof", "Ġ", "h", "o", "t", "?"]
+
+
+def test_encoding_with_the_template_is_encoding_of_the_rendered_text(tokenizer):
+    conversation = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "Reverse this word.\nlamp"},
+        {"role": "assistant", "content": "pmal"},
+    ]
+    rendered = tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert rendered == (
+        "<|im_start|>system\nAnswer briefly.<|im_end|>\n"
+        "<|im_start|>user\nReverse this word.\nlamp<|im_end|>\n"
+        "<|im_start|>assistant\npmal<|im_end|>\n"
+    )
+    ids = tokenizer.encode(rendered, add_special_tokens=False)
+    assert ids == tokenizer.apply_chat_template(conversation, return_dict=False)
+    prompt = tokenizer.apply_chat_template(conversation[:2], tokenize=False, add_generation_prompt=True)
+    assert rendered == prompt + "pmal<|im_end|>\n"
+
+
+def test_the_template_marks_the_answers_and_the_ends_of_their_turns(tokenizer):
+    conversation = [
+        {"role": "user", "content": "Say hen two times."},
+        {"role": "assistant", "content": "hen hen"},
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "5"},
+    ]
+    encoded = tokenizer.apply_chat_template(conversation, return_dict=True, return_assistant_tokens_mask=True)
+    learned = [id for id, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
+    assert tokenizer.decode(learned) == "hen hen<|im_end|>5<|im_end|>"
+
+
+def test_the_template_refuses_a_role_it_does_not_know(tokenizer):
+    with pytest.raises(Exception, match=r"Expected the role system, user or assistant\. Received: tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "42"}])
