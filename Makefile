@@ -8,6 +8,7 @@ READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test test-slow check format bench clean
 

@@ -8,6 +8,7 @@ This file imports nothing heavy, so that ``burnish --help`` answers at once: eac
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ Arguments = list[str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Every exception becomes a sentence and an exit status here, and nowhere else."""
+    # GNU OpenMP's threads spin while they wait for each other. On a machine that does something else too they spin in
+    # each other's way: ten times slower was measured on two busy cores. It is read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug(words)
     try:

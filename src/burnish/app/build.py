@@ -75,7 +75,6 @@ class Prepared:
     tally: Tally
     fingerprints: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
-    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def train_run(plan: Plan) -> Result:
     prepared = prepare(plan)
     for sentence in (*plan.notes, *prepared.notes):
         note(sentence)
-    for sentence in (*prepared.warnings, *prepared.tally.sentences()):
+    for sentence in prepared.tally.sentences():
         warn(sentence)
     engine = create_engine(options)
     set_log_levels(options, engine.rank == 0, engine.rank == 0)
@@ -153,9 +152,7 @@ def prepare(plan: Plan) -> Prepared:
     steps = plan_steps(options, len(rows), plan.world_size)
     raise_if(check_curve(options, steps.max_steps))
     fingerprints = fingerprints_of(plan, sets.fingerprint, template.fingerprint, steps)
-    return Prepared(
-        tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes, sets.warnings
-    )
+    return Prepared(tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes)
 
 
 def encode(
@@ -420,7 +417,8 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
         save_metrics("train", results, folder)
     if run.eval_sets and (options.do_eval or options.eval_strategy != "no" or output is None):
-        metrics = evaluate_all(run) | ({"epoch": run.state.epoch} if run.state.epoch is not None else {})
+        metrics = last_evaluation(run, options) or evaluate_all(run)
+        metrics |= {"epoch": run.state.epoch} if run.state.epoch is not None else {}
         if run.engine.rank == 0:
             save_metrics("eval", metrics, folder)
         results |= metrics
@@ -428,6 +426,16 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         save_state(run.state, folder)
         describe(run, plan, prepared, results)
     return results
+
+
+def last_evaluation(run: Run, options: Any) -> dict[str, float]:
+    """The metrics of the evaluation that the last step ended with, where the weights are still those."""
+    if options.load_best_model_at_end:
+        return {}
+    entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
+    found = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    is_whole = all(f"eval_{name}_loss".replace("__", "_") in found for name in run.eval_sets)
+    return found if is_whole else {}
 
 
 def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float]) -> None:

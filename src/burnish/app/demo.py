@@ -35,7 +35,9 @@ def demo(words: list[str]) -> int:
     questions = held_out()
     print(f"A small model that has learned nothing yet answers {len(questions)} held-out questions ...", flush=True)
     before = answers(CARRIED / "model", questions)
-    train_run(run)
+    result = train_run(run)
+    if result.exit_code is not None:
+        return result.exit_code
     after = answers(Path(run.options.output_dir), questions)
     print(_report(questions, before, after))
     print(_next_steps(run.options.output_dir))

@@ -29,18 +29,18 @@ class Meter:
         self.device = device
         self.filter_non_finite = filter_non_finite
         self.loss = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
-        self.run_loss = 0.0
+        self.run_loss = 0.0  # since the run began, in whichever process
+        self.run_steps = 0
         self.sums: dict[str, Tensor] = {}  # metric -> () sum on this rank
         self.weight = torch.zeros((), device=device)  # items over all ranks
         self.non_finite_steps = torch.zeros((), device=device)
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0  # of the last step
         self.steps = 0  # since the last log
-        self.run_steps = 0  # since train() began
+        self.steps_here = 0  # since train() began
         self.tokens = 0  # on this rank, since the last log
         self.rows = 0
-        self.run_rows = 0
-        self.run_tokens = 0
+        self.rows_here = 0
         self.run_non_finite = 0
         self.started_s = time.perf_counter()
 
@@ -59,6 +59,7 @@ class Meter:
         self.grad_norm, self.learning_rate = grad_norm, learning_rate
         self.steps += 1
         self.run_steps += 1
+        self.steps_here += 1
 
     def add_rows(self, rows: int, tokens: int) -> None:
         self.rows += rows
@@ -81,8 +82,7 @@ class Meter:
                 means["grad_norm"] = norm
             means.update({name: value / max(weight, 1.0) for name, value in zip(names, metrics, strict=True)})
         self.run_loss += loss
-        self.run_rows += int(rows)
-        self.run_tokens += int(tokens)
+        self.rows_here += int(rows)
         self.run_non_finite += int(non_finite) // engine.world_size
         state.num_input_tokens_seen += int(tokens)
         state.total_flos += int(tokens) * flos_per_token
@@ -119,19 +119,19 @@ class Meter:
         self.steps = self.tokens = self.rows = 0
 
     def summary(self) -> dict[str, float]:
-        """What the last log of a run says: its runtime and rates, of this call to train() alone."""
+        """What the last log of a run says: the mean loss of all its steps; runtime and rates of this process alone."""
         runtime_s = time.perf_counter() - self.started_s
         return {
             "train_runtime": runtime_s,
-            "train_samples_per_second": self.run_rows / runtime_s,
-            "train_steps_per_second": self.run_steps / runtime_s,
+            "train_samples_per_second": self.rows_here / runtime_s,
+            "train_steps_per_second": self.steps_here / runtime_s,
             "train_loss": self.run_loss / max(self.run_steps, 1),
         }
 
     def start(self) -> None:
-        """train() begins: rates and the mean loss of the summary count from here."""
+        """train() begins: the rates of the summary count from here."""
         self.started_s = time.perf_counter()
-        self.run_loss, self.run_rows, self.run_tokens, self.run_steps, self.run_non_finite = 0.0, 0, 0, 0, 0
+        self.rows_here = self.steps_here = 0
 
     # A checkpoint between two logs carries the open sums, so that the next log of a continued run is the same number.
 
@@ -139,6 +139,7 @@ class Meter:
         return {
             "loss": self.loss, "weight": self.weight, "sums": dict(self.sums), "steps": self.steps,
             "tokens": self.tokens, "rows": self.rows, "non_finite_steps": self.non_finite_steps,
+            "run_loss": self.run_loss, "run_steps": self.run_steps,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
