@@ -272,6 +272,14 @@ def test_media_are_refused_since_the_model_would_not_see_them():
     assert "image_url" in refusal(dataset=data("b.json", [chat(("user", parts), ("assistant", "a"))]))
 
 
+@pytest.mark.parametrize("tools", ['"\\ud83d"', '[{"name": "\\ud83d"}]'])
+def test_half_a_surrogate_pair_in_tools_is_found_too(tools):
+    text = (
+        f'[{{"conversations": [{{"from": "human", "value": "q"}}, {{"from": "gpt", "value": "a"}}], "tools": {tools}}}]'
+    )
+    assert '"tools" is not Unicode text' in refusal(dataset=data("a.json", text))
+
+
 def test_half_a_surrogate_pair_is_found_before_the_tokenizer_does():
     message = refusal(dataset=data("a.json", '[{"instruction": "a\\ud83d", "output": "b"}]'))
     assert "half a surrogate pair" in message

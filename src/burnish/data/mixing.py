@@ -34,7 +34,7 @@ def merged(
             interleave_once: each row once, sets that have no rows left are passed over.
         probabilities: of each set, instead of taking turns.
     """
-    if strategy == "concat" or len(lengths) == 1:
+    if strategy == "concat" or len(lengths) < 2:
         return ((index, row) for index, length in enumerate(lengths) for row in range(length))
     if probabilities is None:
         return _in_turn(lengths, strategy)

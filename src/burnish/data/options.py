@@ -70,14 +70,18 @@ def check_data(options: Any) -> list[Problem]:
         problems.append(
             Problem("dataset is missing.", remedy="Name one: dataset: <name in dataset_info.json, or a path>")
         )
-    if options.streaming:
-        problems.append(
-            Problem(
-                "streaming is not there yet: burnish encodes the data before it trains, and keeps the rows on disk.",
-                remedy="Leave streaming out; max_samples limits how much is read.",
-            )
+    return problems + _not_there_yet(options) + _check_val_size(options) + _check_mix(options)
+
+
+def _not_there_yet(options: Any) -> list[Problem]:
+    if not options.streaming:
+        return []
+    return [
+        Problem(
+            "streaming is not there yet: burnish encodes the data before it trains, and keeps the rows on disk.",
+            remedy="Leave streaming out; max_samples limits how much is read.",
         )
-    return problems + _check_val_size(options) + _check_mix(options)
+    ]
 
 
 def _check_val_size(options: Any) -> list[Problem]:

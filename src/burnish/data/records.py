@@ -118,7 +118,8 @@ class Record:
     def json_text(self, part: str) -> str:
         """JSON as text, whether the file holds it as text or as a value; "" where there is none."""
         value = self.value(part)
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
+        return as_text(text, self.layout.columns.get(part, ""))
 
     def turns(self, part: str) -> list[Mapping[str, Any]]:
         """The messages of a conversation as they stand in the file."""

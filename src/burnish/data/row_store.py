@@ -14,9 +14,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
+from itertools import pairwise
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import Any, BinaryIO, TypeAlias, overload
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import Row
@@ -25,6 +26,7 @@ MANIFEST = "rows.json"
 LAYOUT = 1
 """Of the files in a folder; another number is another layout."""
 
+Numbers: TypeAlias = "array[Any] | memoryview[Any]"
 _KINDS = {int: "i", bool: "i", float: "d"}  # of array.array: token ids fit into 32 bits, weights keep all of theirs
 
 
@@ -32,15 +34,15 @@ _KINDS = {int: "i", bool: "i", float: "d"}  # of array.array: token ids fit into
 class Column:
     """One column of all rows: ``values`` end to end, ``ends[i]`` where row i's end. A row without values has none."""
 
-    values: Any
-    ends: Any
+    values: Numbers
+    ends: Numbers
     is_scalar: bool = False
 
     def of(self, index: int) -> Any:
         start, end = self.ends[index - 1] if index else 0, self.ends[index]
         if start == end:
             return None
-        return self.values[start].item() if self.is_scalar else self.values[start:end].tolist()
+        return self.values[start] if self.is_scalar else self.values[start:end].tolist()
 
 
 class Rows(Sequence[Row]):
@@ -52,7 +54,7 @@ class Rows(Sequence[Row]):
         folder: where the values are mapped from, None in memory.
     """
 
-    def __init__(self, columns: Mapping[str, Column], origins: Any, folder: Path | None = None) -> None:
+    def __init__(self, columns: Mapping[str, Column], origins: Numbers, folder: Path | None = None) -> None:
         self._columns = dict(columns)
         self.origins = origins
         self.folder = folder
@@ -60,12 +62,8 @@ class Rows(Sequence[Row]):
     @cached_property
     def lengths(self) -> Sequence[int]:
         """Tokens of each row."""
-        import numpy
-
-        lengths = array("q")
-        if "input_ids" in self._columns:
-            lengths.frombytes(numpy.diff(self._columns["input_ids"].ends, prepend=0).astype("q").tobytes())
-        return lengths
+        ends = self._columns["input_ids"].ends.tolist() if "input_ids" in self._columns else []
+        return array("q", (end - start for start, end in pairwise([0, *ends])))
 
     def __len__(self) -> int:
         return len(self.origins)
@@ -138,18 +136,15 @@ class RowWriter:
 
     def in_memory(self) -> Rows:
         """The rows added so far, which lie in memory."""
-        columns = {
-            name: Column(_view(column.sink.getbuffer(), column.kind), _view(column.ends, "q"), column.is_scalar)
-            for name, column in self._columns.items()
-            if isinstance(column.sink, BytesIO)
-        }
-        return Rows(columns, _view(self._origins, "q"))
+        columns = {name: Column(c.values, c.ends, c.is_scalar) for name, c in self._columns.items()}
+        return Rows(columns, self._origins)
 
     def close(self, **known: Any) -> None:
         """Finish the folder. ``known`` is written into its manifest."""
         assert self.folder is not None
         for name, column in self._columns.items():
-            column.sink.close()
+            assert column.file is not None
+            column.file.close()
             (self.folder / f"{name}.ends").write_bytes(column.ends.tobytes())
         (self.folder / "origins").write_bytes(self._origins.tobytes())
         manifest = {
@@ -164,35 +159,33 @@ class RowWriter:
     def _column(self, name: str, values: Any) -> _Growing:
         is_scalar = not isinstance(values, Sequence)
         kind = _KINDS[type(values if is_scalar else values[0])]
-        sink = BytesIO() if self.folder is None else (self.folder / f"{name}.values").open("wb")
-        return _Growing(sink, kind, is_scalar, len(self._origins))
+        file = None if self.folder is None else (self.folder / f"{name}.values").open("wb")
+        return _Growing(kind, is_scalar, file, len(self._origins))
 
 
 class _Growing:
     """One column while rows are added; the rows before it came up have nothing in it."""
 
-    def __init__(self, sink: IO[bytes], kind: str, is_scalar: bool, num_rows: int) -> None:
-        self.sink, self.kind, self.is_scalar = sink, kind, is_scalar
+    def __init__(self, kind: str, is_scalar: bool, file: BinaryIO | None, num_rows: int) -> None:
+        self.kind, self.is_scalar, self.file = kind, is_scalar, file
+        self.values = array(kind)  # stays empty where there is a file
         self.ends = array("q", [0]) * num_rows
         self.end = 0
 
     def add(self, values: Any) -> None:
         flat = array(self.kind, [values] if self.is_scalar else values)
-        self.sink.write(flat.tobytes())
         self.end += len(flat)
+        if self.file is None:
+            self.values.extend(flat)
+        else:
+            self.file.write(flat)
 
 
-def _view(buffer: Any, kind: str) -> Any:
-    import numpy
-
-    return numpy.frombuffer(buffer, dtype=numpy.dtype(kind))
-
-
-def _mapped(path: Path, kind: str) -> Any:
+def _mapped(path: Path, kind: str) -> Numbers:
     """The numbers of a file, read when they are asked for."""
-    import numpy
-
     if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return numpy.empty(0, dtype=kind)
-    # As a plain array over the mapping: a slice of numpy's memmap class costs several times as much.
-    return numpy.asarray(numpy.memmap(path, dtype=numpy.dtype(kind), mode="r"))
+        return array(kind)
+    with path.open("rb") as file:
+        cast: Any = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast  # typed for literals only
+    numbers: memoryview[Any] = cast(kind)
+    return numbers

@@ -70,11 +70,15 @@ class DataSets:
 def content_hash(examples: Sequence[Example]) -> str:
     """A hash of what the examples say, in their order; where they were read does not count."""
     hashed = blake2b(digest_size=16)
-    encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
     for example in examples:
-        turns = [(turn.role, turn.content, turn.train, turn.weight) for turn in example.messages]
-        rest = (example.system, example.tools, example.text, example.prompt, example.completion, dict(example.extra))
-        hashed.update(encode([turns, rest]).encode())
+        parts = [example.system, example.tools, example.text, example.prompt, example.completion]
+        for turn in example.messages:
+            parts += (turn.role, turn.content, str(turn.train), str(turn.weight))
+        if example.extra:
+            parts.append(json.dumps(example.extra, sort_keys=True, default=str))
+        # With its length before it, no part can be taken for the end of one and the beginning of another.
+        text = "".join("-" if part is None else f"{len(part)}:{part}" for part in (str(len(parts)), *parts))
+        hashed.update(text.encode(errors="surrogatepass"))
     return hashed.hexdigest()
 
 
