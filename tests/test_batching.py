@@ -52,7 +52,7 @@ def test_padding_reaches_the_multiple_that_was_asked_for():
 
 def test_padding_is_learned_only_by_request():
     options = BatchingOptions(padding_free=False, ignore_pad_token_for_loss=False)
-    batch = collator(options, pad_id=7, lies_flat=True)([row(10, 2), row(20, 4)])
+    batch = collator(options, pad_id=7, lies_flat=False)([row(10, 2), row(20, 4)])
     assert batch["labels"][0].tolist() == [-100, 11, 7, 7]
 
 

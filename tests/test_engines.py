@@ -298,6 +298,11 @@ def test_one_engine_for_several_processes_is_refused(monkeypatch):
     assert "4 processes" in problems(engine="single")[0]
 
 
+def test_a_launcher_that_would_shard_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "FSDP" in problems()[0]
+
+
 def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_so(monkeypatch):
     monkeypatch.setattr(engine_options, "has_fast_bfloat16", lambda: True)
     assert autocast_dtype(options(fp16=True), CPU) == torch.bfloat16

@@ -34,7 +34,8 @@ def rows(num=8, seed=0, weights=False):
 def fitted(model, **given):
     options = Options(**given)
     objective = SftObjective(options, template=None)
-    objective.notes = objective.fit(model, collator(options, 0, lay_flat(model).is_flat))
+    lies_flat = options.padding_free and lay_flat(model).is_flat
+    objective.notes = objective.fit(model, collator(options, 0, lies_flat))
     return objective, objective.module(model)
 
 

@@ -89,9 +89,10 @@ def collator(options: Any, pad_id: int, lies_flat: bool) -> Callable[[Sequence[R
 
     Args:
         pad_id: the token that fills up rows, where they are padded.
-        lies_flat: whether the model keeps neighbours apart (``models.attention.lay_flat``).
+        lies_flat: whether rows are to lie flat: it is asked for, by ``padding_free`` or by packing, and the model keeps
+            neighbours apart (``models.attention.lay_flat``).
     """
-    if options.padding_free and lies_flat:
+    if lies_flat:
         return collate_flat
     return partial(
         collate_padded,

@@ -115,6 +115,12 @@ def _processes(options: Any) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if options.engine == "single" and num_processes > 1:
         yield Problem(f'"engine" is single, and {num_processes} processes were started.', remedy="Leave engine out.")
+    for library in ("FSDP", "DeepSpeed"):
+        if os.environ.get(f"ACCELERATE_USE_{library.upper()}", "").lower() == "true":
+            yield Problem(
+                f"accelerate launch was told to use {library}, and burnish does not shard weights over processes yet.",
+                remedy="Choose multi-GPU in accelerate config, or start with torchrun.",
+            )
     if uses_accelerate(options) and find_spec("accelerate") is None:
         yield Problem("This run needs the library accelerate, which is not installed.", remedy="pip install accelerate")
 
