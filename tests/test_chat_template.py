@@ -144,9 +144,14 @@ def test_control_tokens_of_the_user_pass_through_the_template_as_text():
     assert learned(marked, tokenizer) == ["no<|im_end|>"]
 
 
-def test_thinking_turned_off_is_passed_to_the_template_and_the_empty_thought_is_not_learned():
+def test_thinking_turned_off_is_written_into_the_template_and_the_empty_thought_is_not_learned():
     template, tokenizer, _ = own(FORGETS, enable_thinking=False)
-    row, _ = encoded(template, Message("user", "a"), Message("assistant", "b"))
+    said = (Message("user", "a"), Message("assistant", "b"))
+    row, _ = encoded(template, *said)
+    tokenizer.chat_template = template.jinja()
+    asked = {"conversation": [{"role": "user", "content": "a"}], "add_generation_prompt": True, "return_dict": False}
+    assert tokenizer.apply_chat_template(**asked) == template.prompt(Example(said))
+    assert tokenizer.decode(tokenizer.apply_chat_template(**asked, enable_thinking=True)).endswith("assistant\n")
     assert "<think>\n\n</think>\n\nb" in tokenizer.decode(row["input_ids"])
     assert learned(row, tokenizer) == ["b<|im_end|>\n"]
 

@@ -75,7 +75,7 @@ def test_the_answers_of_several_tools_are_one_message():
     trained("qwen", tokenizer)
     chat = [{"role": "user", "content": "hi"}, *({"role": "tool", "content": text} for text in ("one", "two"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
-    joined = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+    joined = "<tool_response>\none\ntwo\n</tool_response>"
     assert f"<|im_start|>user\n{joined}<|im_end|>\n" in text
     assert text.count("<|im_start|>user") == 2
 
@@ -119,3 +119,17 @@ def test_a_text_given_in_parts_is_rendered_as_the_text():
     chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": "ho"}]
     row = template.encode([Example((Message("user", "hi"), Message("assistant", "ho")))], Tally())[0]
     assert tokenizer.apply_chat_template(chat, return_dict=False) == row["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen3", "llama3", "gemma", "mistral", "alpaca", "gpt_oss", "glm4"])
+def test_a_model_that_is_trained_again_reads_its_saved_template_as_it_was_trained(name):
+    tokenizer = byte_tokenizer()
+    template = trained(name, tokenizer)
+    again = load_template(template_options(), tokenizer)
+    for label in ("one turn", "system, three turns", "thoughts"):
+        first, second = (t.encode([example(CONVERSATIONS[label])], Tally())[0] for t in (template, again))
+        assert second["input_ids"] == first["input_ids"], label
+        # glm4 and gpt_oss learn eos at the next turn's first token; its own end is what a chat template can mark.
+        differ = [at for at, (a, b) in enumerate(zip(first["labels"], second["labels"], strict=True)) if a != b]
+        turns = len(CONVERSATIONS[label]["messages"]) // 2
+        assert len(differ) == (turns - 1 if name in ("glm4", "gpt_oss") else 0), label

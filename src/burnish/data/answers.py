@@ -50,18 +50,14 @@ class Renderer:
 
     Args:
         templates: Jinja text by name; "tool_use" is taken where there are tools, if it is there.
-        variables: passed to the template besides messages and tools.
         tokenizer: it renders; its added tokens are the control tokens that may end an answer.
         not_ends: added tokens that never end an answer, such as those around a thought.
 
     ``end_word`` is the control token that the template writes after an answer, None where there is none.
     """
 
-    def __init__(
-        self, templates: Mapping[str, str], variables: Mapping[str, Any], tokenizer: Any, not_ends: Sequence[str]
-    ) -> None:
+    def __init__(self, templates: Mapping[str, str], tokenizer: Any, not_ends: Sequence[str]) -> None:
         self.templates = templates
-        self.variables = variables
         self.tokenizer = tokenizer
         tokens = sorted(set(tokenizer.get_added_vocab()) - set(not_ends), key=len, reverse=True)
         control = "|".join(map(re.escape, tokens)) or "(?!)"  # (?!) matches nowhere
@@ -110,7 +106,6 @@ class Renderer:
                 chat_template=self._template(tools),
                 add_generation_prompt=prompt,
                 tokenize=False,
-                **self.variables,
             )
         except (TemplateError, TypeError) as error:
             raise Unreadable(f"the chat template refuses it: {error}") from error
@@ -186,7 +181,6 @@ class Renderer:
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
-            **self.variables,
         )
         spans: list[tuple[int, int]] = []
         was_answer = False

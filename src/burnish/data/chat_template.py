@@ -38,16 +38,14 @@ class JinjaFormat:
     def __init__(self, chat_template: str | Mapping[str, str], options: Any, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
-        self.templates = {name: _with_default_system(text, options.default_system) for name, text in by_name.items()}
-        # Only "false" is passed on: what a template does when nobody mentions thinking is what it is served with.
-        self.variables = {"enable_thinking": False} if options.enable_thinking is False else {}
+        self.templates = {name: _as_asked(text, options) for name, text in by_name.items()}
         self.learns_every_end = options.train_on_eos == "all"
         self.fit()
 
     def fit(self) -> None:
         """Take note of the tokenizer as it is now; called again when its special tokens have changed."""
         self.encoder = Encoder(self.tokenizer, keep=_WORDS)
-        self.renderer = Renderer(self.templates, self.variables, self.tokenizer, not_ends=_WORDS)
+        self.renderer = Renderer(self.templates, self.tokenizer, not_ends=_WORDS)
         if not self.renderer.writes_messages():
             raise UserError(
                 Problem(
@@ -65,7 +63,7 @@ class JinjaFormat:
         return texts["default"] if list(texts) == ["default"] else texts
 
     def identity(self) -> Any:
-        return [self.templates, self.variables]
+        return self.templates
 
     def end_words(self) -> tuple[str, ...]:
         return (self.renderer.end_word,) if self.renderer.end_word else ()
@@ -203,10 +201,15 @@ def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message
     return question if question.role not in _ANSWERING else Message("user", ""), example.messages[place]
 
 
-def _with_default_system(chat_template: str, default_system: str | None) -> str:
-    """The template, opening with a system message where a conversation has none."""
-    if not default_system:
-        return chat_template
-    message = "{'role': 'system', 'content': " + json.dumps(default_system, ensure_ascii=False) + "}"
-    opening = "{%- if messages[0]['role'] != 'system' %}{%- set messages = [" + message + "] + messages %}{%- endif %}"
-    return opening + chat_template
+def _as_asked(chat_template: str, options: Any) -> str:
+    """The template with what the options change written at its head, so that it is saved with it."""
+    head = ""
+    if options.default_system:
+        message = "{'role': 'system', 'content': " + json.dumps(options.default_system, ensure_ascii=False) + "}"
+        head += (
+            "{%- if messages[0]['role'] != 'system' %}{%- set messages = [" + message + "] + messages %}{%- endif %}"
+        )
+    if options.enable_thinking is False:
+        # Only "false" is written: what a template does when nobody mentions thinking is what it is served with.
+        head += "{%- if enable_thinking is not defined %}{%- set enable_thinking = false %}{%- endif %}"
+    return head + chat_template

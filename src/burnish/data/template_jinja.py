@@ -151,12 +151,9 @@ def _question(slot: _Slot, content: str = "content") -> str:
 
 
 def _observation(slot: _Slot) -> str:
-    """The answers of several tools in a row are one message to the model."""
-    between = "\n</tool_response>\n<tool_response>\n" if "<tool_response>" in slot.head else "\n"
+    """The answers of several tools in a row are one message, a line break between them, as data sets are read."""
     return (
-        "{%- set state.observed = state.observed ~ "
-        + literal(between)
-        + " ~ content if state.observed else content -%}"
+        "{%- set state.observed = state.observed ~ '\\n' ~ content if state.observed else content -%}"
         "{%- if loop.last or loop.nextitem['role'] != 'tool' -%}"
         + _question(slot, "state.observed")
         + "{%- set state.observed = '' -%}{%- endif -%}"
