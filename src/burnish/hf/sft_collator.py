@@ -49,12 +49,17 @@ class DataCollatorForLanguageModeling:
             rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows]
         batch = collate_padded(rows, self.pad_token_id, self.pad_to_multiple_of)
         if self.return_position_ids:
-            of_rows = [[place for length in row for place in range(length)] for row in lengths]
             width = batch["input_ids"].shape[1]
-            batch["position_ids"] = torch.tensor([[*row, *[0] * (width - len(row))] for row in of_rows])
+            places = self.get_position_ids_from_packed_seq_lengths(lengths)
+            batch["position_ids"] = torch.stack([F.pad(row, (0, width - len(row))) for row in places])
         return batch
 
     torch_call = __call__
+
+    @staticmethod
+    def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: list[list[int]]) -> list[Tensor]:
+        """(T,) for each pack, from 0 in each of its sequences."""
+        return [torch.cat([torch.arange(length) for length in lengths]) for lengths in batch_seq_lengths]
 
     def _flat(self, rows: list[Row]) -> Batch:
         """One row (1, T), with ``seq_idx`` (1, T) int32, the number of each token's sequence.

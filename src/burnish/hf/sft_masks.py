@@ -89,8 +89,9 @@ class AssistantMasks:
         return ids, mask
 
     def _renderer(self, variables: dict[str, Any]) -> Renderer:
-        """One for each set of arguments, since a template may write answers by them."""
-        key = json.dumps(variables, sort_keys=True, default=str)
-        if key not in self.renderers:
-            self.renderers[key] = Renderer(self.templates, variables, self.tokenizer, not_ends=_NOT_ENDS)
-        return self.renderers[key]
+        """One for each set of arguments, written into the template: it may write answers by them."""
+        opening = "".join(f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in sorted(variables.items()))
+        if opening not in self.renderers:
+            templates = {name: opening + text for name, text in self.templates.items()}
+            self.renderers[opening] = Renderer(templates, self.tokenizer, not_ends=_NOT_ENDS)
+        return self.renderers[opening]

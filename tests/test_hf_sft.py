@@ -1,0 +1,566 @@
+"""``SFTTrainer``: what becomes of the rows, what is learned of them, what is logged, and what is refused.
+
+The reference is plain arithmetic: a loop of a few lines over the same rows, with all logits and torch's own loss.
+TRL itself is compared with by ``scripts/parity_sft.py``, where it is installed.
+"""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from datasets import Dataset, DatasetDict, disable_progress_bars
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoTokenizer, PrinterCallback
+
+import burnish
+from burnish import SFTConfig, SFTTrainer, TrainingArguments
+from burnish.hf.sft_collator import DataCollatorForLanguageModeling
+
+disable_progress_bars()
+DEMO = Path(burnish.__file__).parent / "demo" / "model"
+
+
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def llama(**config):
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 326, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 2}  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
+
+
+def arguments(folder, **given):
+    usual = {"use_cpu": True, "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 2, "max_steps": 3,
+             "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False}  # fmt: skip
+    return SFTConfig(str(folder), **{**usual, **given})
+
+
+def make(folder, rows, model=None, trainer=None, kind=SFTTrainer, **given):
+    rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    made = kind(
+        llama() if model is None else model, arguments(folder, **given), train_dataset=rows,
+        **{"processing_class": tokenizer(), **(trainer or {})},
+    )  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if "loss" in entry and name in entry]
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def text_of(labels):
+    return tokenizer().decode([label for label in labels if label != -100])
+
+
+def chat(*texts):
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+TEXTS = [{"text": "word " * length + "end"} for length in (1, 9, 3, 6, 2, 12)]
+PAIRS = [{"prompt": f"Add {n}. ", "completion": "ten " * n} for n in range(1, 7)]
+CHATS = [{"messages": chat(f"Say {n}", "a " * n, "More", "b " * n)} for n in range(1, 5)]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_ends_in_eos_once_and_is_learned_whole(tmp_path):
+    eos = tokenizer().eos_token
+    rows = make(tmp_path, [{"text": "one two"}, {"text": "three" + eos}]).train_dataset
+    for row, text in zip(rows, ("one two", "three"), strict=True):
+        assert row["input_ids"] == tokenizer()(text + eos)["input_ids"]
+        assert row["labels"] == row["input_ids"]
+
+
+def test_of_a_prompt_with_its_completion_the_completion_is_learned_and_eos(tmp_path):
+    row = make(tmp_path, PAIRS).train_dataset[1]
+    assert text_of(row["labels"]) == PAIRS[1]["completion"] + tokenizer().eos_token
+    whole = make(tmp_path, PAIRS, completion_only_loss=False).train_dataset[1]
+    assert whole["labels"] == whole["input_ids"] == row["input_ids"]
+
+
+def test_a_conversation_has_the_ids_of_the_chat_template(tmp_path):
+    row = make(tmp_path, CHATS).train_dataset[2]
+    expected = tokenizer().apply_chat_template(CHATS[2]["messages"], return_dict=True)["input_ids"]
+    assert row["input_ids"] == row["labels"] == expected
+
+
+def test_what_the_assistant_says_is_found_with_the_templates_marks_and_without(tmp_path):
+    marked, plain = tokenizer(), tokenizer()
+    for mark in ("{%- generation %}", "{%- endgeneration %}"):
+        plain.chat_template = plain.chat_template.replace(mark, "")
+    assert plain.chat_template != marked.chat_template
+    for one in (marked, plain):
+        rows = make(tmp_path, CHATS, trainer={"processing_class": one}, assistant_only_loss=True).train_dataset
+        said = text_of(rows[1]["labels"]).replace("\n", "")
+        assert said == "a a <|im_end|>b b <|im_end|>"
+
+
+def test_a_conversation_of_pairs_is_learned_where_both_masks_say_so(tmp_path):
+    pairs = [{"prompt": chat("Hi", "Ho", "Again"), "completion": [{"role": "assistant", "content": "Yes"}]}]
+    both = make(tmp_path, pairs, assistant_only_loss=True).train_dataset[0]
+    assert text_of(both["labels"]) == "Yes<|im_end|>"
+    assert text_of(make(tmp_path, pairs).train_dataset[0]["labels"]) == "Yes<|im_end|>\n"
+
+
+def test_sharegpts_from_and_value_become_roles_that_templates_know(tmp_path):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    rows = make(tmp_path, [{"conversations": turns}]).train_dataset
+    expected = tokenizer().apply_chat_template(chat("Hi", "Ho"), return_dict=True)["input_ids"]
+    assert rows[0]["input_ids"] == expected
+
+
+def test_tools_and_arguments_of_a_row_reach_the_template(tmp_path):
+    own = tokenizer()
+    own.chat_template = "{{ tools[0].function.name if tools else 'none' }} {{ mood }} " + own.chat_template
+    tools = [{"type": "function", "function": {"name": "lookup"}}]
+    rows = [
+        {"messages": chat("Hi", "Ho"), "tools": json.dumps(tools), "chat_template_kwargs": {"mood": "calm", "x": None}},
+        {"messages": chat("Hi", "Ho"), "tools": None, "chat_template_kwargs": {"mood": "loud", "x": "1"}},
+    ]
+    made = make(tmp_path, rows, trainer={"processing_class": own}).train_dataset
+    assert tokenizer().decode(made[0]["input_ids"]).startswith("lookup calm")
+    assert tokenizer().decode(made[1]["input_ids"]).startswith("none loud")
+
+
+def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_path, caplog):
+    transformers.logging.get_logger("transformers.trainer").addHandler(caplog.handler)
+    pairs = [{"prompt": "long " * 40, "completion": "x"}, *PAIRS]
+    rows = make(tmp_path, pairs, max_length=12).train_dataset
+    assert len(rows) == len(PAIRS)
+    assert all(len(row["input_ids"]) <= 12 for row in rows)
+    assert "1 of 7 rows of the train dataset are left out" in caplog.text
+
+
+def test_keep_end_keeps_the_end(tmp_path):
+    with pytest.warns(FutureWarning, match="keep_end"):
+        rows = make(tmp_path, TEXTS, max_length=4, truncation_mode="keep_end").train_dataset
+    assert all(row["input_ids"][-1] == tokenizer().eos_token_id and len(row["input_ids"]) <= 4 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "expected"),
+    [
+        ({}, {}, [5, 6, 7]),
+        ({"labels": [-100, 6, -100]}, {}, [-100, 6, -100]),
+        ({"assistant_masks": [0, 1, 1]}, {}, [-100, 6, 7]),
+        ({"completion_mask": [0, 0, 1]}, {}, [5, 6, 7]),
+        ({"completion_mask": [0, 0, 1]}, {"completion_only_loss": True}, [-100, -100, 7]),
+        ({"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, {"completion_only_loss": True}, [-100, 6, -100]),
+    ],
+)
+def test_ids_are_kept_and_masks_become_labels(tmp_path, more, given, expected):
+    rows = make(tmp_path, [{"input_ids": [5, 6, 7], **more}], **given).train_dataset
+    assert rows[0]["input_ids"] == [5, 6, 7]
+    assert rows[0]["labels"] == expected
+
+
+def test_a_formatting_function_makes_the_text_whatever_the_columns_are_called(tmp_path):
+    formatted = {"formatting_func": lambda row: f"{row['prompt']}->{row['completion']}"}
+    row = make(tmp_path, PAIRS, trainer=formatted, completion_only_loss=False).train_dataset[0]
+    assert tokenizer().decode(row["input_ids"]) == "Add 1. ->ten " + tokenizer().eos_token
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packs_hold_every_token_that_they_should(tmp_path, strategy):
+    rows = make(tmp_path, TEXTS, packing=True, packing_strategy=strategy, max_length=16).train_dataset
+    plain = make(tmp_path, TEXTS, max_length=16 if strategy == "bfd" else None).train_dataset
+    assert sorted(i for row in rows for i in row["input_ids"]) == sorted(i for row in plain for i in row["input_ids"])
+    assert all(len(row["input_ids"]) <= 16 for row in rows)
+    assert len(rows) < len(plain) or strategy == "bfd_split"
+    assert ("seq_lengths" in rows.column_names) == (strategy != "wrapped")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def by_the_book(rows, model, steps, loss_of, batch_size=2, learning_rate=1e-2):
+    """The same training in plain torch: rows one at a time, all logits, torch's own optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    found = []
+    for step in range(steps):
+        group = [rows[at] for at in range(step * batch_size, (step + 1) * batch_size)]
+        count = sum(label != -100 for row in group for label in row["labels"][1:])
+        total = sum(loss_of(model, torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])) for row in group)
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group_of_weights in optimizer.param_groups:
+            group_of_weights["lr"] = learning_rate * (1 - step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total / count).item())
+    return found
+
+
+def nll(model, ids, labels):
+    return F.cross_entropy(model(ids).logits[0, :-1].float(), labels[1:], reduction="sum")
+
+
+def dft(model, ids, labels):
+    logps = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+    learned = labels[1:] != -100
+    of_target = logps[learned].gather(-1, labels[1:][learned, None])
+    return -(of_target.exp().detach() * of_target).sum()
+
+
+def smoothed(model, ids, labels):
+    return F.cross_entropy(model(ids).logits[0, :-1].float(), labels[1:], reduction="sum", label_smoothing=0.2)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "given"),
+    [
+        (nll, {}),
+        (nll, {"gradient_checkpointing": True}),
+        (nll, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
+        (nll, {"padding_free": True, "max_length": None}),
+        (nll, {"pad_to_multiple_of": 16}),
+        (dft, {"loss_type": "dft"}),
+        (smoothed, {"label_smoothing_factor": 0.2}),
+    ],
+)
+def test_training_is_what_plain_arithmetic_makes_of_the_rows(tmp_path, loss_of, given):
+    trainer = make(tmp_path, PAIRS, train_sampling_strategy="sequential", **given)
+    model = llama()
+    expected = by_the_book(list(trainer.train_dataset), model, 3, loss_of)
+    trainer.train()
+    # Sums in another order, amplified by Adam where a gradient is near zero.
+    assert logged(trainer, "loss") == pytest.approx(expected, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights(trainer)[name], parameter.detach(), rtol=1e-3, atol=2e-5)
+
+
+def test_packed_rows_do_not_see_each_other(tmp_path):
+    """One step on all rows: packed or not, the gradient is the same."""
+    given = {"per_device_train_batch_size": 8, "max_steps": 1, "max_length": 40}
+    packed, plain = make(tmp_path, TEXTS, packing=True, **given), make(tmp_path, TEXTS, **given)
+    packed.train(), plain.train()
+    assert logged(packed, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
+    assert logged(packed, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-6)
+    assert logged(packed, "num_tokens") == logged(plain, "num_tokens")
+
+
+def test_a_model_that_cannot_keep_packed_rows_apart_gets_them_padded(tmp_path):
+    torch.manual_seed(1)
+    bloom = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=326, hidden_size=16, n_layer=1, n_head=2, pad_token_id=0, eos_token_id=2)
+    )
+    trainer = make(tmp_path, TEXTS, model=bloom, packing=True, max_length=40)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    assert len(batch["input_ids"]) == len(TEXTS)
+    trainer.train()
+
+
+def test_the_head_is_handed_no_positions_in_training(tmp_path):
+    trainer, seen = make(tmp_path, TEXTS), []
+    head = trainer.model.lm_head
+    plain = type(head).forward
+    head.forward = lambda hidden: (seen.append(hidden.shape[1]), plain(head, hidden))[1]
+    trainer.train()
+    assert seen[-3:] == [0, 0, 0]
+
+
+def test_accuracy_and_entropy_are_those_of_the_whole_logits(tmp_path):
+    trainer = make(tmp_path, PAIRS, max_steps=1, train_sampling_strategy="sequential")
+    model, right, entropy, count = llama(), 0, 0.0, 0
+    for row in list(trainer.train_dataset)[:2]:
+        labels = torch.tensor(row["labels"][1:])
+        logps = torch.log_softmax(model(torch.tensor([row["input_ids"]])).logits[0, :-1], -1)[labels != -100]
+        right += (logps.argmax(-1) == labels[labels != -100]).sum().item()
+        entropy -= (logps.exp() * logps).sum().item()
+        count += len(logps)
+    trainer.train()
+    assert logged(trainer, "mean_token_accuracy") == pytest.approx([right / count])
+    assert logged(trainer, "entropy") == pytest.approx([entropy / count], rel=1e-5)
+    assert logged(trainer, "num_tokens") == [sum(len(row["input_ids"]) for row in list(trainer.train_dataset)[:2])]
+
+
+def test_the_count_of_tokens_goes_on_after_a_resume(tmp_path):
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
+    whole = make(tmp_path, TEXTS * 2, **given)
+    whole.train()
+    resumed = make(tmp_path, TEXTS * 2, **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed, "num_tokens") == logged(whole, "num_tokens")
+    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(resumed).items())
+
+
+def test_an_evaluation_names_its_metrics_by_set(tmp_path):
+    evals = DatasetDict({"a": Dataset.from_list(TEXTS), "b": Dataset.from_list(TEXTS[:2])})
+    trainer = make(tmp_path, TEXTS, trainer={"eval_dataset": evals}, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    metrics = trainer.evaluate()
+    for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
+        assert f"eval_a_{name}" in metrics
+        assert f"eval_b_{name}" in metrics
+    raw = trainer.evaluate(Dataset.from_list(TEXTS))
+    assert raw["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
+    assert raw["eval_entropy"] == pytest.approx(metrics["eval_a_entropy"])
+
+
+def test_compute_metrics_gets_logits_of_one_forward_pass(tmp_path):
+    calls = []
+    metrics = lambda prediction: {"shape": prediction.predictions.shape[-1]}  # noqa: E731
+    trainer = make(
+        tmp_path, TEXTS, trainer={"eval_dataset": Dataset.from_list(TEXTS), "compute_metrics": metrics},
+        per_device_eval_batch_size=6,
+    )  # fmt: skip
+    trainer.model.register_forward_hook(lambda *given: calls.append(1))
+    assert trainer.evaluate()["eval_shape"] == 326
+    assert len(calls) == 1
+
+
+def test_a_loss_function_of_ones_own_gets_outputs_labels_and_items(tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        logits = outputs.logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum") / num_items_in_batch
+
+    own, usual = make(tmp_path, TEXTS, trainer={"compute_loss_func": loss}), make(tmp_path, TEXTS)
+    own.train(), usual.train()
+    assert logged(own, "loss") == pytest.approx(logged(usual, "loss"), rel=1e-5)
+    assert logged(own, "entropy") == pytest.approx(logged(usual, "entropy"), rel=1e-5)
+
+
+def test_an_overridden_compute_loss_sees_what_the_collator_made(tmp_path):
+    seen = set()
+
+    class Own(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen.update(inputs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    make(tmp_path, TEXTS, kind=Own).train()
+    assert seen == {"input_ids", "attention_mask", "labels"}
+
+
+def test_a_streamed_set_trains(tmp_path):
+    trainer = make(tmp_path, Dataset.from_list(PAIRS).to_iterable_dataset())
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 3
+
+
+def test_a_mixture_of_experts_is_balanced_with_the_weight_that_was_asked(tmp_path):
+    def mixture():
+        torch.manual_seed(1)
+        return transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(
+                vocab_size=326, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1,
+                num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+                eos_token_id=2, bos_token_id=2,
+            )
+        )  # fmt: skip
+
+    given = {"max_steps": 1, "router_aux_loss_coef": 0.5}
+    balanced, plain = (
+        make(tmp_path, TEXTS, model=mixture(), **{**given, **more}) for more in ({}, {"router_aux_loss_coef": 0.0})
+    )
+    balanced.train(), plain.train()
+    aux = logged(balanced, "aux_loss")[0]
+    assert logged(balanced, "loss")[0] - logged(plain, "loss")[0] == pytest.approx(0.5 * aux, rel=1e-4)
+    assert not logged(plain, "aux_loss")
+
+
+# --- adapters, tokens, models by name ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    ],
+    ids=["lora", "prompt"],
+)
+def test_of_an_adapted_model_the_adapter_alone_moves_and_is_saved(tmp_path, config):
+    trainer = make(tmp_path, TEXTS, trainer={"peft_config": config}, gradient_checkpointing=True)
+    before = weights(trainer)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    moved = {name for name, value in weights(trainer).items() if not torch.equal(value, before[name])}
+    assert moved
+    assert all("lora" in name or "prompt" in name for name in moved)
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+
+
+def test_a_model_is_loaded_by_name_in_float32_with_its_tokenizer(tmp_path):
+    trainer = SFTTrainer(str(DEMO), arguments(tmp_path), train_dataset=Dataset.from_list(TEXTS))
+    assert next(trainer.model.parameters()).dtype == torch.float32
+    assert len(trainer.processing_class) == len(tokenizer())
+    half = SFTTrainer(
+        str(DEMO), arguments(tmp_path, model_init_kwargs={"dtype": "bfloat16"}), train_dataset=Dataset.from_list(TEXTS)
+    )
+    assert next(half.model.parameters()).dtype == torch.bfloat16
+
+
+def test_eos_and_pad_are_agreed_on_by_tokenizer_and_model(tmp_path):
+    own = tokenizer()
+    own.pad_token = None
+    with pytest.warns(FutureWarning, match="pad_token"):
+        trainer = make(
+            tmp_path, TEXTS, trainer={"processing_class": own}, eos_token="<|im_start|>", pad_token="<|im_end|>"
+        )
+    start, end = own.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert (own.eos_token_id, own.pad_token_id) == (start, end)
+    assert (trainer.model.config.eos_token_id, trainer.model.config.pad_token_id) == (start, end)
+    assert trainer.model.generation_config.eos_token_id == [start, 2]
+    assert trainer.train_dataset[0]["input_ids"][-1] == start
+
+
+def test_a_chat_template_comes_from_a_file_or_from_another_tokenizer(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    row = make(tmp_path, CHATS, chat_template_path=str(file)).train_dataset[0]
+    assert tokenizer().decode(row["input_ids"]).startswith("user: Say 1;")
+
+    source = tokenizer()
+    source.add_tokens(["<extra>"], special_tokens=True)
+    source.chat_template = "{% for m in messages %}<extra>{{ m.content }}{% endfor %}"
+    source.save_pretrained(tmp_path / "source")
+    trainer = make(tmp_path, CHATS, chat_template_path=str(tmp_path / "source"))
+    size = trainer.model.get_input_embeddings().weight.shape[0]
+    assert size % 64 == 0
+    assert len(trainer.processing_class) == size
+    assert trainer.train_dataset[0]["input_ids"][0] == trainer.processing_class.convert_tokens_to_ids("<extra>")
+    trainer.train()
+
+
+# --- what is accepted, and what is refused -----------------------------------------------------------------------------
+
+
+def test_older_names_of_the_constructor_work_with_one_warning(tmp_path):
+    old = {"tokenizer": tokenizer(), "max_seq_length": 5, "dataset_text_field": "words", "packing": False}
+    rows = Dataset.from_list([{"words": "one two three four five six"}])
+    with pytest.warns(FutureWarning, match="max_seq_length") as caught:
+        trainer = SFTTrainer(llama(), arguments(tmp_path), train_dataset=rows, **old)
+    assert len([w for w in caught if "SFTTrainer takes" in str(w.message)]) == 1
+    assert len(trainer.train_dataset[0]["input_ids"]) == 5
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_thing'"):
+        SFTTrainer(llama(), arguments(tmp_path), train_dataset=rows, no_such_thing=1)
+
+
+def test_older_values_and_names_of_the_config_work_with_a_warning():
+    with pytest.warns(FutureWarning, match="max_length"):
+        assert SFTConfig(use_cpu=True, max_seq_length=7).max_length == 7
+    with pytest.warns(FutureWarning, match="nll"):
+        assert SFTConfig(use_cpu=True, loss_type="chunked_nll").loss_type == "nll"
+    with pytest.warns(FutureWarning, match="bfd_split"):
+        assert SFTConfig(use_cpu=True, packing_strategy="bfd-requeue").packing_strategy == "bfd_split"
+
+
+def test_defaults_are_no_reason_for_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = SFTConfig(use_cpu=True)
+    assert config.gradient_checkpointing is True
+    assert config.activation_checkpointing is True
+    assert SFTConfig(use_cpu=True, activation_checkpointing=False).gradient_checkpointing is False
+
+
+def test_the_config_has_every_field_of_trls_with_its_default(shared):
+    spec = json.loads((shared / "spec" / "arguments.json").read_text())
+    fields = SFTConfig.__dataclass_fields__
+    for entry in spec["SFTConfig adds or changes"]:
+        assert fields[entry["name"]].default == entry["default"], entry["name"]
+
+
+def test_plain_training_arguments_are_accepted(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.5, save_strategy="no")
+    trainer = SFTTrainer(llama(), args, train_dataset=Dataset.from_list(TEXTS), processing_class=tokenizer())
+    assert isinstance(trainer.args, SFTConfig)
+    assert (trainer.args.learning_rate, trainer.args.max_length) == (0.5, 1024)
+    assert trainer.args.gradient_checkpointing is False
+    theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.25)
+    trainer = SFTTrainer(llama(), theirs, train_dataset=Dataset.from_list(TEXTS), processing_class=tokenizer())
+    assert trainer.args.learning_rate == 0.25
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "trainer", "kind", "words"),
+    [
+        (None, {}, {}, ValueError, "`train_dataset` is required"),
+        ({"text": ["a"]}, {}, {}, TypeError, "must be a `Dataset` or `IterableDataset`, got `dict`"),
+        (TEXTS, {}, {"processing_class": 3}, TypeError, "`processing_class` must be either"),
+        (TEXTS, {"eos_token": "<no>"}, {}, ValueError, "The specified `eos_token` \\('<no>'\\) is not found"),
+        (TEXTS, {"padding_free": True}, {}, ValueError, "`max_length` is not enforced"),
+        (TEXTS, {"packing": True, "max_length": None}, {}, ValueError, "When packing is enabled, `max_length`"),
+        (TEXTS, {"packing": True, "packing_strategy": "best"}, {}, ValueError, "Invalid packing strategy 'best'"),
+        (TEXTS, {"packing": True}, {"data_collator": len}, ValueError, "custom data collator is not supported"),
+        (TEXTS, {"assistant_only_loss": True}, {}, ValueError, "the dataset is not conversational"),
+        (TEXTS, {"loss_type": "mse"}, {}, ValueError, "Invalid `loss_type` mse"),
+        (TEXTS, {"loss_type": "dft"}, {"compute_loss_func": len}, ValueError, "together with `loss_type='dft'`"),
+        (TEXTS, {"truncation_mode": "middle"}, {}, ValueError, "Unsupported truncation mode: middle"),
+        (TEXTS, {"router_aux_loss_coef": 0.1}, {}, ValueError, "not a Mixture-of-Experts model"),
+        (TEXTS, {}, {"peft_config": {"r": 4}}, TypeError, "must be a `peft.PeftConfig` instance"),
+        (PAIRS, {}, {"formatting_func": str}, ValueError, "formatting function was provided while `completion_only"),
+        ([{"messages": chat("Hi")}], {"assistant_only_loss": True}, {}, RuntimeError, "no assistant tokens"),
+        ([{"images": [], "text": "a"}], {}, {}, ValueError, "appears to be vision-related"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, rows, given, trainer, kind, words):
+    with pytest.raises(kind, match=words):
+        make(tmp_path, rows, trainer=trainer, **given)
+
+
+def test_an_adapter_is_refused_twice_and_on_the_head(tmp_path):
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="merge and unload the existing adapter"):
+        make(tmp_path, TEXTS, model=get_peft_model(llama(), config), trainer={"peft_config": config})
+    on_head = LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        make(tmp_path, TEXTS, trainer={"peft_config": on_head})
+
+
+def test_a_set_that_is_not_prepared_must_have_its_masks_as_labels(tmp_path):
+    skip = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    with pytest.raises(ValueError, match="mask columns but no 'labels'"):
+        make(tmp_path, [{"input_ids": [3, 4], "completion_mask": [0, 1]}], **skip)
+    ready = make(tmp_path, [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}], **skip)
+    ready.train()
+    assert len(logged(ready, "loss")) == 3
+
+
+def test_a_set_with_a_transform_is_refused(tmp_path):
+    rows = Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
+    with pytest.raises(ValueError, match="with_transform"):
+        make(tmp_path, rows)
+
+
+# --- the collator -----------------------------------------------------------------------------------------------------
+
+
+def test_the_collator_pads_or_lays_flat():
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5]}]
+    padded = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=4)(rows)
+    assert padded["input_ids"].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
+    assert padded["labels"].tolist() == [[-100, 2, 3, -100], [4, 5, -100, -100]]
+    assert padded["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert set(padded) == {"input_ids", "labels", "attention_mask"}
+    flat = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=3)(rows)
+    assert flat["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0]]
+    assert flat["labels"].tolist() == [[-100, 2, 3, -100, 5, -100]]
+    assert flat["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert flat["cu_seq_lens_q"].tolist() == flat["cu_seq_lens_k"].tolist() == [0, 3, 5, 6]
+    assert flat["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert (flat["max_length_q"], flat["max_length_k"]) == (3, 3)
+
+
+def test_the_collator_gives_positions_of_packs_where_asked():
+    rows = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5], "seq_lengths": [2]}]
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, return_position_ids=True)(rows)
+    assert batch["position_ids"].tolist() == [[0, 0, 1], [0, 1, 0]]
+
+
+logging.getLogger("datasets").setLevel(logging.ERROR)
