@@ -83,6 +83,9 @@ def test_template_empty_by_name_is_llamafactorys_and_says_that_it_learns_no_end(
     template = load_template(template_options(template="empty"), tokenizer)
     assert learned(row_of(template, *HI), tokenizer) == ["hello"]
     assert any("no end token" in note for note in fit_tokenizer(template, tokenizer))
+    tally = Tally()
+    template.encode([Example(HI, source="d.json", number=4)], tally)
+    assert tally.records == {"kept, without an end token to learn": [("d.json", 4)]}
 
 
 def test_a_template_of_ones_own_is_a_small_yaml_file(tmp_path):

@@ -8,7 +8,7 @@ otherwise for the whole run, a message's ``train`` and ``weight`` for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ class Turn:
 class Ends:
     """How turns end: the ids of end tokens, and the id that closes the row where there is none per turn."""
 
-    token_ids: Collection[int]
+    token_ids: frozenset[int]
     closing_id: int | None = None
 
 

@@ -27,6 +27,7 @@ TOO_LONG = "dropped: longer than cutoff_len"
 SHORTENED = "cut: messages shortened to cutoff_len"
 LEFT_OUT = "cut: turns beyond cutoff_len left out"
 NO_TEXT = "dropped: it has no text"
+NO_END = "kept, without an end token to learn"
 _OPTIONS_OF_ROWS: Final = (
     "train_on_prompt",
     "mask_history",
@@ -63,10 +64,12 @@ class Draft:
     Args:
         turns: (question, answer) in order of priority; a plain text is one turn.
         closing: the token that closes the row, where its turns have no end token of their own.
+        ends: end tokens, one of which is to be learned; empty where none is.
     """
 
     turns: list[tuple[Half, Half]]
     closing: int | None = None
+    ends: frozenset[int] = frozenset()
 
     @property
     def length(self) -> int:
@@ -150,9 +153,10 @@ class Template:
     def _conversations(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
         word = self.form.closing_word
         closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
-        ends = Ends(set(self.stop_token_ids()), closing if self.spec else None)
+        ends = Ends(frozenset(self.stop_token_ids()), closing if self.spec else None)
+        wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         for turns in self.form.turns(examples, tally) if examples else ():
-            yield None if turns is None else Draft(label_turns(turns, self.options, ends), closing)
+            yield None if turns is None else Draft(label_turns(turns, self.options, ends), closing, wanted)
 
     def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
         """Plain texts and completions. No template stands before the model here: they may hold control tokens."""
@@ -226,6 +230,8 @@ class Template:
         if all(label == IGNORE_INDEX for label in row["labels"]):
             tally.add(NOTHING_TO_LEARN, example)
             return None
+        if draft.ends and not any(label in draft.ends for label in reversed(row["labels"])):
+            tally.add(NO_END, example)
         return row
 
     def _fitted(self, example: Example, draft: Draft, tally: Tally) -> Draft:
@@ -235,7 +241,7 @@ class Template:
             tally.add(LEFT_OUT, example)
         if any(len(now.ids) < len(was.ids) for now, was in zip(chain(*kept), chain(*draft.turns), strict=False)):
             tally.add(SHORTENED, example)
-        return Draft(kept, draft.closing if kept else None)
+        return Draft(kept, draft.closing if kept else None, draft.ends)
 
     def _joined(self, draft: Draft) -> Row:
         """Turns in the order of the conversation, and the token that closes it."""
