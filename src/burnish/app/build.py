@@ -21,9 +21,11 @@ from typing import Any
 import torch
 
 from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_precision, trainable_summary
+from burnish.adapters.lora import learning_rates
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.plan import Plan
+from burnish.app.predict import predict_all
 from burnish.core.checkpoint import Checkpoints, RngState, compare_fingerprints, load, load_state, only_writer
 from burnish.core.early_stopping import early_stopping_callbacks
 from burnish.core.errors import Problem, UserError
@@ -43,12 +45,12 @@ from burnish.data.stream import Cut, EvalBatches, RowStream
 from burnish.data.tally import Tally
 from burnish.data.templates import fit_tokenizer, load_template
 from burnish.engine.base import create_engine, set_seed
+from burnish.models.attention import Layout, lay_flat
 from burnish.models.check import check_model
 from burnish.models.load import check_context, load_config, load_model, meta_model, raise_if_not_finite
 from burnish.models.save import save_config, save_model
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
-from burnish.models.attention import Layout, lay_flat
 from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
 from burnish.report.card import CardFacts, write_card
@@ -213,7 +215,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     for sentence in fit_objective(objective, model, prepared.tokenizer, options):
         note(sentence)
 
-    optimizer = create_optimizer(model.named_parameters(), model, options)
+    optimizer = create_optimizer(model.named_parameters(), model, options, learning_rates(model, options))
     wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
     steps = prepared.steps
     scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
@@ -422,6 +424,8 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         if run.engine.rank == 0:
             save_metrics("eval", metrics, folder)
         results |= metrics
+    if options.do_predict:
+        results |= predict_all(run, prepared, plan)
     if run.engine.rank == 0:
         save_state(run.state, folder)
         describe(run, plan, prepared, results)

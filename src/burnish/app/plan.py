@@ -24,6 +24,7 @@ from typing import Any
 from burnish.adapters.base import ADAPTERS, FinetuningOptions
 from burnish.app import checks
 from burnish.app.absent import take_absent
+from burnish.app.metrics import MetricOptions
 from burnish.core.checkpoint import CheckpointOptions
 from burnish.core.early_stopping import EarlyStoppingOptions
 from burnish.core.errors import Problem, UserError
@@ -38,6 +39,7 @@ from burnish.data.templates import TemplateOptions
 from burnish.data.truncate import EncodingOptions
 from burnish.engine.options import EngineOptions
 from burnish.models.export import ExportOptions
+from burnish.models.generate import GenerationOptions
 from burnish.models.options import ModelOptions
 from burnish.models.quantize import QuantizationOptions
 from burnish.objectives import OBJECTIVES
@@ -76,6 +78,8 @@ GROUPS: tuple[type, ...] = (
     FlowOptions,
     EarlyStoppingOptions,
     CheckpointOptions,
+    GenerationOptions,
+    MetricOptions,
     ExportOptions,
     ReportOptions,
     EngineOptions,

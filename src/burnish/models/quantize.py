@@ -52,6 +52,21 @@ def check_quantization(options: Any) -> list[Problem]:
     problems: list[Problem] = []
     if find_spec("bitsandbytes") is None:
         problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA).problems
+    if options.finetuning_type in ("full", "freeze"):
+        problems.append(
+            Problem(
+                f'"quantization_bit" {options.quantization_bit} leaves weights that cannot be trained, and '
+                f'"finetuning_type" is {options.finetuning_type}.',
+                remedy="Set finetuning_type: lora, or leave quantization_bit out.",
+            )
+        )
+    if getattr(options, "pissa_init", False):
+        problems.append(
+            Problem(
+                '"pissa_init" takes the base weights apart, and with "quantization_bit" they are not numbers any more.',
+                remedy="Leave pissa_init out, or quantization_bit.",
+            )
+        )
     if options.train_from_scratch:
         problems.append(
             Problem('"quantization_bit" and "train_from_scratch" contradict: random weights have to train.')

@@ -1,0 +1,102 @@
+"""How near a generated answer is to the given one: the family of metrics for ``do_predict``.
+
+A member is a function ``(predictions, labels) -> {name: value}``, both lists of texts of the same length. A user's own
+is registered the same way, in a package with an entry point in the group ``burnish.metric``:
+
+    @METRICS.register("length")
+    def length(predictions, labels): ...
+
+BLEU-4 and ROUGE are computed as LLaMA-Factory does (src/llamafactory/train/sft/metric.py), by the same libraries, so
+that scores can be held against those of earlier runs: means over the answers, in percent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+from burnish.core.errors import MissingExtraError, Problem
+from burnish.core.options import option
+from burnish.core.registry import Registry
+
+Metric: TypeAlias = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
+METRICS: Registry[Metric] = Registry("metric")
+
+
+@dataclass
+class MetricOptions:
+    """What generated answers are measured by."""
+
+    predict_metrics: list[str] = option(
+        ["exact_match", "bleu-4", "rouge"], "What predict_with_generate measures.", choices=METRICS.names
+    )
+
+
+def check_metrics(options: Any) -> list[Problem]:
+    """Whether the libraries of the metrics are there."""
+    if not (options.predict_with_generate and options.do_predict):
+        return []
+    members = [METRICS.get(name) for name in options.predict_metrics if name in METRICS]
+    needed = {library: member.name for member in members for library in member.traits.get("libraries", ())}
+    problems = [
+        problem
+        for library, name in needed.items()
+        if not find_spec(library)
+        for problem in MissingExtraError(library, f'The metric "{name}"', "metrics").problems
+    ]
+    if problems:
+        first, *rest = problems
+        other = f"{first.remedy}, or set predict_metrics: exact_match"
+        return [Problem(first.what, remedy=other), *rest]
+    return problems
+
+
+def scores(predictions: Sequence[str], labels: Sequence[str], options: Any) -> dict[str, float]:
+    """All metrics that are asked for, by name."""
+    found: dict[str, float] = {}
+    for name in options.predict_metrics:
+        found |= METRICS[name](predictions, labels)
+    return found
+
+
+@METRICS.register("exact_match")
+def exact_match(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    """The share of answers that are the given ones, white space around them aside."""
+    same = [p.strip() == label.strip() for p, label in zip(predictions, labels, strict=True)]
+    return {"exact_match": _mean([float(is_same) for is_same in same])}
+
+
+@METRICS.register("bleu-4", libraries=("nltk",))
+def bleu_4(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    """Runs of up to four characters that both have (Papineni et al. 2002), in percent."""
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+
+    smooth = SmoothingFunction().method3
+    values = [
+        sentence_bleu([list(label)], list(prediction), smoothing_function=smooth) if label and prediction else 0.0
+        for prediction, label in zip(predictions, labels, strict=True)
+    ]
+    return {"bleu-4": 100 * _mean(values)}
+
+
+@METRICS.register("rouge", libraries=("jieba", "rouge_chinese"))
+def rouge(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    """Words, pairs of words and the longest sequence that both have (Lin 2004), F1 in percent."""
+    import jieba
+    from rouge_chinese import Rouge
+
+    jieba.setLogLevel(logging.WARNING)
+    scorer, names = Rouge(), ("rouge-1", "rouge-2", "rouge-l")
+    found: list[dict[str, dict[str, float]]] = []
+    for prediction, label in zip(predictions, labels, strict=True):
+        words, given = (" ".join(jieba.cut(text)) for text in (prediction, label))
+        is_empty = not words.split() or not given.split()
+        found.append({name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(words, given)[0])
+    return {name: 100 * _mean([row[name]["f"] for row in found]) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else 0.0

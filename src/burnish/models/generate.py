@@ -1,0 +1,103 @@
+"""Answers: the model goes on from prompts, a batch at a time.
+
+In:  prompts as token ids, options under LLaMA-Factory's names. Out: the new ids of each, cut where the answer ends.
+Prompts are padded on the left, so that all of a batch end at the same place; attention passes over the padding.
+"""
+
+# B prompts in a batch, T tokens of the longest
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from burnish.core.errors import Problem
+from burnish.core.options import option
+
+
+@dataclass
+class GenerationOptions:
+    """How answers are generated."""
+
+    predict_with_generate: bool = option(False, "Predict by generating answers, not by the loss of the given ones.")
+    do_sample: bool = option(True, "Draw each token at random; false takes the most likely one.")
+    temperature: float = option(0.95, "Below 1 likely tokens become likelier still, above 1 less so.", gt=0)
+    top_p: float = option(0.7, "Draw from the likeliest tokens whose probabilities add up to this.", gt=0, le=1)
+    top_k: int = option(50, "Draw from this many of the likeliest tokens; 0 for all.", ge=0)
+    num_beams: int = option(
+        1, "Beams of a beam search; 1 for none.", ge=1, aliases=("eval_num_beams", "generation_num_beams")
+    )
+    max_new_tokens: int = option(1024, "The longest answer; 0 lets max_length decide.", unit="tokens", ge=-1)
+    max_length: int = option(
+        1024, "The longest prompt and answer together, where max_new_tokens is 0.", unit="tokens", ge=1,
+        aliases=("generation_max_length",),
+    )  # fmt: skip
+    repetition_penalty: float = option(1.0, "Above 1 what was said already becomes less likely.", gt=0)
+    length_penalty: float = option(1.0, "Above 0 a beam search prefers longer answers.")
+    skip_special_tokens: bool = option(True, "Leave control tokens out of the text of answers.")
+
+
+def check_generation(options: Any) -> list[Problem]:
+    if not options.predict_with_generate or options.stage == "sft":
+        return []
+    return [
+        Problem(
+            f'"predict_with_generate" answers prompts, and stage: {options.stage} has none.',
+            remedy="Set stage: sft, or leave predict_with_generate out to measure the loss.",
+        )
+    ]
+
+
+def generation_notes(options: Any) -> list[str]:
+    if options.predict_with_generate and not options.do_predict:
+        return ['"predict_with_generate" has no effect without do_predict: an evaluation measures the loss.']
+    return []
+
+
+def generation_config(model: nn.Module, tokenizer: Any, stop_token_ids: Sequence[int], options: Any) -> Any:
+    """The model's own ``GenerationConfig`` with the options over it."""
+    config: Any = copy.deepcopy(model.generation_config)
+    config.eos_token_id, config.pad_token_id = list(stop_token_ids), tokenizer.pad_token_id
+    config.do_sample = options.do_sample
+    # What only sampling reads is taken out without it: transformers warns of each.
+    config.temperature = options.temperature if options.do_sample else None
+    config.top_p = options.top_p if options.do_sample else None
+    config.top_k = options.top_k if options.do_sample else None
+    config.num_beams = options.num_beams
+    config.repetition_penalty = options.repetition_penalty
+    config.length_penalty = options.length_penalty if options.num_beams > 1 else None
+    config.max_new_tokens = options.max_new_tokens if options.max_new_tokens > 0 else None
+    config.max_length = None if config.max_new_tokens else options.max_length
+    config.use_cache = True  # training goes without it
+    return config
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
+    """The answer to each prompt, without the token that ended it.
+
+    Args:
+        prompts: B lists of token ids, none of them empty.
+        config: of ``generation_config``.
+    """
+    device = next(model.parameters()).device
+    longest = max(map(len, prompts))
+    padded = [[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    made = model.generate(  # type: ignore[operator]
+        input_ids=torch.tensor(padded, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        generation_config=config,
+    )
+    return [until_stop(ids, config.eos_token_id) for ids in made[:, longest:].tolist()]
+
+
+def until_stop(ids: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
+    """``ids`` up to the first token that ends an answer."""
+    end = next((place for place, token in enumerate(ids) if token in stop_token_ids), len(ids))
+    return list(ids[:end])

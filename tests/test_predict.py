@@ -1,0 +1,179 @@
+"""Predictions: the same answers in a batch as alone, in the order of the data, measured by name."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from burnish.app.build import assemble, prepare
+from burnish.app.metrics import METRICS, check_metrics, scores
+from burnish.app.plan import plan
+from burnish.app.predict import predict_all, questions_of
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+from burnish.data.tally import Tally
+from burnish.engine.base import create_engine
+from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
+from small_run import make_user
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+
+def run_of(tmp_path, **given):
+    given = make_user(
+        tmp_path, val_size=6, do_train=False, do_predict=True, template="qwen",
+        per_device_eval_batch_size=4, max_new_tokens=6, do_sample=False, **{"predict_metrics": "exact_match", **given},
+    )  # fmt: skip
+    made = plan({name: Given(value, "the command line") for name, value in given.items()})
+    prepared = prepare(made)
+    (tmp_path / "out").mkdir()
+    return made, prepared, assemble(made, prepared, create_engine(made.options), None)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_record_is_answered_in_the_order_of_the_data(tmp_path):
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    metrics = predict_all(run, prepared, made)
+    rows = lines(tmp_path / "out" / "generated_predictions.jsonl")
+    assert len(rows) == 6
+    for row, encoded in zip(rows, prepared.eval_rows[""], strict=True):
+        learned = [i for i, label in zip(encoded["input_ids"], encoded["labels"], strict=True) if label != -100]
+        assert row["prompt"].endswith("<|im_start|>assistant\n")
+        assert row["label"] == prepared.tokenizer.decode(learned, skip_special_tokens=True).strip()
+    assert metrics["predict_exact_match"] == 0.0
+    written = json.loads((tmp_path / "out" / "predict_results.json").read_text())
+    assert {"predict_exact_match", "predict_runtime", "predict_samples_per_second"} <= written.keys()
+
+
+def test_without_generation_the_loss_is_measured(tmp_path):
+    made, prepared, run = run_of(tmp_path)
+    assert predict_all(run, prepared, made)["predict_loss"] > 0
+    assert not (tmp_path / "out" / "generated_predictions.jsonl").exists()
+
+
+def test_answers_of_a_batch_are_those_of_each_prompt_alone(tmp_path):
+    _, prepared, run = run_of(tmp_path)
+    model = run.parts["model"].model.eval()
+    options = GenerationOptions(do_sample=False, max_new_tokens=8)
+    config = generation_config(model, prepared.tokenizer, prepared.template.stop_token_ids(), options)
+    prompts = [row["input_ids"][:length] for row, length in zip(prepared.eval_rows[""], (9, 17, 12), strict=False)]
+    together = generate(model, prompts, config)
+    assert together == [generate(model, [prompt], config)[0] for prompt in prompts]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    ids = torch.tensor([prompts[0]])
+    for token in together[0]:
+        assert plain(ids).logits[0, -1].argmax() == token
+        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+def test_an_answer_ends_before_a_stop_token(tmp_path):
+    _, prepared, run = run_of(tmp_path)
+    model, prompt = run.parts["model"].model.eval(), prepared.eval_rows[""][0]["input_ids"][:9]
+    options = GenerationOptions(do_sample=False, max_new_tokens=8)
+    (whole,) = generate(model, [prompt], generation_config(model, prepared.tokenizer, [319], options))
+    stop = whole[3]
+    (cut,) = generate(model, [prompt], generation_config(model, prepared.tokenizer, [stop], options))
+    assert cut == whole[: whole.index(stop)]
+
+
+def test_no_answer_goes_beyond_the_models_context(tmp_path):
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    run.parts["model"].model.config.max_position_embeddings = 10  # shorter than every prompt
+    predict_all(run, prepared, made)
+    assert {row["predict"] for row in lines(tmp_path / "out" / "generated_predictions.jsonl")} == {""}
+
+
+def test_the_options_reach_the_generation(tmp_path):
+    _, prepared, run = run_of(tmp_path)
+    model, tokenizer = run.parts["model"].model, prepared.tokenizer
+    given = GenerationOptions(
+        temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=0, max_length=99, repetition_penalty=1.2
+    )
+    config = generation_config(model, tokenizer, [2, 5], given)
+    assert (config.temperature, config.top_p, config.top_k, config.do_sample) == (0.5, 0.9, 7, True)
+    assert (config.max_new_tokens, config.max_length, config.repetition_penalty) == (None, 99, 1.2)
+    assert config.eos_token_id == [2, 5]
+    assert model.generation_config.eos_token_id != [2, 5]  # the model's own stays as it is
+
+
+def test_the_last_answer_of_a_conversation_is_asked_for(tmp_path):
+    from burnish.core.types import Example, Message
+
+    _, prepared, _ = run_of(tmp_path)
+    turns = [("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone")]
+    example = Example(messages=tuple(Message(*turn) for turn in turns))
+    (question,) = questions_of([example], prepared.template, prepared.template.stop_token_ids())
+    assert prepared.tokenizer.decode(question.label) == "stone"
+    assert prepared.tokenizer.decode(question.prompt).endswith("blue<|im_end|>\n<|im_start|>assistant\n")
+    assert prepared.template.encode([example], Tally())[0]["input_ids"][: len(question.prompt)] == question.prompt
+
+
+def test_a_prompt_with_a_completion_is_asked_without_a_template(tmp_path):
+    from burnish.core.types import Example
+
+    _, prepared, _ = run_of(tmp_path)
+    examples = [Example(prompt="red green", completion=" blue"), Example(text="no question")]
+    (question,) = questions_of(examples, prepared.template, prepared.template.stop_token_ids())
+    assert prepared.tokenizer.decode(question.prompt) == "red green"
+    assert prepared.tokenizer.decode(question.label) == " blue"
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_exact_match_is_a_share_and_does_not_mind_white_space_around():
+    assert METRICS["exact_match"](["a ", "b", "c"], ["a", "b\n", "d"]) == {"exact_match": pytest.approx(2 / 3)}
+
+
+def test_a_metric_of_ones_own_is_asked_for_by_name():
+    @METRICS.register("length", replace=True)
+    def length(predictions, labels):
+        return {"length": sum(map(len, predictions)) / len(predictions)}
+
+    options = SimpleNamespace(predict_metrics=["exact_match", "length"])
+    assert scores(["ab", "abcd"], ["ab", "x"], options) == {"exact_match": 0.5, "length": 3.0}
+
+
+def test_bleu_is_the_librarys_on_characters():
+    bleu_score = pytest.importorskip("nltk.translate.bleu_score")
+    pairs = [("red green blue", "red green stone"), ("", "x"), ("四个石头", "四个河流")]
+    smooth = bleu_score.SmoothingFunction().method3
+    expected = [bleu_score.sentence_bleu([list(b)], list(a), smoothing_function=smooth) if a else 0.0 for a, b in pairs]
+    assert METRICS["bleu-4"](*zip(*pairs, strict=True)) == {"bleu-4": pytest.approx(100 * sum(expected) / 3)}
+
+
+def test_rouge_counts_words_pairs_and_sequences():
+    pytest.importorskip("jieba")
+    pytest.importorskip("rouge_chinese")
+    found = METRICS["rouge"](["red green blue", ""], ["red green stone", "x"])
+    # Of three words two are shared, of two pairs one, and the longest sequence has two; the second answer is empty.
+    assert found == pytest.approx({"rouge-1": 100 / 3, "rouge-2": 25, "rouge-l": 100 / 3}, abs=0.1)
+
+
+def test_a_missing_library_of_a_metric_is_said_before_the_run(monkeypatch):
+    monkeypatch.setattr("burnish.app.metrics.find_spec", lambda name: None)
+    options = SimpleNamespace(predict_with_generate=True, do_predict=True, predict_metrics=["exact_match", "bleu-4"])
+    (problem,) = check_metrics(options)
+    assert "nltk" in problem.what
+    assert "burnish[metrics]" in problem.remedy
+    assert "exact_match" in problem.remedy
+    assert not check_metrics(SimpleNamespace(**{**vars(options), "do_predict": False}))
+
+
+def test_a_metric_that_does_not_exist_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(UserError, match='"exact_match"'):
+        run_of(tmp_path, predict_with_generate=True, predict_metrics="exact_mach")
+
+
+def test_generation_without_prompts_or_without_prediction_is_said():
+    options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False)
+    assert "stage: pt" in check_generation(options)[0].what
+    assert "do_predict" in generation_notes(options)[0]
