@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+}  # fmt: skip
 
 
 def run(example, *arguments, folder):
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(ROOT / "examples" / example), *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, env={**os.environ, **quiet})
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
