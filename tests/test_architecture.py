@@ -191,7 +191,9 @@ def test_every_option_is_read_or_says_why_not() -> None:
 
 SHARED = {
     "lr_scheduler_type": {"optim"},  # core knows the curves, optim makes torch's schedule of them
+    "lr_scheduler_kwargs": {"optim"},
     "learning_rate": {"adapters"},  # LoRA+ has a rate of its own for B, a multiple of it
+    "overwrite_output_dir": {"models"},  # an export writes over a folder under the same condition
     "seed": {"models", "optim"},  # whoever draws numbers of its own
 }
 """Options that other components read too, and why."""

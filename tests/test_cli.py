@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from burnish import __version__, cli
+from burnish.app.demo import CARRIED, Question, answers, demo_plan, exact_match, held_out
 from burnish.app.listing import list_options
 from burnish.app.plan import RunOptions
 from burnish.core.options import specs
@@ -103,3 +104,27 @@ def test_both_entries_of_train_say_the_same(tmp_path: Path) -> None:
     assert spelled.stderr == command.stderr
     assert "stf" in command.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# --- the demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_is_a_run_of_what_burnish_carries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = demo_plan(["num_train_epochs=0.5"])
+    assert made.options.num_train_epochs == 0.5
+    assert Path(made.options.model_name_or_path, "model.safetensors").is_file()
+    assert made.options.output_dir == "demo-run"
+    assert len(held_out()) == 200
+
+
+def test_an_exact_match_is_letter_for_letter() -> None:
+    questions = [Question("2 + 2?", "4"), Question("Say yes.", "yes")]
+    assert exact_match(questions, ["4", "Yes"]) == 0.5
+
+
+def test_an_untrained_model_answers_nothing_right(tmp_path: Path) -> None:
+    questions = held_out()[:8]
+    found = answers(CARRIED / "model", questions, batch_size=3)
+    assert len(found) == 8
+    assert exact_match(questions, found) == 0.0

@@ -1,5 +1,7 @@
 """What ``burnish explain`` says: sizes that are right, rows that show what is trained, one layout for all of it."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 
 from burnish.app.estimate import Formats, Shape, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
 from burnish.app.explain_view import Line, Sample, Section, drawn, plain
+from burnish.app.plan import Plan, plan
+from burnish.core.options import Given
 
 
 def tiny_config(layers: int) -> Any:
@@ -101,6 +105,17 @@ def test_what_is_trained_is_marked_without_colours() -> None:
     assert all(len(line) <= 120 for line in text.splitlines() if "xxx" not in line)
 
 
+def test_a_line_break_that_is_trained_is_seen() -> None:
+    sample = Sample("Row 1 of 1", [("question\n", False), ("answer\n", True)])
+    assert "question\n  ⟦answer↵" in plain([], [sample])
+
+
+def test_the_place_of_a_value_is_never_broken() -> None:
+    for width in range(40, 100):
+        section = Section("S", [Line("label", "some words that fill the line up", "runs/run.yaml, line 12")])
+        assert "(run.yaml, line 12)" in plain([section], [], width)
+
+
 def test_a_long_piece_gives_up_its_middle() -> None:
     assert "1,400 characters" in plain(*an_explanation())
 
@@ -114,3 +129,129 @@ def test_in_a_terminal_the_same_words_are_coloured() -> None:
     assert "green" in styles["hi!"]
     assert "green" not in styles["user\n  hello"]
     assert "(run.yaml, line 1)" in text.plain
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+DEMO = Path(__file__).parents[1] / "src" / "burnish" / "demo"
+
+
+@pytest.fixture
+def made(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function: changes -> the plan of a small run, in an empty working directory."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.chdir(tmp_path)
+
+    def make(**changes: Any) -> Plan:
+        values = {
+            "model_name_or_path": str(DEMO / "model"), "dataset_dir": str(DEMO / "data"), "dataset": "demo_train",
+            "max_samples": 90, "output_dir": "out", "finetuning_type": "full", "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4, **changes,
+        }  # fmt: skip
+        return plan({name: Given(value, f"run.yaml, line {n}") for n, (name, value) in enumerate(values.items(), 1)})
+
+    return make
+
+
+def told(run: Plan) -> dict[str, str]:
+    """Label -> text of all sections; where two have a line of that label, the first one's."""
+    from burnish.app.build import prepare
+    from burnish.app.explain import sections
+
+    lines = [line for section in sections(run, prepare(run)) for line in section.lines]
+    return {line.label: line.text for line in reversed(lines)}
+
+
+def test_the_steps_are_counted_as_the_loop_will_count_them(made: Any) -> None:
+    lines = told(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
+    assert lines["processes"] == "x 1 = 8 rows a step"
+    assert lines["an epoch"] == "80 rows / 8 = 10 steps"
+    assert lines["in all"] == "10 x 2 epochs = 20 steps"
+    assert lines["save"] == "every 5 steps, 4 times"
+    assert lines["evaluate"] == "after every epoch"
+    assert lines["evaluation"].startswith("10 rows")
+
+
+def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from burnish.app.explain import explain
+
+    explain(made(seed=7))
+    text = capsys.readouterr().out
+    assert re.search(r"seed +7 \(default 42\)  \(run.yaml, line 9\)", text)
+    assert re.search(r"accumulated +x 4  \(run.yaml, line 8\)", text)
+    assert "DefaultFlowCallback" in text
+    assert "⟦" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_nothing_is_written_beside_the_run(made: Any, tmp_path: Path) -> None:
+    told(made())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
+    from burnish.app.build import prepare
+    from burnish.app.explain import samples
+
+    prepared = prepare(made())
+    first, middle = samples(prepared)
+    row = prepared.rows[0]
+    assert "".join(text for text, _ in first.pieces) == prepared.tokenizer.decode(row["input_ids"])
+    learned = [token for token in row["labels"] if token != -100]
+    assert "".join(text for text, trained in first.pieces if trained) == prepared.tokenizer.decode(learned)
+    assert middle.title == "Row 46 of 90"
+
+
+def test_packs_are_told_by_how_full_they_are(made: Any) -> None:
+    lines = told(made(packing=True, cutoff_len=64))
+    packs = int(lines["training set"].split(" packs of ")[0])
+    assert lines["training set"].endswith("packs of 90 rows")
+    assert packs < 90
+    assert 50 < float(re.search(r"are ([\d.]+) % full", lines["packing"])[1]) <= 100  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"finetuning_type": "full"}, {"finetuning_type": "lora", "lora_rank": 4},
+     {"finetuning_type": "lora", "additional_target": "lm_head"},
+     {"finetuning_type": "freeze", "freeze_trainable_layers": 1}],
+    ids=str,
+)  # fmt: skip
+def test_the_sizes_of_a_run_are_those_of_its_model(made: Any, changes: dict[str, Any]) -> None:
+    from burnish.adapters.base import ADAPTERS, trainable_summary
+    from burnish.app.resources import sizes_of
+    from burnish.models.load import load_config, load_model
+
+    options = made(**changes).options
+    sizes = sizes_of(options, load_config(options))
+    model = ADAPTERS[options.finetuning_type](options, ()).attach(load_model(options))
+    assert (sizes.trained, sizes.total) == trainable_summary(model)
+
+
+def test_adam_keeps_two_numbers_for_each_parameter_and_plain_descent_none(made: Any) -> None:
+    from burnish.app.resources import formats_of
+    from burnish.models.load import load_config
+
+    config = load_config(made().options)
+    assert formats_of(made(optim="adamw_torch").options, config).moments == 8
+    assert formats_of(made(optim="sgd").options, config).moments == 0
+
+
+def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from burnish.app import resources
+    from burnish.core.schedule import plan_steps
+    from burnish.models.load import load_config
+
+    options = made(save_steps=2, save_total_limit=3).options
+    config = load_config(options)
+    sizes, steps = resources.sizes_of(options, config), plan_steps(options, 90)
+    assert not resources.check_disk(options, config, sizes, steps)
+    monkeypatch.setattr(resources, "free_disk", lambda folder: 60_000)
+    (problem,) = resources.check_disk(options, config, sizes, steps)
+    assert "58.6 KiB of free disk" in str(problem)
+    assert "3 checkpoints" in str(problem)
+    assert "save_total_limit: 1" in str(problem)
+
+
+def test_a_set_smaller_than_a_step_is_worth_knowing(made: Any) -> None:
+    assert "every epoch is one step" in told(made(max_samples=3)).get("", "")

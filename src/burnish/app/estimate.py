@@ -54,7 +54,7 @@ class Formats:
         moments: what the optimizer keeps for each trained parameter, all together.
     """
 
-    frozen: int
+    frozen: float
     trained: int
     compute: int
     moments: float
@@ -80,9 +80,9 @@ def memory_terms(
         recompute: activation checkpointing is on.
     """
     frozen = params - trained
-    weights = frozen * formats.frozen + trained * formats.trained
+    weights = round(frozen * formats.frozen) + trained * formats.trained
     kinds = [(frozen, formats.frozen), (trained, formats.trained)]
-    of_weights = " + ".join(f"{count:,} x {size} bytes" for count, size in kinds if count)
+    of_weights = " + ".join(f"{count:,} x {size:g} bytes" for count, size in kinds if count)
     terms = [
         Term("weights", weights, of_weights),
         Term("gradients", trained * formats.trained, f"{trained:,} x {formats.trained} bytes"),

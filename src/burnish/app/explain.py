@@ -76,12 +76,10 @@ def _model(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
     share = f"{100 * sizes.trained / sizes.total:.3g} %"
     context, method = context_length(config), ADAPTERS.get(options.finetuning_type).summary
     lines = [
-        Line(
-            "model", f"{sizes.class_name}, {sizes.total:,} parameters, from {begin}", plan.where("model_name_or_path")
-        ),
+        Line("model", f"{sizes.class_name}, {sizes.base:,} parameters, from {begin}", plan.where("model_name_or_path")),
         Line(
             "trained",
-            f"{sizes.trained:,} of them ({share}): {options.finetuning_type}. {method}",
+            f"{sizes.trained:,} of {sizes.total:,} ({share}): {options.finetuning_type}. {method}",
             plan.where("finetuning_type"),
         ),
         Line("context", f"{context:,} tokens" if context else "without a limit"),

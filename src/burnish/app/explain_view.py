@@ -82,9 +82,12 @@ def label_width(section: Section) -> int:
 
 def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
     """``label   text  (where)``, its further lines under the text. A label that is too long has a line of its own."""
-    text = f"{line.text}  ({_short_place(line.where)})" if line.where else line.text
     room = max(30, min(width, _WIDEST) - labels - 2)
-    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(line.text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    if line.where:
+        place = f"({_short_place(line.where)})"
+        fits = len(lines[-1]) + 2 + len(place) <= room
+        lines[-1:] = [f"{lines[-1]}  {place}"] if fits else [lines[-1], place]
     if len(line.label) >= labels > 0:
         yield f"  {line.label}"
         lines.insert(0, "")
@@ -99,14 +102,18 @@ def _short_place(where: str) -> str:
 
 
 def _marked(sample: Sample) -> str:
-    return "".join(f"{_OPEN}{_short(text)}{_CLOSE}" if trained else _short(text) for text, trained in sample.pieces)
+    return "".join(
+        f"{_OPEN}{_visible(text, trained)}{_CLOSE}" if trained else _visible(text, trained)
+        for text, trained in sample.pieces
+    )
 
 
-def _short(text: str) -> str:
-    if len(text) <= _LONGEST_PIECE:
-        return text
-    half = _LONGEST_PIECE // 2
-    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+def _visible(text: str, trained: bool) -> str:
+    """A piece without its middle where it is long; a line break that is trained is seen."""
+    if len(text) > _LONGEST_PIECE:
+        half = _LONGEST_PIECE // 2
+        text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    return text.replace("\n", "↵\n") if trained else text
 
 
 def _indented(text: str) -> str:
@@ -126,10 +133,8 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
         for line in section.lines:
             text.append_text(_drawn_line(line, width, label_width(section)))
     for sample in samples:
-        text.append(f"\n{sample.title}", style="bold").append(", what is trained in ").append(
-            "green", style="bold green"
-        )
-        text.append("\n").append_text(_drawn_sample(sample)).append("\n")
+        text.append(f"\n{sample.title}", style="bold").append(", what is trained in ")
+        text.append("green\n", style="bold green").append_text(_drawn_sample(sample)).append("\n")
     return text
 
 
@@ -149,6 +154,6 @@ def _drawn_sample(sample: Sample) -> Text:
 
     text = Text("  ")
     for piece, trained in sample.pieces:
-        shown = _short(piece).replace("\n", "\n  ")
-        text.append(shown, style="bold green" if trained else "dim")
+        text.append(_visible(piece, trained).replace("\n", "\n  "), style="bold green" if trained else "dim")
+    text.rstrip()
     return text

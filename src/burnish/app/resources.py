@@ -29,9 +29,15 @@ from burnish.optim.builtin import create_optimizer
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model of a run, counted without its weights."""
+    """The model of a run, counted without its weights.
+
+    Args:
+        base: parameters of the model as it is loaded.
+        total, trained: of the model as it is trained, an adapter included.
+    """
 
     class_name: str
+    base: int
     total: int
     trained: int
     saves_whole_model: bool
@@ -40,13 +46,13 @@ class Sizes:
 def sizes_of(options: Any, config: Any) -> Sizes:
     """The model on the meta device with the adapter of the run attached."""
     model: nn.Module = meta_model(config, options.trust_remote_code)
-    name, plain = type(model).__name__, trainable_summary(model)[1]
+    name, base = type(model).__name__, trainable_summary(model)[1]
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     if options.finetuning_type != "full":
         with torch.device("meta"):
             model = adapter.attach(model)
     trained, total = trainable_summary(model)
-    return Sizes(name, max(total, plain), trained, adapter.saves_whole_model)
+    return Sizes(name, base, total, trained, adapter.saves_whole_model)
 
 
 def trained_dtype(options: Any) -> torch.dtype:
@@ -69,7 +75,8 @@ def compute_dtype(options: Any, config: Any) -> torch.dtype:
 def formats_of(options: Any, config: Any) -> Formats:
     """Bytes of the numbers of a run."""
     compute, trained = compute_dtype(options, config), trained_dtype(options)
-    return Formats(compute.itemsize, trained.itemsize, compute.itemsize, _moment_bytes(options, config, trained))
+    frozen = options.quantization_bit / 8 if options.quantization_bit else compute.itemsize
+    return Formats(frozen, trained.itemsize, compute.itemsize, _moment_bytes(options, config, trained))
 
 
 def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
