@@ -53,8 +53,6 @@ def test_the_code_of_the_migration_guide_runs(tmp_path):
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     (tmp_path / "guide.py").write_text("\n".join(blocks), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "guide.py"], cwd=tmp_path, text=True, capture_output=True, env={**os.environ}
-    )
+    done = subprocess.run([sys.executable, "guide.py"], cwd=tmp_path, text=True, capture_output=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout.split()[-1]) < 1
