@@ -32,13 +32,15 @@ def tokenizer():
 def llama(**config):
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "vocab_size": 326, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 2}  # fmt: skip
+             "num_key_value_heads": 1, "vocab_size": 326, "pad_token_id": 0,
+             "eos_token_id": 2, "bos_token_id": 2}  # fmt: skip
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
 
 
 def arguments(folder, **given):
     usual = {"use_cpu": True, "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 2, "max_steps": 3,
-             "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False}  # fmt: skip
+             "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1,
+              "gradient_checkpointing": False}  # fmt: skip
     return SFTConfig(str(folder), **{**usual, **given})
 
 
@@ -133,6 +135,17 @@ def test_tools_and_arguments_of_a_row_reach_the_template(tmp_path):
     made = make(tmp_path, rows, trainer={"processing_class": own}).train_dataset
     assert tokenizer().decode(made[0]["input_ids"]).startswith("lookup calm")
     assert tokenizer().decode(made[1]["input_ids"]).startswith("none loud")
+
+
+def test_arguments_of_a_row_count_where_the_assistant_is_looked_for(tmp_path):
+    own = tokenizer()
+    own.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loud %}!{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    rows = [{"messages": chat("Hi", "Ho"), "chat_template_kwargs": {"loud": loud}} for loud in (True, False)]
+    made = make(tmp_path, rows, trainer={"processing_class": own}, assistant_only_loss=True).train_dataset
+    assert [text_of(row["labels"]) for row in made] == ["Ho!<|im_end|>", "Ho<|im_end|>"]
 
 
 def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_path, caplog):
@@ -437,7 +450,7 @@ def test_a_chat_template_comes_from_a_file_or_from_another_tokenizer(tmp_path):
     trainer.train()
 
 
-# --- what is accepted, and what is refused -----------------------------------------------------------------------------
+# --- what is accepted, and what is refused ----------------------------------------------------------------------------
 
 
 def test_older_names_of_the_constructor_work_with_one_warning(tmp_path):

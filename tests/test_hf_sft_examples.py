@@ -1,0 +1,59 @@
+"""The GPT-2 Alpaca demo: it runs as a person would run it, and does what its walk-through says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script, *arguments, folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    assert run("tiny_gpt2.py", "tiny-gpt2", folder=folder).returncode == 0
+    return folder
+
+
+def test_the_gpt2_alpaca_demo_trains_with_an_added_pad_token_and_answers(folder):
+    done = run("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
+    assert done.returncode == 0, done.stderr
+    before, after = map(float, re.search(r"not seen: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    assert after < 0.7 * before
+    assert done.stderr.count("SFTTrainer takes these under other names today") == 1
+
+    size = len(AutoTokenizer.from_pretrained(folder / "tiny-gpt2"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out" / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "out" / "model")
+    assert tokenizer.pad_token_id == size
+    assert model.get_input_embeddings().weight.shape[0] == size + 1
+
+    answered = run("gpt2_alpaca_generate.py", "--model", "out/model", "--max-new-tokens", "5", folder=folder)
+    assert answered.returncode == 0, answered.stderr
+    assert len(answered.stdout) > 1  # after so little training, whatever it says will do
+
+
+def test_the_prompt_of_the_demo_is_alpacas(folder):
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from gpt2_alpaca import prompt_of
+    finally:
+        sys.path.pop(0)
+    plain = prompt_of({"instruction": "Add.", "input": ""})
+    paired = prompt_of({"instruction": "Add.", "input": "1 2"})
+    assert plain.startswith("Below is an instruction that describes a task. Write a response")
+    assert paired.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny-gpt2")
+    assert tokenizer.decode(tokenizer(plain)["input_ids"]) == plain
