@@ -123,6 +123,11 @@ def test_train_on_prompt_is_refused_where_turns_end_at_the_next_ones_first_token
         load_template(template_options(template="glm4", train_on_prompt=True), byte_tokenizer())
 
 
+def test_learning_everything_and_only_the_last_answer_contradict_each_other():
+    with pytest.raises(UserError, match="contradict each other"):
+        load_template(template_options(template="qwen", train_on_prompt=True, mask_history=True), byte_tokenizer())
+
+
 # The tokenizer
 
 

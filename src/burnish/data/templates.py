@@ -21,7 +21,7 @@ from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.options import option
 from burnish.data.chat_template import JinjaFormat
 from burnish.data.encoder import Encoder
-from burnish.data.labels import LearnOptions
+from burnish.data.labels import LearnOptions, check_learning
 from burnish.data.rows import Template
 from burnish.data.slots import SlotFormat, as_asked
 from burnish.data.template_table import TemplateSpec, read_row, table
@@ -78,9 +78,10 @@ def load_template(options: Any, tokenizer: Any, cutoff_len: int | None = None) -
     """The template that the options name, over the given tokenizer.
 
     Raises:
-        UserError: if there is no such template, or the tokenizer lacks its control tokens.
+        UserError: if there is no such template, the options contradict it or each other, or the tokenizer lacks its
+            control tokens.
     """
-    if problems := check_template(options):
+    if problems := [*check_template(options), *check_learning(options)]:
         raise UserError(problems)
     spec = _named_spec(options)
     if spec is None and not (options.template or tokenizer.chat_template):
