@@ -35,7 +35,7 @@ DOORS = {
     # demo asks the saved model as any program would.
     "transformers": {"models", "hf", "optim/adafactor.py", "optim/builtin.py", "report/trackers.py", "app/demo.py"},
     "peft": {"adapters/peft.py"},
-    "bitsandbytes": {"models", "optim"},
+    "bitsandbytes": {"models", "optim", "ops/quantised.py"},
     "yaml": {"app/config.py", "data/templates.py"},
     "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},

@@ -45,7 +45,7 @@ def test_every_link_to_a_file_leads_somewhere(page):
 def test_every_command_in_the_readme_is_known():
     from burnish.cli import COMMANDS
 
-    for command in re.findall(r"^burnish (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+    for command in re.findall(r"^burnish (\w+) run", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
         assert command in COMMANDS
 
 
@@ -53,8 +53,8 @@ def test_the_options_in_the_readme_are_options():
     import yaml
 
     from burnish.app.config import read_arguments
-    from burnish.app.plan import aliases, plan
+    from burnish.app.plan import plan
 
     block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
-    given, _ = read_arguments([f"{k}={v}" for k, v in yaml.safe_load(block).items()], aliases())
+    _, given = read_arguments([f"{k}={v}" for k, v in yaml.safe_load(block).items()])
     assert plan(given).options.finetuning_type == "lora"

@@ -1,7 +1,8 @@
 """Callbacks: ours run on the loop's terms, transformers' run unchanged."""
 
-from burnish.core.events import CallbackHandler, FlowOptions, TrainerCallback, check_flow, steps_of
+from burnish.core.events import CallbackHandler, FlowOptions, TrainerCallback, check_flow
 from burnish.core.registry import Registry
+from burnish.core.schedule import steps_of
 from burnish.core.state import TrainerControl, TrainerState
 
 

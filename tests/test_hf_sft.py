@@ -237,6 +237,7 @@ def smoothed(model, ids, labels):
     [
         (nll, {}),
         (nll, {"gradient_checkpointing": True}),
+        (nll, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}}),
         (nll, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
         (nll, {"padding_free": True, "max_length": None}),
         (nll, {"pad_to_multiple_of": 16}),
@@ -321,6 +322,15 @@ def test_an_evaluation_names_its_metrics_by_set(tmp_path):
     raw = trainer.evaluate(Dataset.from_list(TEXTS))
     assert raw["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
     assert raw["eval_entropy"] == pytest.approx(metrics["eval_a_entropy"])
+
+
+def test_sets_handed_to_evaluate_are_prepared_once(tmp_path):
+    trainer = make(tmp_path, TEXTS, packing=True, max_length=24)
+    rows = Dataset.from_list(TEXTS)
+    raw, prepared = trainer.evaluate({"a": rows}), trainer.evaluate(trainer._prepare(rows, "b", True))
+    assert raw["eval_a_loss"] == pytest.approx(prepared["eval_loss"])
+    plain = make(tmp_path, TEXTS, max_length=24, trainer={"eval_dataset": rows})
+    assert plain.evaluate()["eval_loss"] == pytest.approx(raw["eval_a_loss"])
 
 
 def test_compute_metrics_gets_logits_of_one_forward_pass(tmp_path):
@@ -489,6 +499,15 @@ def test_the_config_has_every_field_of_trls_with_its_default(shared):
         assert fields[entry["name"]].default == entry["default"], entry["name"]
 
 
+def test_the_config_is_read_from_a_command_line():
+    parser = transformers.HfArgumentParser(SFTConfig)
+    line = ["--use_cpu", "--packing", "--max_length", "64", "--dataset_kwargs", '{"skip_prepare_dataset": true}']
+    (config,) = parser.parse_args_into_dataclasses(line)
+    assert (config.packing, config.max_length, config.learning_rate) == (True, 64, 2e-5)
+    assert config.dataset_kwargs == {"skip_prepare_dataset": True}
+    assert SFTConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
 def test_plain_training_arguments_are_accepted(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.5, save_strategy="no")
     trainer = SFTTrainer(llama(), args, train_dataset=Dataset.from_list(TEXTS), processing_class=tokenizer())
@@ -517,6 +536,7 @@ def test_plain_training_arguments_are_accepted(tmp_path):
         (TEXTS, {"truncation_mode": "middle"}, {}, ValueError, "Unsupported truncation mode: middle"),
         (TEXTS, {"router_aux_loss_coef": 0.1}, {}, ValueError, "not a Mixture-of-Experts model"),
         (TEXTS, {}, {"peft_config": {"r": 4}}, TypeError, "must be a `peft.PeftConfig` instance"),
+        (TEXTS, {"gradient_checkpointing_kwargs": {"selective": True}}, {}, ValueError, "requires `gradient_checkp"),
         (PAIRS, {}, {"formatting_func": str}, ValueError, "formatting function was provided while `completion_only"),
         ([{"messages": chat("Hi")}], {"assistant_only_loss": True}, {}, RuntimeError, "no assistant tokens"),
         ([{"images": [], "text": "a"}], {}, {}, ValueError, "appears to be vision-related"),

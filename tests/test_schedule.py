@@ -75,9 +75,7 @@ def test_every_curve_is_the_one_of_transformers(name, arguments, warmup):
 
     theirs = optimizer()
     schedule = get_scheduler(name, theirs, warmup, 40, scheduler_specific_kwargs=arguments)
-    ours = lr_factor(
-        CurveOptions(lr_scheduler_type=name, warmup_steps=warmup, lr_scheduler_kwargs=arguments), 40, 1e-3
-    )
+    ours = lr_factor(CurveOptions(lr_scheduler_type=name, warmup_steps=warmup, lr_scheduler_kwargs=arguments), 40, 1e-3)
     for step in range(42):
         assert math.isclose(theirs.param_groups[0]["lr"], 1e-3 * ours(step), rel_tol=1e-12, abs_tol=1e-15), step
         theirs.step()

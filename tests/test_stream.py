@@ -135,7 +135,8 @@ def test_group_by_length_is_transformers_order():
 
     lengths = [(i * 37) % 101 for i in range(400)]
     theirs = get_length_grouped_indices(lengths, 4, generator=torch.Generator().manual_seed(7))
-    assert stream(400, lengths=lengths, train_sampling_strategy="group_by_length").order(0) == theirs
+    for asked in ({"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}):
+        assert stream(400, lengths=lengths, **asked).order(0) == theirs
 
 
 def test_workers_give_the_batches_that_the_loop_would_make_itself():

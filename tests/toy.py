@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from burnish.core.checkpoint import CheckpointOptions, Checkpoints, RngState
-from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions, steps_of
+from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions
 from burnish.core.loop import LoopOptions, evaluate
 from burnish.core.meter import Meter
 from burnish.core.options import union
@@ -58,7 +58,13 @@ def rows(num=22, seed=3):
 
 def make_run(folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, model=None, parts=None, **given):
     """A run and its options. ``given``: any option."""
-    given = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "num_train_epochs": 2, **given}
+    given = {
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "num_train_epochs": 2,
+        **given,
+    }
     options = ToyOptions(**given)
     torch.manual_seed(options.seed)
     model = model or Regression(dropout)
@@ -69,10 +75,8 @@ def make_run(folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, 
     scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
     state = TrainerState(
         max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
-        logging_steps=steps_of(options.logging_steps, steps.max_steps, 500),
-        eval_steps=steps_of(options.eval_steps, steps.max_steps, options.logging_steps),
-        save_steps=steps_of(options.save_steps, steps.max_steps, 500),
     )  # fmt: skip
+    state.compute_steps(options, steps.max_steps)
     control, meter = TrainerControl(), Meter(engine.device, options.logging_nan_inf_filter)
     cut = Cut(options.per_device_train_batch_size, options.gradient_accumulation_steps)
     stream = RowStream(rows(num_rows), objective.collate, cut, seed=options.seed, options=options)
@@ -85,7 +89,9 @@ def make_run(folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, 
                "meter": meter, "rng": RngState(), **(parts or {})},
     )  # fmt: skip
     if eval_rows:
-        run.eval_sets = {"": EvalBatches(rows(eval_rows, seed=9), objective.collate, options.per_device_eval_batch_size)}
+        run.eval_sets = {
+            "": EvalBatches(rows(eval_rows, seed=9), objective.collate, options.per_device_eval_batch_size)
+        }
     return run, options
 
 

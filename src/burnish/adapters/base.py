@@ -99,8 +99,14 @@ def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
 
 def trainable_summary(model: nn.Module) -> tuple[int, int]:
     """Parameters that train, and all; a tied weight counts once."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(_size(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Numbers in a parameter; bitsandbytes keeps two of 4 bits in a byte."""
+    per_element = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
+    return parameter.numel() * per_element
 
 
 def trainable_line(model: nn.Module) -> str:

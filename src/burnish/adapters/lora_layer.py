@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from burnish.adapters.switch import AdapterModule
+from burnish.core.errors import Problem, UserError
 from burnish.ops.lora import dora_update, lora_update, weight_norm
+from burnish.ops.quantised import dense, is_quantised
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class LoraLayer(AdapterModule):
             self._start_from_principal(name, settings)
         if settings.use_dora:
             a, b = self.factors(name)
-            length = weight_norm(dense_weight(self.base_layer), a, b, settings.scaling)
+            length = weight_norm(_numbers(self.base_layer), a, b, settings.scaling)
             self.lora_magnitude_vector[name] = _Vector(length)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,7 @@ class LoraLayer(AdapterModule):
         """(O,) DoRA's factor: the learned length over the length that the direction has."""
         a, b = self.factors(name)
         magnitude: Tensor = self.lora_magnitude_vector[name].weight  # type: ignore[assignment]
-        return magnitude / weight_norm(dense_weight(self.base_layer), a, b, self.settings[name].scaling)
+        return magnitude / weight_norm(_numbers(self.base_layer), a, b, self.settings[name].scaling)
 
     # --- merging --------------------------------------------------------------------------------------------------
 
@@ -161,6 +163,8 @@ class LoraLayer(AdapterModule):
         names = [name for name in self.active if name in self.settings]
         if self.is_merged or not names:
             return
+        if is_quantised(self.base_layer):
+            raise UserError(_no_merge(self.base_layer))
         merged = dense_weight(self.base_layer).float()
         for a, b, scaling in self._taken_from_base(names):
             merged = torch.addmm(merged, b, a, alpha=scaling)
@@ -251,7 +255,7 @@ class LoraLinear(LoraLayer):
 
     def _make_factors(self, name: str, settings: LoraSettings) -> None:
         # A as torch initialises a linear layer, B zero (Hu et al. 2021, section 4.1; the bound is that of their code).
-        device = self.weight.device
+        device = _device_of(self.base_layer)
         a = nn.Linear(self.in_features, settings.rank, bias=False, device=device, dtype=torch.float32)
         b = nn.Linear(settings.rank, self.out_features, bias=settings.use_bias, device=device, dtype=torch.float32)
         nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
@@ -347,7 +351,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    return isinstance(module, nn.Linear) or is_conv1d(module) or is_packed(module)
+
+
+def is_packed(module: nn.Module) -> bool:
+    """A linear layer of GPTQ or AWQ, whatever the library: known by the name of its packed weight."""
+    return isinstance(getattr(module, "qweight", None), Tensor) and hasattr(module, "in_features")
 
 
 def features(layer: nn.Module) -> tuple[int, int]:
@@ -368,6 +377,22 @@ def dense_weight(layer: nn.Module) -> Tensor:
     if not weight.is_floating_point():
         raise RuntimeError(f"{type(layer).__name__} is quantised; this needs the weight as numbers.")
     return weight.t() if is_conv1d(layer) or isinstance(layer, nn.Embedding) else weight
+
+
+def _numbers(layer: nn.Module) -> Tensor:
+    """(O, I) the weight of a layer, dense or quantised, to be looked at."""
+    return dense(layer) if is_quantised(layer) else dense_weight(layer)
+
+
+def _device_of(layer: nn.Module) -> torch.device:
+    return next(tensor.device for tensor in (*layer.parameters(), *layer.buffers()))
+
+
+def _no_merge(layer: nn.Module) -> Problem:
+    return Problem(
+        f"an adapter cannot be merged into a quantised base ({type(layer).__name__}): the sum would be rounded away.",
+        remedy="Merge it into the base in full precision: burnish export without quantization_bit.",
+    )
 
 
 def _set_dense_weight(layer: nn.Module, value: Tensor) -> None:

@@ -29,7 +29,7 @@ from burnish.app.predict import predict_all
 from burnish.core.checkpoint import Checkpoints, RngState, compare_fingerprints, load, load_state, only_writer
 from burnish.core.early_stopping import early_stopping_callbacks
 from burnish.core.errors import Problem, UserError
-from burnish.core.events import CallbackHandler, DefaultFlowCallback, steps_of
+from burnish.core.events import CallbackHandler, DefaultFlowCallback
 from burnish.core.loop import TrainOutput, evaluate, evaluate_all, train
 from burnish.core.manifest import read_manifest
 from burnish.core.meter import Meter
@@ -37,7 +37,7 @@ from burnish.core.options import raise_if
 from burnish.core.schedule import StepPlan, check_curve, plan_steps
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine, Example, Row, Run
-from burnish.data.batching import collator, lengths_of, pack, packs_rows
+from burnish.data.batching import collator, lengths_of, packed, packs_rows, splits_rows
 from burnish.data.prepare import prepare as prepare_rows
 from burnish.data.rows import Template
 from burnish.data.sources import load_datasets
@@ -45,6 +45,7 @@ from burnish.data.stream import Cut, EvalBatches, RowStream
 from burnish.data.tally import Tally
 from burnish.data.templates import fit_tokenizer, load_template
 from burnish.engine.base import create_engine, set_seed
+from burnish.engine.options import engine_notes
 from burnish.models.attention import Layout, lay_flat
 from burnish.models.check import check_model
 from burnish.models.load import check_context, load_config, load_model, meta_model, raise_if_not_finite
@@ -131,7 +132,7 @@ def prepare(plan: Plan) -> Prepared:
     """Records become rows, and everything that can be refused is refused. Reads no weight and writes no file but the
     cache of encoded rows."""
     options, tally = plan.options, Tally()
-    notes: list[str] = []
+    notes = engine_notes(options)
     set_seed(options.seed, options.full_determinism)
     raise_if(check_model(options))
     config = load_config(options, options.cutoff_len, notes)
@@ -166,13 +167,16 @@ def encode(
         eval_name: of an evaluation set; None for the training set.
     """
     is_eval = eval_name is not None
-    name = f"eval_{eval_name}".rstrip("_") if is_eval else "train"
-    rows: Sequence[Row] = prepare_rows(
-        examples, objective.encode, tally, fingerprint=objective.fingerprint, options=options, name=name
+    cut = not splits_rows(options, options.stage, is_eval)
+    rows = prepare_rows(
+        examples,
+        lambda batch, counted: objective.encode(batch, counted, cut=cut),
+        tally,
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": cut},
+        options=options,
+        name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
     )
-    if packs_rows(options, options.stage, is_eval):
-        return pack(rows, options.cutoff_len, options.packing_strategy)
-    return rows
+    return packed(rows, options, options.stage, options.cutoff_len, is_eval)
 
 
 def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
@@ -230,11 +234,9 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     state = TrainerState(
         max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
         train_batch_size=options.per_device_train_batch_size,
-        logging_steps=steps_of(options.logging_steps, steps.max_steps, 500),
-        eval_steps=steps_of(options.eval_steps, steps.max_steps, options.logging_steps),
-        save_steps=steps_of(options.save_steps, steps.max_steps, 500),
         is_local_process_zero=engine.rank == 0, is_world_process_zero=engine.rank == 0,
     )  # fmt: skip
+    state.compute_steps(options, steps.max_steps)
     trainable, total = trainable_summary(model)
     facts = RunFacts(
         len(prepared.rows), options.num_train_epochs, options.per_device_train_batch_size, accumulation,

@@ -33,8 +33,7 @@ from burnish.app.resources import (
     trained_dtype,
 )
 from burnish.core.checkpoint import Checkpoints, load_state
-from burnish.core.events import steps_of
-from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, warmup_steps_of
+from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.batching import packs_rows
 from burnish.engine.options import device_of

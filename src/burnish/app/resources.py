@@ -147,7 +147,7 @@ def disk_of(options: Any, config: Any, sizes: Sizes, steps: StepPlan) -> int:
 
 
 def _checkpoints_kept(options: Any, steps: StepPlan) -> int:
-    from burnish.core.events import steps_of
+    from burnish.core.schedule import steps_of
 
     written = {
         "no": 0,

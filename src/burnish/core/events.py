@@ -16,7 +16,6 @@ one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +73,6 @@ def check_flow(options: FlowOptions) -> list[Problem]:
         for name in ("logging_steps", "eval_steps", "save_steps")
         if (value := getattr(options, name)) is not None and value > 1 and value != int(value)
     ]
-
-
-def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
-    """An interval as a number of steps: below 1 it is a share of ``max_steps``, rounded up."""
-    value = fallback if interval is None else interval
-    return math.ceil(max_steps * value) if value < 1 else int(value)
 
 
 class TrainerCallback:
@@ -169,8 +162,10 @@ class CallbackHandler:
             if method is None:
                 continue
             result = method(self.args, self.state, self.control, **self.parts, **details)
-            if result is not None:
-                self.control = result
+            if result is not None and result is not self.control:
+                # The run holds this very object, so it takes over what the other one says.
+                for name in vars(self.control):
+                    setattr(self.control, name, getattr(result, name))
         return self.control
 
     def listeners(self, event: str) -> list[str]:

@@ -248,7 +248,7 @@ def switch(run: Run, is_training: bool) -> None:
 
 
 def trainable(run: Run) -> list[torch.nn.Parameter]:
-    return [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
 
 
 def sum_of(values: list[Tensor]) -> Tensor:

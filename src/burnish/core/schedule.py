@@ -55,6 +55,12 @@ class StepPlan:
     num_train_epochs: int  # epochs begun
 
 
+def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
+    """An interval as a number of steps: below 1 it is a share of ``max_steps``, rounded up."""
+    value = fallback if interval is None else interval
+    return math.ceil(max_steps * value) if value < 1 else int(value)
+
+
 def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1) -> StepPlan:
     """Raises UserError where no step would run, or where the set has no length and ``max_steps`` is not given."""
     per_batch = options.per_device_train_batch_size * world_size

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from burnish.core.schedule import steps_of
+
 STATE_NAME = "trainer_state.json"
 
 
@@ -43,6 +45,12 @@ class TrainerState:
     def __post_init__(self) -> None:
         if self.log_history is None:
             self.log_history = []
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """The intervals of ``args`` in steps; one below 1 is a share of ``max_steps``."""
+        self.logging_steps = steps_of(args.logging_steps, max_steps, self.logging_steps)
+        self.eval_steps = steps_of(args.eval_steps, max_steps, self.logging_steps)
+        self.save_steps = steps_of(args.save_steps, max_steps, self.save_steps)
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -42,7 +42,6 @@ class BatchingOptions:
     )  # fmt: skip
     eval_packing: bool | None = option(None, "The same for evaluation; as packing where nothing is given.")
     drop_incomplete_block: bool = option(False, "Drop the end of a text that fills no pack, as LLaMA-Factory does.")
-    group_by_length: bool = option(False, "Rows of similar length beside each other.")
     pad_to_multiple_of: int | None = option(
         None, "Pad to a multiple of this, where rows are padded.", unit="tokens", ge=1
     )

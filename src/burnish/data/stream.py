@@ -27,6 +27,7 @@ class StreamOptions:
     train_sampling_strategy: str = option(
         "random", "The order of the rows within an epoch.", choices=("random", "sequential", "group_by_length")
     )
+    group_by_length: bool = option(False, "Rows of similar length beside each other: that sampling strategy.")
     dataloader_num_workers: int = option(0, "Processes that collate ahead of the loop; 0 collates in the loop.", ge=0)
     dataloader_prefetch_factor: int | None = option(None, "Micro-batches each of them keeps ready.", ge=1)
     dataloader_pin_memory: bool = option(True, "Page-locked memory for the way to a GPU.")
@@ -135,7 +136,8 @@ class RowStream:
     def order(self, epoch: int) -> list[int]:
         """The items of an epoch in the order of their use; the same on every rank."""
         per_step = self.cut.batch_size * self.cut.accumulation
-        return order_of(len(self.items), self.seed, epoch, self.options.train_sampling_strategy, self.lengths, per_step)
+        strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
+        return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step)
 
     def advance(self, group: Group) -> None:
         self.load_state_dict(group.cursor)

@@ -35,6 +35,7 @@ from burnish.hf.sft_setup import (
     finish_peft,
     load_model,
     load_processing_class,
+    select_what_is_kept,
     set_eos,
     set_pad,
     sft_arguments,
@@ -93,6 +94,7 @@ class SFTTrainer(Trainer):
         args = sft_arguments(args, model)
         args, processing_class = _with_old_arguments(args, processing_class, old)
         check_sets(train_dataset, args)
+        select_what_is_kept(args)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         if isinstance(model, str):
             model = load_model(model, args, quantization_config)
@@ -329,9 +331,8 @@ class SFTTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-            self._refuse_masks_without_labels(sets, self.data_collator)
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # of a dict each comes here by itself
+            self._refuse_masks_without_labels({"eval": eval_dataset}, self.data_collator)
             if not self._skip_prepare_dataset:
                 eval_dataset = self._prepared_evals(eval_dataset, self.args)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -350,6 +351,13 @@ class SFTTrainer(Trainer):
             output.metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
             output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
         return output
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any
+    ) -> None:
+        """``README.md`` in ``output_dir``; the arguments are TRL's, and those of the Trainer's by their names."""
+        given = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
+        super().create_model_card(**{name: value for name, value in given.items() if value is not None})
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -111,6 +111,10 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
         if self.truncation_mode == "keep_end":
             warn('`truncation_mode="keep_end"` is deprecated in TRL: a cut row loses its beginning, prompt included.')
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument as plain data. eos and pad are no secrets, although their names end as a secret's do."""
+        return {**super().to_dict(), "eos_token": self.eos_token, "pad_token": self.pad_token}
+
 
 def is_made_for_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 is fast on it. Where it is emulated, it would cost time and precision."""

@@ -67,6 +67,8 @@ class Preparation:
         if "labels" not in columns:
             masks = self._mask_columns(columns)
             dataset = self._mapped(dataset, Labels(masks), f"Building labels for {name} dataset", drop=masks)
+        if "seq_lengths" in columns:
+            return dataset  # packs already
         if packing:
             return self._packed(dataset, name)
         dataset = self._cut(dataset, name)

@@ -28,9 +28,8 @@ from transformers.utils import logging
 from burnish.core import checkpoint, loop
 from burnish.core.checkpoint import RngState, only_writer
 from burnish.core.errors import Problem, UserError
-from burnish.core.events import steps_of
 from burnish.core.meter import Meter
-from burnish.core.schedule import StepPlan, plan_steps
+from burnish.core.schedule import StepPlan, plan_steps, steps_of
 from burnish.core.state import TrainerState
 from burnish.core.types import Batch, Run
 from burnish.data.stream import num_tokens

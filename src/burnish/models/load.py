@@ -20,6 +20,7 @@ from torch import nn
 
 from burnish.core.errors import Problem, UserError
 from burnish.models.patches import apply_patches
+from burnish.models.quantize import keep_as_loaded, quantization_arguments
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
 
@@ -87,11 +88,13 @@ def load_model(
     config = load_config(options) if config is None else config
     attention = attn_implementation or ATTENTION[options.flash_attn]
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
+    arguments |= quantization_arguments(options, dtype, config)
     if options.train_from_scratch:
         model = _random_model(options, config, arguments, device)
     else:
         model = _pretrained_model(options, config, arguments, device, notes)
     model.config.use_cache = options.use_cache
+    keep_as_loaded(model)
     if options.upcast_layernorm:
         upcast_norms(model)
     notes += [f"Patched: {patch.reason}" for patch in apply_patches(model)]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from burnish.core.errors import MissingExtraError, Problem
-from burnish.core.options import option
+from burnish.core.options import option, raise_if
 
 EXTRA = "quantization"
 LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
@@ -60,7 +60,16 @@ def check_quantization(options: Any) -> list[Problem]:
                 remedy="Set finetuning_type: lora, or leave quantization_bit out.",
             )
         )
-    if getattr(options, "pissa_init", False):
+    folders = options.adapter_name_or_path or []
+    if len(folders) > 1 or (folders and options.create_new_adapter):
+        problems.append(
+            Problem(
+                '"adapter_name_or_path" names adapters that would be merged into a base of '
+                f'"quantization_bit" {options.quantization_bit}: the sum would be rounded away.',
+                remedy="Merge them first: burnish export without quantization_bit. Then train on top of that model.",
+            )
+        )
+    if options.pissa_init:
         problems.append(
             Problem(
                 '"pissa_init" takes the base weights apart, and with "quantization_bit" they are not numbers any more.',
@@ -74,15 +83,19 @@ def check_quantization(options: Any) -> list[Problem]:
     return problems
 
 
-def quantization_arguments(options: Any, compute_dtype: torch.dtype) -> dict[str, Any]:
+def quantization_arguments(options: Any, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
     """What ``from_pretrained`` is given beside its other arguments; nothing where nothing is to be quantised.
 
     Args:
-        compute_dtype: of the products with weights of 4 bits.
+        dtype: of what is not quantised, and of products; "auto" for that of the files.
+    Raises:
+        UserError: where the files hold quantised weights that cannot be read here.
     """
+    raise_if(check_quantised_files(options, config))
     if options.quantization_bit is None:
         return {}
-    return {"quantization_config": METHODS[options.quantization_method](options, compute_dtype)}
+    wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
+    return {"quantization_config": METHODS[options.quantization_method](options, wanted)}
 
 
 def _bitsandbytes(options: Any, compute_dtype: torch.dtype) -> Any:
@@ -103,8 +116,10 @@ METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "
 
 
 def quantised_by(config: Any) -> str:
-    """The method by which the weights in a model's files are quantised ("gptq", "awq", ...), or the empty string."""
-    described = getattr(config, "quantization_config", None)
+    """Args: config: of transformers, or the JSON of it. Returns the method by which the weights in a model's files are quantised ("gptq", "awq", ...), or the empty string."""
+    described = (
+        config.get("quantization_config") if isinstance(config, dict) else getattr(config, "quantization_config", None)
+    )
     if described is None:
         return ""
     found = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
@@ -132,6 +147,15 @@ def check_quantised_files(options: Any, config: Any) -> list[Problem]:
                 remedy=f"Install it with: pip install {' '.join(missing)}; or use the model as it was before.",
             )
         )
+    if options.finetuning_type in ("full", "freeze"):
+        problems.append(
+            Problem(
+                f"its weights are quantised by {method} and cannot be trained; "
+                f'"finetuning_type" is {options.finetuning_type}.',
+                where=where,
+                remedy="Set finetuning_type: lora, or use the model as it was before.",
+            )
+        )
     if options.quantization_bit is not None:
         problems.append(
             Problem(
@@ -143,8 +167,13 @@ def check_quantised_files(options: Any, config: Any) -> list[Problem]:
     return problems
 
 
-def upcast_for_training(model: nn.Module) -> None:
-    """Norms and biases of a quantised model in float32, as QLoRA's authors train it; they are frozen and small."""
-    for parameter in model.parameters():
-        if parameter.ndim == 1 and parameter.is_floating_point():
-            parameter.data = parameter.data.float()
+def keep_as_loaded(model: nn.Module) -> None:
+    """Let an evaluation leave quantised weights as they are.
+
+    On a CPU with AVX512-BF16, bitsandbytes (0.49 to 0.50) lays weights of 4 bits out anew at the first product outside
+    training, rounds their scales to bfloat16 and has no backward pass for that layout: an evaluation in between would
+    change what is trained after it (bitsandbytes/nn/modules.py, Linear4bit.forward).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

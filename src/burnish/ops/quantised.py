@@ -1,0 +1,45 @@
+"""The numbers behind a quantised weight, for what has to see them: the length of a row of weights (DoRA), a comparison.
+
+In:  a linear layer of bitsandbytes (4 or 8 bits), or of any other library. Out: its weight as a matrix in float32.
+Products need none of this: they are the layer's own.
+"""
+
+# O outputs, I inputs
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Whether the weight of ``layer`` is something else than a matrix of floating numbers."""
+    weight = getattr(layer, "weight", None)
+    return not (isinstance(weight, Tensor) and weight.is_floating_point())
+
+
+@torch.no_grad()
+def dense(layer: nn.Module) -> Tensor:
+    """(O, I) float32, a copy: writing to it changes nothing."""
+    weight = getattr(layer, "weight", None)
+    kind = type(weight).__name__
+    if kind == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        numbers: Tensor = dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[union-attr]
+        return numbers.float()
+    if kind == "Int8Params":
+        # One scale per output, 127 steps to each side of zero (Dettmers et al. 2022, section 2.1,
+        # https://arxiv.org/abs/2208.07339). The scales move into ``state`` at the first product.
+        scales = weight.SCB if weight.SCB is not None else layer.state.SCB  # type: ignore[union-attr]
+        return weight.data.float() * scales.view(-1, 1).float() / 127  # type: ignore[union-attr]
+    return _asked(layer)
+
+
+def _asked(layer: nn.Module) -> Tensor:
+    """What the layer makes of each unit vector, which is its weight, column by column."""
+    held = next(t for t in (*layer.parameters(), *layer.buffers()))
+    unit = torch.eye(layer.in_features, device=held.device)  # type: ignore[arg-type]
+    columns: Tensor = layer(unit)
+    bias = getattr(layer, "bias", None)
+    return (columns if bias is None else columns - bias).float().t().contiguous()
