@@ -1,5 +1,6 @@
 """What ``burnish explain`` says: sizes that are right, rows that show what is trained, one layout for all of it."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,13 @@ def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) 
 def test_nothing_is_written_beside_the_run(made: Any, tmp_path: Path) -> None:
     told(made())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_options_are_what_they_were_after_planning(made: Any) -> None:
+    run = made(eval_strategy="steps", val_size=0.1, packing=True, finetuning_type="lora")
+    before = copy.deepcopy(vars(run.options))
+    told(run)
+    assert vars(run.options) == before
 
 
 def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:

@@ -140,7 +140,7 @@ def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
 
     problems += [*wrong, *asked(component_checks())]
     if problems:
-        raise UserError([*problems, *asked(also)])
+        raise UserError(dict.fromkeys([*problems, *asked(also)]))
     return Plan(
         options=options,
         provenance=MappingProxyType(provenance),

@@ -18,7 +18,7 @@ from torch import nn
 from burnish.adapters.base import ADAPTERS, trainable_summary
 from burnish.app.estimate import Formats, Shape, Term, disk_bytes, memory_terms, shown_bytes
 from burnish.core.errors import Problem
-from burnish.core.schedule import StepPlan
+from burnish.core.schedule import StepPlan, steps_of
 from burnish.core.snapshot import split
 from burnish.engine.options import autocast_dtype, device_of
 from burnish.models.load import meta_model
@@ -147,8 +147,6 @@ def disk_of(options: Any, config: Any, sizes: Sizes, steps: StepPlan) -> int:
 
 
 def _checkpoints_kept(options: Any, steps: StepPlan) -> int:
-    from burnish.core.schedule import steps_of
-
     written = {
         "no": 0,
         "epoch": steps.num_train_epochs,
