@@ -14,7 +14,7 @@ import torch
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.tensor_files import TensorInfo, read_headers, read_json
 from burnish.models.load import load_config, meta_model, weight_problems
-from burnish.models.quantize import check_quantised_files, quantised_by
+from burnish.models.quantize import check_quantised_files
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source
 
@@ -38,9 +38,8 @@ def check_model(options: Any) -> list[Problem]:
     problems += _check_json(source.folder)
     identity = _check_identity(source.folder, raw, options)
     problems += identity
-    packed = quantised_by(raw)
     problems += check_quantised_files(options, raw)
-    if not identity and not options.train_from_scratch and not packed:  # packed weights have names of their own
+    if not identity and not options.train_from_scratch:
         problems += _check_weights(source.folder, raw, options)
     return problems
 

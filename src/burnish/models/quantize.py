@@ -91,9 +91,9 @@ def quantization_arguments(options: Any, dtype: torch.dtype | str, config: Any) 
     Raises:
         UserError: where the files hold quantised weights that cannot be read here.
     """
-    raise_if(check_quantised_files(options, config))
-    if options.quantization_bit is None:
+    if getattr(options, "quantization_bit", None) is None:  # a caller from Python may bring ModelOptions alone
         return {}
+    raise_if(check_quantised_files(options, config))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
     return {"quantization_config": METHODS[options.quantization_method](options, wanted)}
 
@@ -116,14 +116,20 @@ METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "
 
 
 def quantised_by(config: Any) -> str:
-    """Args: config: of transformers, or the JSON of it. Returns the method by which the weights in a model's files are quantised ("gptq", "awq", ...), or the empty string."""
-    described = (
-        config.get("quantization_config") if isinstance(config, dict) else getattr(config, "quantization_config", None)
-    )
+    """The method by which the weights in a model's files are quantised ("gptq", "awq", ...), or the empty string.
+
+    Args:
+        config: of transformers, or the JSON that it was read from.
+    """
+    described = _entry(config, "quantization_config")
     if described is None:
         return ""
-    found = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
+    found = _entry(described, "quant_method")
     return str(getattr(found, "value", found) or "an unnamed method")
+
+
+def _entry(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
 
 
 def is_quantised(options: Any, config: Any) -> str:
@@ -147,7 +153,7 @@ def check_quantised_files(options: Any, config: Any) -> list[Problem]:
                 remedy=f"Install it with: pip install {' '.join(missing)}; or use the model as it was before.",
             )
         )
-    if options.finetuning_type in ("full", "freeze"):
+    if getattr(options, "finetuning_type", "lora") in ("full", "freeze"):
         problems.append(
             Problem(
                 f"its weights are quantised by {method} and cannot be trained; "
@@ -156,7 +162,7 @@ def check_quantised_files(options: Any, config: Any) -> list[Problem]:
                 remedy="Set finetuning_type: lora, or use the model as it was before.",
             )
         )
-    if options.quantization_bit is not None:
+    if getattr(options, "quantization_bit", None) is not None:
         problems.append(
             Problem(
                 f'its weights are quantised already ({method}), so "quantization_bit" cannot quantise them.',

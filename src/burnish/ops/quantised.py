@@ -8,6 +8,8 @@ Products need none of this: they are the layer's own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,25 +23,27 @@ def is_quantised(layer: nn.Module) -> bool:
 @torch.no_grad()
 def dense(layer: nn.Module) -> Tensor:
     """(O, I) float32, a copy: writing to it changes nothing."""
-    weight = getattr(layer, "weight", None)
+    weight: Any = getattr(layer, "weight", None)
     kind = type(weight).__name__
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
-        numbers: Tensor = dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[union-attr]
-        return numbers.float()
+        return dequantize_4bit(weight.data, weight.quant_state).float()  # type: ignore[no-any-return]
     if kind == "Int8Params":
         # One scale per output, 127 steps to each side of zero (Dettmers et al. 2022, section 2.1,
         # https://arxiv.org/abs/2208.07339). The scales move into ``state`` at the first product.
-        scales = weight.SCB if weight.SCB is not None else layer.state.SCB  # type: ignore[union-attr]
-        return weight.data.float() * scales.view(-1, 1).float() / 127  # type: ignore[union-attr]
+        state: Any = layer.state
+        scales: Tensor = weight.SCB if weight.SCB is not None else state.SCB
+        numbers: Tensor = weight.data.float() * scales.view(-1, 1).float() / 127
+        return numbers
     return _asked(layer)
 
 
 def _asked(layer: nn.Module) -> Tensor:
     """What the layer makes of each unit vector, which is its weight, column by column."""
     held = next(t for t in (*layer.parameters(), *layer.buffers()))
-    unit = torch.eye(layer.in_features, device=held.device)  # type: ignore[arg-type]
+    inputs: Any = layer.in_features
+    unit = torch.eye(inputs, device=held.device)
     columns: Tensor = layer(unit)
     bias = getattr(layer, "bias", None)
     return (columns if bias is None else columns - bias).float().t().contiguous()

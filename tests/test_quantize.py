@@ -1,0 +1,306 @@
+"""A base in few bits: its numbers are the method's, LoRA over it is the formula, and an evaluation leaves it alone.
+
+What needs bitsandbytes is skipped where it is not installed; references are numpy's, written out.
+"""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burnish.adapters.base import trainable_summary
+from burnish.adapters.lora_layer import LoraLinear, LoraSettings
+from burnish.adapters.lora_model import find_targets, merge_into_base
+from burnish.app.plan import RunOptions
+from burnish.cli import main
+from burnish.core.errors import UserError
+from burnish.models import quantize
+from burnish.models.load import load_model
+from burnish.models.quantize import check_quantised_files, check_quantization, quantised_by
+from burnish.ops.quantised import dense
+from small_run import as_words, make_model, make_user
+
+# Dettmers et al. 2023, appendix E: the quantiles of a normal distribution, both ends at one.
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+], dtype=np.float32)  # fmt: skip
+BLOCK = 64
+
+
+@pytest.fixture
+def bnb():
+    return pytest.importorskip("bitsandbytes")
+
+
+def wide_model(folder):
+    """A model whose sides are multiples of the block of 64, with its tokenizer."""
+    make_model(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=256, eos_token_id=2, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def load(folder, **given):
+    return load_model(RunOptions(model_name_or_path=str(folder), finetuning_type="lora", **given))
+
+
+def nf4(weight):
+    """Each block of 64 over its largest absolute value, to the nearest of sixteen numbers, and back."""
+    blocks = weight.reshape(-1, BLOCK)
+    scale = np.abs(blocks).max(axis=1, keepdims=True)
+    nearest = np.abs((blocks / scale)[..., None] - NF4).argmin(axis=-1)
+    return (NF4[nearest] * scale).reshape(weight.shape)
+
+
+def layer_of(bnb, inputs=64, outputs=128, compute_dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    plain = nn.Linear(inputs, outputs)
+    layer = bnb.nn.Linear4bit(inputs, outputs, compute_dtype=compute_dtype, compress_statistics=False, quant_type="nf4")
+    layer.load_state_dict(plain.state_dict())
+    layer.to("cpu")
+    quantize.keep_as_loaded(layer)
+    layer.requires_grad_(False)
+    return layer, plain.weight.detach().numpy()
+
+
+def adapted(bnb, names=("default",), **settings):
+    """A LoRA layer over 4 bits, its factors not zero."""
+    layer, _ = layer_of(bnb)
+    lora = LoraLinear(layer)
+    for name in names:
+        lora.add(name, LoraSettings(**{"rank": 4, "alpha": 8.0, **settings}))
+        nn.init.normal_(lora.lora_B[name].weight, std=0.3)
+    lora.active = list(names)
+    return lora.train()
+
+
+def product(lora, x, *names):
+    """``x Wᵀ + b + Σ s x Aᵀ Bᵀ`` over the dequantised weight, in numpy."""
+    weight, bias = dense(lora.base_layer).numpy(), lora.base_layer.bias.float().numpy()
+    result = x.numpy() @ weight.T + bias
+    for name in names:
+        a, b = (factor.detach().numpy() for factor in lora.factors(name))
+        result = result + lora.settings[name].scaling * (x.numpy() @ a.T @ b.T)
+    return result
+
+
+def assert_close(tensor, expected, tolerance=1e-4):
+    np.testing.assert_allclose(tensor.detach().float().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_weights_of_4_bits_are_the_nearest_of_the_sixteen_numbers(bnb):
+    layer, weight = layer_of(bnb)
+    assert_close(dense(layer), nf4(weight), 1e-6)
+
+
+def test_a_model_is_quantised_while_it_is_loaded_but_for_its_head(bnb, tmp_path):
+    folder = wide_model(tmp_path / "model")
+    plain = load(folder).model.layers[0].mlp.up_proj.weight.detach().numpy()
+    for given, tolerance in (
+        ({"quantization_bit": 4, "double_quantization": False}, 1e-6),
+        ({"quantization_bit": 4}, 2e-3),  # the scales of the blocks have 8 bits
+    ):
+        model = load(folder, **given)
+        layer = model.model.layers[0].mlp.up_proj
+        assert type(layer).__name__ == "Linear4bit"
+        assert_close(dense(layer), nf4(plain), tolerance)
+        assert type(model.lm_head) is nn.Linear
+    eight = load(folder, quantization_bit=8).model.layers[0].mlp.up_proj
+    step = np.abs(plain).max(axis=1, keepdims=True) / 127
+    assert (np.abs(dense(eight).numpy() - plain) <= 0.6 * step).all()
+    fp4 = load(folder, quantization_bit=4, quantization_type="fp4").model.layers[0].mlp.up_proj
+    assert fp4.weight.quant_state.quant_type == "fp4"
+
+
+def test_lora_over_4_bits_is_the_formula_and_leaves_the_base(bnb):
+    lora, x = adapted(bnb), torch.randn(3, 5, 64)
+    before = lora.base_layer.weight.data.clone()
+    assert_close(lora(x), product(lora, x, "default"))
+    lora(x).square().sum().backward()
+    a, b = lora.factors("default")
+    assert a.grad.abs().sum() > 0
+    assert b.grad.abs().sum() > 0
+    with torch.no_grad():
+        a.sub_(0.1 * a.grad)
+    assert torch.equal(lora.base_layer.weight.data, before)
+
+
+def test_its_gradients_are_those_over_the_dequantised_weight(bnb):
+    lora, x = adapted(bnb), torch.randn(6, 64, requires_grad=True)
+    lora(x).square().sum().backward()
+    own = [x.grad.clone(), *(factor.grad.clone() for factor in lora.factors("default"))]
+    weight, bias = dense(lora.base_layer), lora.base_layer.bias
+    leaf = x.detach().clone().requires_grad_()
+    a, b = (factor.detach().clone().requires_grad_() for factor in lora.factors("default"))
+    (leaf @ weight.t() + bias + 2.0 * (leaf @ a.t() @ b.t())).square().sum().backward()
+    for found, expected in zip(own, (leaf.grad, a.grad, b.grad), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_disabled_it_is_the_base_alone(bnb):
+    lora, x = adapted(bnb), torch.randn(3, 64)
+    lora.is_disabled = True
+    assert torch.equal(lora(x), lora.base_layer(x))
+    assert_close(lora(x), product(lora, x))
+
+
+def test_adapters_that_are_active_add_up_and_missing_ones_are_passed_over(bnb):
+    lora, x = adapted(bnb, names=("one", "two")), torch.randn(3, 64)
+    lora.active = ["one", "two", "three"]
+    assert_close(lora(x), product(lora, x, "one", "two"))
+
+
+def test_each_row_goes_through_an_adapter_of_its_own(bnb):
+    lora, x = adapted(bnb, names=("one", "two")), torch.randn(3, 2, 64)
+    lora.rows = ["two", "__base__", "one"]
+    found = lora(x)
+    for row, names in zip(range(3), (("two",), (), ("one",)), strict=True):
+        assert_close(found[row], product(lora, x[row], *names))
+
+
+def test_the_factors_are_float32_and_the_output_has_the_format_of_its_input(bnb):
+    layer, _ = layer_of(bnb, compute_dtype=torch.bfloat16)
+    lora = LoraLinear(layer)
+    lora.add("default", LoraSettings(rank=4, alpha=8.0))
+    nn.init.normal_(lora.lora_B["default"].weight, std=0.3)
+    lora.active = ["default"]
+    x = torch.randn(3, 64).bfloat16()
+    assert lora.factors("default")[0].dtype == torch.float32
+    assert lora(x).dtype == torch.bfloat16
+    assert_close(lora(x), product(lora, x.float(), "default"), 0.05)
+
+
+def test_dora_over_4_bits_is_length_times_direction(bnb):
+    lora, x = adapted(bnb, use_dora=True), torch.randn(4, 64)
+    with torch.no_grad():
+        lora.lora_magnitude_vector["default"].weight.mul_(1.5)
+    a, b = (factor.detach().numpy() for factor in lora.factors("default"))
+    weight = dense(lora.base_layer).numpy() + 2.0 * b @ a
+    length = lora.lora_magnitude_vector["default"].weight.detach().numpy()
+    direction = weight / np.linalg.norm(weight, axis=1, keepdims=True)
+    expected = x.numpy() @ (length[:, None] * direction).T + lora.base_layer.bias.numpy()
+    assert_close(lora(x), expected, 1e-3)
+
+
+def test_a_merge_into_a_quantised_base_is_refused_with_the_remedy(bnb):
+    model = nn.ModuleDict({"layer": adapted(bnb)})
+    with pytest.raises(UserError, match="burnish export"):
+        merge_into_base(model)
+
+
+def test_an_evaluation_in_between_leaves_the_weights_as_they_were(bnb, tmp_path):
+    model = load(wide_model(tmp_path / "model"), quantization_bit=4)
+    ids = torch.arange(3, 20)[None]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        first = model.train()(ids).logits
+        model.eval()(ids)
+        again = model.train()(ids).logits
+    assert torch.equal(first, again)
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_parameters_of_4_bits_are_counted_as_numbers(bnb, tmp_path):
+    folder = wide_model(tmp_path / "model")
+    assert trainable_summary(load(folder, quantization_bit=4))[1] == trainable_summary(load(folder))[1]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_qlora_trains_and_goes_on_from_a_checkpoint_in_the_same_bits(bnb, tmp_path, monkeypatch, bits):
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    wide_model(tmp_path / "model")
+    given = make_user(
+        tmp_path, finetuning_type="lora", quantization_bit=bits, val_size=4, eval_strategy="steps", eval_steps=3,
+        save_strategy="steps", save_steps=5, learning_rate=1e-2,
+    )  # fmt: skip
+    assert main(["train", *as_words(given)]) == 0
+    whole = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    log = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    assert losses[-1] < losses[0]
+    given |= {"output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-5")}
+    assert main(["train", *as_words(given)]) == 0
+    resumed = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def options(**given):
+    return RunOptions(**{"model_name_or_path": "m", "finetuning_type": "lora", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"finetuning_type": "full"}, "finetuning_type: lora"),
+        ({"finetuning_type": "freeze"}, "finetuning_type: lora"),
+        ({"pissa_init": True}, "pissa_init"),
+        ({"train_from_scratch": True}, "train_from_scratch"),
+        ({"adapter_name_or_path": ["a", "b"]}, "burnish export"),
+        ({"adapter_name_or_path": ["a"], "create_new_adapter": True}, "burnish export"),
+    ],
+)
+def test_what_cannot_be_done_with_a_quantised_base_is_refused_with_the_remedy(monkeypatch, given, words):
+    monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
+    (problem,) = check_quantization(options(quantization_bit=4, **given))
+    assert words in str(problem)
+    assert not check_quantization(options(**given))
+
+
+def test_a_missing_library_is_said_with_its_extra(monkeypatch):
+    monkeypatch.setattr(quantize, "find_spec", lambda name: None)
+    (problem,) = check_quantization(options(quantization_bit=4))
+    assert "burnish[quantization]" in problem.remedy
+    config = {"quantization_config": {"quant_method": "gptq"}}
+    (problem,) = check_quantised_files(options(), config)
+    assert "gptqmodel" in str(problem)
+
+
+def test_files_that_are_quantised_already_are_not_quantised_again_nor_trained_whole(monkeypatch):
+    monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
+    config = SimpleNamespace(quantization_config={"quant_method": "awq"})
+    assert quantised_by(config) == "awq"
+    assert not check_quantised_files(options(), config)
+    assert "quantization_bit" in str(check_quantised_files(options(quantization_bit=4), config)[0])
+    assert "finetuning_type: lora" in str(check_quantised_files(options(finetuning_type="full"), config)[0])
+
+
+class PackedLinear(nn.Module):
+    """A layer as GPTQ's and AWQ's libraries make them: packed integers, no ``weight``."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.in_features, self.out_features, self.bias = inputs, outputs, None
+        self.register_buffer("qweight", torch.randint(-8, 8, (outputs, inputs), dtype=torch.int32))
+
+    def forward(self, x):
+        return x @ (self.qweight / 8).to(x.dtype).t()
+
+
+def test_lora_goes_over_a_packed_layer_of_any_library():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"proj": PackedLinear(6, 10)})
+    assert find_targets(model, ["all"])[0] == ["proj"]
+    lora, x = LoraLinear(model["proj"]), torch.randn(3, 6)
+    lora.add("default", LoraSettings(rank=2, alpha=4.0, use_dora=True))
+    lora.active = ["default"]
+    assert torch.equal(dense(model["proj"]), model["proj"].qweight / 8)
+    torch.testing.assert_close(lora(x), model["proj"](x))
+    nn.init.ones_(lora.lora_B["default"].weight)
+    assert not torch.allclose(lora(x), model["proj"](x))
