@@ -98,10 +98,9 @@ def test_a_block_moves_as_adamw_would_move_it():
     model, plain = Layered(), Layered()
     plain.load_state_dict(model.state_dict())
     ours = optimizer_of(model, weight_decay=0.1)
-    theirs = torch.optim.AdamW(
-        [{"params": [plain.layers[0].weight], "weight_decay": 0.1}, {"params": [plain.layers[0].bias], "weight_decay": 0.0}],
-        lr=1e-2,
-    )  # fmt: skip
+    layer = plain.layers[0]
+    groups = [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias], "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=1e-2)
     for _ in range(4):
         inputs = torch.randn(5, 4)
         for m, optimizer in ((model, ours), (plain, theirs)):

@@ -117,18 +117,18 @@ def test_a_part_that_is_missing_is_named(tmp_path):
         load(folder, run.parts)
 
 
-def test_a_failed_write_is_raised_and_leaves_what_was_there(tmp_path):
+def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_there(tmp_path, monkeypatch):
     run, _ = make_run(tmp_path)
     checkpoints = Checkpoints(tmp_path, in_background=True)
     checkpoints.save(1, run.parts)
     checkpoints.wait()
 
-    def full(folder):
+    def full(folder, step, fingerprints):
         raise OSError(28, "No space left on device")
 
-    checkpoints.write_extras = full
+    monkeypatch.setattr("burnish.core.checkpoint.write_manifest", full)
+    checkpoints.save(2, run.parts)
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(2, run.parts)
         checkpoints.wait()
     assert Checkpoints(tmp_path).newest()[0] == tmp_path / "checkpoint-1"
 

@@ -39,7 +39,8 @@ def test_the_update_does_not_depend_on_how_a_step_is_cut(tmp_path, batch_size, a
 def test_a_step_is_the_gradient_of_the_mean_over_its_items(tmp_path):
     run, options = make_run(
         tmp_path, dropout=0, per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=1,
-        optim="sgd", learning_rate=0.5, max_grad_norm=0, lr_scheduler_type="constant", train_sampling_strategy="sequential",
+        optim="sgd", learning_rate=0.5, max_grad_norm=0, lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
     )  # fmt: skip
     torch.manual_seed(options.seed)
     model = Regression(0)

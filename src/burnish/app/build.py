@@ -396,8 +396,7 @@ def clear(folder: Path) -> None:
     """Remove an earlier run's checkpoints and log, which ``overwrite_output_dir`` asks for."""
     for path in Checkpoints(folder).all():
         shutil.rmtree(path)
-    for name in ("trainer_log.jsonl", "trainer_state.json", "train_results.json", "all_results.json", "eval_results.json",
-                 "traceback.txt"):  # fmt: skip
+    for name in ("trainer_log.jsonl", "trainer_state.json", "traceback.txt", *folder.glob("*_results.json")):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -67,7 +67,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global generator of this process: Python's, numpy's if it is loaded, torch's on each device."""
+    """The state of every global generator of this process: Python's, numpy's if it is loaded, torch's."""
     import random
     import sys
 
