@@ -7,9 +7,6 @@ handed in ``sft_setup.py``.
 
 from __future__ import annotations
 
-import copy
-import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,28 +15,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.processing_utils import ProcessorMixin
 from transformers.utils import logging
 
 from burnish.core.types import IGNORE_INDEX, Batch
 from burnish.engine.base import set_seed
-from burnish.hf.loaders import is_datasets_set
 from burnish.hf.saving import is_peft_model
+from burnish.hf.sft_checks import (
+    check_objective,
+    check_sets,
+    learns_completions,
+    refuse_images,
+    skips_preparation,
+    with_old_arguments,
+)
 from burnish.hf.sft_collator import DataCollatorForLanguageModeling
 from burnish.hf.sft_config import SFTConfig
 from burnish.hf.sft_loss import Learned, sums_of_logits, sums_without_logits
 from burnish.hf.sft_masks import AssistantMasks
-from burnish.hf.sft_rows import Preparation, column_names, first_row, is_conversational, is_from_value
+from burnish.hf.sft_rows import Preparation, column_names, first_row
 from burnish.hf.sft_setup import (
     attach_peft,
     finish_peft,
-    load_model,
-    load_processing_class,
+    ready_model,
     select_what_is_kept,
-    set_eos,
     set_pad,
     sft_arguments,
-    take_chat_template,
     tokenizer_of,
 )
 from burnish.hf.trainer import Trainer
@@ -49,15 +49,6 @@ from burnish.ops.cross_entropy import TokenLoss, TokenSums
 from burnish.ops.probe import Head, causal_lm, find_head
 
 logger = logging.get_logger("transformers.trainer")
-
-_OLD_ARGUMENTS = {
-    "max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing",
-    "eval_packing": "eval_packing", "dataset_num_proc": "dataset_num_proc", "dataset_kwargs": "dataset_kwargs",
-    "model_init_kwargs": "model_init_kwargs", "neftune_noise_alpha": "neftune_noise_alpha",
-}  # fmt: skip
-"""What the constructor once took -> the field of ``SFTConfig`` that says it today."""
-
-_OLD_WITHOUT_EFFECT = ("dataset_batch_size", "num_of_sequences", "chars_per_token")
 
 
 class SFTTrainer(Trainer):
@@ -92,45 +83,22 @@ class SFTTrainer(Trainer):
         peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
     ) -> None:  # fmt: skip
         args = sft_arguments(args, model)
-        args, processing_class = _with_old_arguments(args, processing_class, old)
+        args, processing_class = with_old_arguments(args, processing_class, old)
         check_sets(train_dataset, args)
         select_what_is_kept(args)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
-        if isinstance(model, str):
-            model = load_model(model, args, quantization_config)
-        else:
-            for name, value in (
-                ("model_init_kwargs", args.model_init_kwargs),
-                ("quantization_config", quantization_config),
-            ):
-                if value is not None:
-                    logger.warning(f"`{name}` is ignored: the model is made already.")
-        if processing_class is None:
-            processing_class = load_processing_class(model, args)
-        tokenizer = tokenizer_of(processing_class)
-        if args.eos_token is not None:
-            set_eos(model, processing_class, args.eos_token)
-        added = []
-        if args.chat_template_path is not None:
-            added = take_chat_template(model, processing_class, args.chat_template_path)
+        model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         sample = first_row(train_dataset)
         refuse_images(sample, processing_class)
         if peft_config is not None:
             model = attach_peft(model, peft_config, added)
+        self.completion_only_loss = learns_completions(args, sample)
         check_objective(args, sample, data_collator, compute_loss_func, formatting_func)
-        self.completion_only_loss = args.completion_only_loss
-        if self.completion_only_loss is None:
-            self.completion_only_loss = "prompt" in sample and "completion" in sample
-        if self.completion_only_loss and formatting_func and not skips_preparation(args):
-            raise ValueError(
-                "A formatting function was provided while `completion_only_loss=True`, which is incompatible: it makes "
-                "one text of a row, in which there is no completion. Apply the function before, or set "
-                "`completion_only_loss=False`."
-            )
         self.padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
         if data_collator is None:
             data_collator = self._own_collator(model, processing_class, args)
         self._skip_prepare_dataset = skips_preparation(args)
+        tokenizer = tokenizer_of(processing_class)
         self._prepare = Preparation(
             tokenizer, args, self.completion_only_loss, self._masks(tokenizer, args), formatting_func
         )
@@ -379,89 +347,7 @@ class WithLearned:
         return batch
 
 
-# --- what the constructor refuses -------------------------------------------------------------------------------------
-
-
-def _with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, Any]) -> tuple[SFTConfig, Any]:
-    """Old names of the constructor led to where they are said today; one warning names them all."""
-    unknown = [name for name in old if name not in (*_OLD_ARGUMENTS, *_OLD_WITHOUT_EFFECT, "tokenizer")]
-    if unknown:
-        raise TypeError(f"SFTTrainer.__init__() got an unexpected keyword argument {unknown[0]!r}")
-    if not old:
-        return args, processing_class
-    today = {name: f"SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
-    today |= {"tokenizer": "processing_class="} if "tokenizer" in old else {}
-    today |= {name: "nothing; it has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
-    warnings.warn(
-        "SFTTrainer takes these under other names today: " + ", ".join(f"`{a}` is {b}" for a, b in today.items()) + ".",
-        FutureWarning,
-        stacklevel=3,
-    )
-    args = copy.copy(args)
-    for name, field in _OLD_ARGUMENTS.items():
-        if old.get(name) is not None:
-            setattr(args, field, old[name])
-    return args, old.get("tokenizer") if processing_class is None else processing_class
-
-
-def check_sets(train_dataset: Any, args: SFTConfig) -> None:
-    if train_dataset is None:
-        raise ValueError("`train_dataset` is required")
-    datasets = sys.modules.get("datasets")
-    if not is_datasets_set(train_dataset) and (
-        datasets is None or not isinstance(train_dataset, datasets.IterableDataset)
-    ):
-        raise TypeError(
-            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
-        )
-
-
-def refuse_images(sample: dict[str, Any], processing_class: Any) -> None:
-    if not ("image" in sample or "images" in sample):
-        return
-    if not isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
-            "not seem to be a vision-language model. Please check your model and dataset."
-        )
-    raise ValueError("Data sets with images are not part of burnish's SFTTrainer.")
-
-
-def check_objective(
-    args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any
-) -> None:
-    """What of the arguments does not go together, or not with the data."""
-    is_flat = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
-    if is_flat and data_collator is not None:
-        raise ValueError("Passing a custom data collator is not supported when using padding-free.")
-    if args.padding_free and args.per_device_train_batch_size == 1 and not args.packing:
-        logger.warning(
-            "`padding_free` saves nothing with a per_device_train_batch_size of 1: a row alone is not padded."
-        )
-    if args.assistant_only_loss and not (is_conversational(sample) or is_from_value(sample)):
-        raise ValueError(
-            "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
-            "for conversational datasets."
-        )
-    if is_flat and not args.packing and args.max_length is not None:
-        raise ValueError(
-            "When `padding_free=True` without packing, `max_length` is not enforced. Either enable packing (e.g., "
-            "`packing=True, packing_strategy='bfd'`), provide already truncated inputs, or set `max_length=None`."
-        )
-    if args.loss_type not in ("nll", "dft"):
-        raise ValueError(f"Invalid `loss_type` {args.loss_type} passed. Supported values are 'nll' and 'dft'.")
-    if args.loss_type == "dft" and compute_loss_func is not None:
-        raise ValueError(
-            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, and both say what "
-            "the loss is. Leave one of them out."
-        )
-
-
 def has_virtual_tokens(model: Any) -> bool:
     """Whether a learned prompt stands before the ids (prompt tuning, p-tuning); a prefix stands in the cache."""
     config = getattr(model, "active_peft_config", None) if is_peft_model(model) else None
     return bool(config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING")
-
-
-def skips_preparation(args: SFTConfig) -> bool:
-    return bool(isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"))

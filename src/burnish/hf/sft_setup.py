@@ -69,6 +69,29 @@ def model_id(model: Any) -> str:
     return str(getattr(model.config, "_name_or_path", None) or type(model).__name__)
 
 
+def ready_model(
+    model: Any, args: SFTConfig, processing_class: Any, quantization_config: Any
+) -> tuple[Any, Any, list[int]]:
+    """The model and what encodes for it, loaded where they are not there yet, with eos and chat template as asked.
+
+    Returns:
+        model, tokenizer or processor, and the ids of tokens that came with a chat template.
+    """
+    if isinstance(model, str):
+        model = load_model(model, args, quantization_config)
+    else:
+        given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        for name in [name for name, value in given.items() if value is not None]:
+            logger.warning(f"`{name}` is ignored: the model is made already.")
+    if processing_class is None:
+        processing_class = load_processing_class(model, args)
+    tokenizer_of(processing_class)  # refuses what is none
+    if args.eos_token is not None:
+        set_eos(model, processing_class, args.eos_token)
+    path = args.chat_template_path
+    return model, processing_class, take_chat_template(model, processing_class, path) if path is not None else []
+
+
 def load_model(name: str, args: SFTConfig, quantization_config: Any) -> Any:
     """The model of that name or folder, in the class that its config names, in float32 unless told otherwise."""
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
