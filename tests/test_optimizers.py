@@ -280,6 +280,7 @@ def test_optim_args_are_read_where_transformers_users_write_them():
     ("given", "words"),
     [
         ({"use_galore": True, "use_apollo": True}, "two optimizers"),
+        ({"use_galore": True, "finetuning_type": "lora"}, "finetuning_type: full"),
         ({"use_galore": True, "optim": "sgd"}, 'optim "sgd"'),
         ({"use_apollo": True, "optim": "adafactor"}, 'optim "adafactor"'),
     ],

@@ -26,7 +26,7 @@ from burnish.adapters.lora_model import merge_into_base
 from burnish.app.absent import take_absent
 from burnish.app.modelfile import modelfile
 from burnish.app.plan import RunOptions, aliases
-from burnish.core.errors import Problem
+from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given, build, raise_if, specs
 from burnish.core.types import Example, Message
 from burnish.data.rows import Template
@@ -60,7 +60,7 @@ def export(given: Mapping[str, Given]) -> Path:
     options = export_options(given)
     adapters = adapter_folders(options)
     config = load_config(options)
-    raise_if(problems_of_base(options, config, adapters))
+    raise_if(problems_of_adapters(options, config, adapters))
     notes: list[str] = []
     tokenizer, options = tokenizer_of(options, adapters, notes)
     template = load_template(options, tokenizer, LONG_ENOUGH)
@@ -90,7 +90,7 @@ def export_options(given: Mapping[str, Given]) -> Any:
     present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options)]
-    problems += [] if problems else check_model(options)
+    problems += [] if problems else quantised_base(options) or check_model(options)
     if not problems:
         folders = [find_source(options.model_name_or_path, options).folder, *adapter_folders(options)]
         problems += problems_of_export(options, [folder for folder in folders if folder is not None])
@@ -98,20 +98,28 @@ def export_options(given: Mapping[str, Given]) -> Any:
     return options
 
 
-def problems_of_base(options: Any, config: Any, adapters: Sequence[Path]) -> list[Problem]:
-    """A quantised base, or adapters that do not fit it. No weight is read."""
-    method = is_quantised(options, config)
-    if method:
-        what = "an adapter cannot be merged into it" if adapters else "its weights cannot be written as numbers again"
-        return [
-            Problem(
-                f"the base model is quantised ({method}): {what}.",
-                where=str(options.model_name_or_path),
-                remedy="Leave quantization_bit out, so that the adapter is merged into the model as it was before."
-                if options.quantization_bit
-                else "Set model_name_or_path to the model that was quantised, in full precision.",
-            )
-        ]
+def quantised_base(options: Any) -> list[Problem]:
+    """A problem where the base is quantised, or would be while it is loaded."""
+    try:
+        method = is_quantised(options, load_config(options))
+    except UserError:
+        return []  # check_model says what is wrong with it
+    if not method:
+        return []
+    what = "an adapter cannot be merged into it" if options.adapter_name_or_path else "it stays as it is"
+    return [
+        Problem(
+            f"the base model is quantised ({method}): {what}.",
+            where=str(options.model_name_or_path),
+            remedy="Leave quantization_bit out, so that the adapter is merged into the model as it was before."
+            if options.quantization_bit
+            else "Set model_name_or_path to the model that was quantised, in full precision.",
+        )
+    ]
+
+
+def problems_of_adapters(options: Any, config: Any, adapters: Sequence[Path]) -> list[Problem]:
+    """Adapters that do not fit the base. No weight is read."""
     if options.finetuning_type == "peft":
         return []  # peft checks its own
     model = meta_model(config, options.trust_remote_code)

@@ -83,6 +83,13 @@ def check_low_rank(options: Any) -> list[Problem]:
         problems.append(Problem(f'"{switches[0]}" and "{switches[1]}" are two optimizers; set one of them.'))
     if options.use_galore or options.use_apollo:
         problems += _check_within(options)
+        if options.finetuning_type == "lora":
+            problems.append(
+                Problem(
+                    f'"{switches[0]}" projects whole matrices, and "finetuning_type" lora trains ones of low rank.',
+                    remedy=f"Set finetuning_type: full, or leave {switches[0]} out.",
+                )
+            )
     return problems
 
 
