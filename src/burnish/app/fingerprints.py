@@ -18,7 +18,8 @@ from burnish.models.fingerprint import base_fingerprint
 
 _KNOWN_BY_CONTENT_OR_HARMLESS = frozenset(
     {"DataOptions", "TemplateOptions", "LearnOptions", "EncodingOptions", "ModelOptions", "ReportOptions",
-     "CheckpointOptions", "FlowOptions", "EarlyStoppingOptions", "TaskOptions"}
+     "CheckpointOptions", "FlowOptions", "EarlyStoppingOptions", "TaskOptions", "GenerationOptions",
+     "MetricOptions", "ExportOptions"}
 )  # fmt: skip
 _HARMLESS = frozenset(
     {"per_device_eval_batch_size", "logging_nan_inf_filter", "on_non_finite", "engine", "gradient_checkpointing",
