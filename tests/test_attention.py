@@ -9,7 +9,7 @@ from burnish.models.attention import Layout, lay_flat
 from burnish.ops import attention
 from burnish.ops.attention import Scores, flat_attention, masked_attention
 from burnish.ops.probe import find_head, isolates_sequences
-from tiny_models import tiny
+from tiny_shapes import tiny
 
 LENGTHS = [5, 1, 140, 33]
 

@@ -238,7 +238,7 @@ def test_two_processes_take_the_steps_of_one(folder_of_two):
 def two_ranks_of_a_language_model(folder):
     from burnish.data.stream import _blank
     from test_objective import cut, fitted, rows
-    from tiny_models import tiny
+    from tiny_shapes import tiny
 
     engine = create_engine(options(ddp_backend="gloo"))
     objective, module = fitted(model := tiny("qwen2"))
@@ -257,7 +257,7 @@ def two_ranks_of_a_language_model(folder):
 
 def test_two_processes_make_the_gradients_of_one_on_a_language_model(folder_of_two):
     from test_objective import gradients, rows
-    from tiny_models import tiny
+    from tiny_shapes import tiny
 
     theirs = torch.load(folder_of_two / "gradients.pt")
     _, ours = gradients(tiny("qwen2"), [rows(6)])

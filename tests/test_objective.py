@@ -15,7 +15,7 @@ from burnish.models.attention import lay_flat
 from burnish.objectives.base import OBJECTIVES
 from burnish.objectives.lm import LmOptions, PretrainObjective, SftObjective, learned_positions
 from burnish.objectives.neftune import sequence_lengths
-from tiny_models import tiny
+from tiny_shapes import tiny
 
 Options = union("Options", LmOptions, BatchingOptions)
 

@@ -1,47 +1,85 @@
-"""Language models of two small layers, with random weights and without dropout, by family."""
+"""Causal language models small enough to be made in a test, one of each shape that burnish has to get along with."""
 
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-GPT = {
-    "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
-BLOOM = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
-EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
+VOCABULARY = 64
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA = {**_COMMON, "intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64, "head_dim": 8}
 
-FAMILIES = {
-    "llama": SIZES,
-    "qwen2": {**SIZES, "tie_word_embeddings": True},
-    "qwen3": {**SIZES, "head_dim": 8},
-    "gemma2": {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
-    "gemma3_text": {**SIZES, "head_dim": 8, "sliding_window": 4},
-    "mistral": {**SIZES, "sliding_window": 4},
-    "phi3": SIZES,
-    "phi": SIZES,
-    "gpt2": {**GPT, "n_positions": 256},
-    "gpt_neox": {name: value for name, value in SIZES.items() if name != "num_key_value_heads"},
-    "opt": {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
-    "cohere": SIZES,
-    "granite": {**SIZES, "logits_scaling": 4.0},
-    "mixtral": {**SIZES, **EXPERTS, "num_local_experts": 4},
-    "qwen3_moe": {**SIZES, **EXPERTS, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
-    "gpt_oss": {**SIZES, **EXPERTS, "head_dim": 8, "num_local_experts": 4, "sliding_window": 4},
-    "stablelm": SIZES,
-    "gptj": {**GPT, "n_positions": 256, "rotary_dim": 4},
-    "bloom": BLOOM,
-    "falcon": BLOOM,
-    "mamba": {**BLOOM, "state_size": 4},
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_LLAMA),
+    "qwen2": lambda: Qwen2Config(**_LLAMA, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**_LLAMA),
+    "gemma": lambda: GemmaConfig(**_LLAMA),
+    "gemma2": lambda: Gemma2Config(**_LLAMA),
+    "mistral": lambda: MistralConfig(**_LLAMA),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON, intermediate_size=24, max_position_embeddings=64),
+    "bloom": lambda: BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    ),
+    "phi": lambda: PhiConfig(**_COMMON, intermediate_size=24, max_position_embeddings=64),
 }
 
 
-def tiny(family="llama", dtype=torch.float32, seed=0, **changes):
-    """A model of that family in training mode; ``changes`` to its config."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def mixtral_config() -> MixtralConfig:
+    """A mixture of experts, whose file has other tensors than its memory."""
+    return MixtralConfig(**_LLAMA, num_local_experts=2, num_experts_per_tok=1)
 
+
+def tiny_model(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
+    """A model of the family with random weights from ``seed``, in evaluation mode."""
+    config = CONFIGS[family]() if family in CONFIGS else mixtral_config()
+    for name, value in changes.items():
+        setattr(config, name, value)
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def token_ids(rows: int = 2, length: int = 6, seed: int = 0) -> torch.Tensor:
+    """(rows, length) random token ids."""
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_tokenizer(**special):
+    """A tokenizer of as many words as the tiny models have rows; with an end, a beginning and padding unless told."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 4))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    known = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **special}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{k: v for k, v in known.items() if v is not None})
+
+
+def saved_model(folder, family: str = "llama", tokenizer=None, **changes):
+    """A folder with a tiny model and tokenizer in it, as they are published."""
+    tiny_model(family, **changes).save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+    return folder

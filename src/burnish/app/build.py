@@ -22,30 +22,31 @@ import torch
 
 from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_precision, trainable_summary
 from burnish.adapters.lora import learning_rates
+from burnish.app.callbacks import callbacks_of
+from burnish.app.checks import step_notes
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
+from burnish.app.resources import check_disk, sizes_of
 from burnish.core.checkpoint import Checkpoints, RngState, compare_fingerprints, load, load_state, only_writer
-from burnish.core.early_stopping import early_stopping_callbacks
 from burnish.core.errors import Problem, UserError
-from burnish.core.events import CallbackHandler, DefaultFlowCallback
-from burnish.core.loop import TrainOutput, evaluate, evaluate_all, train
+from burnish.core.events import CallbackHandler
+from burnish.core.loop import TrainOutput, evaluate, evaluate_all, switch, train
 from burnish.core.manifest import read_manifest
 from burnish.core.meter import Meter
 from burnish.core.options import raise_if
 from burnish.core.schedule import StepPlan, check_curve, plan_steps
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.core.state import STATE_NAME, TrainerControl, TrainerState
 from burnish.core.types import Engine, Example, Row, Run
 from burnish.data.batching import collator, lengths_of, packed, packs_rows, splits_rows
 from burnish.data.prepare import prepare as prepare_rows
 from burnish.data.rows import Template
-from burnish.data.sources import load_datasets
+from burnish.data.sources import DataSets, load_datasets
 from burnish.data.stream import Cut, EvalBatches, RowStream
 from burnish.data.tally import Tally
 from burnish.data.templates import fit_tokenizer, load_template
 from burnish.engine.base import create_engine, set_seed
-from burnish.engine.options import engine_notes
 from burnish.models.attention import Layout, lay_flat
 from burnish.models.check import check_model
 from burnish.models.load import check_context, load_config, load_model, meta_model, raise_if_not_finite
@@ -56,12 +57,10 @@ from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
 from burnish.report.card import CardFacts, write_card
 from burnish.report.console import note, set_log_levels, warn
-from burnish.report.jsonl import JsonlCallback
 from burnish.report.options import counts_tokens
 from burnish.report.plots import plot_history
-from burnish.report.progress import RunFacts, progress_callback
+from burnish.report.progress import RunFacts
 from burnish.report.results import parameters_without_embeddings, save_metrics, save_state
-from burnish.report.trackers import tracker_callbacks
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,8 @@ def train_run(plan: Plan) -> Result:
         found = checkpoint_to_resume(plan)
         if found is None and options.overwrite_output_dir:
             clear(folder)
-        if found is not None and is_finished(folder, found, prepared.steps):
-            note(f"{folder} holds this run, finished at step {prepared.steps.max_steps}: there is nothing to do.")
+        if found is not None and is_finished(folder, prepared.steps):
+            note(f"{folder} holds this run, finished at step {load_state(folder).global_step}: there is nothing to do.")
             return Result(None, folder)
         run = assemble(plan, prepared, engine, found, [interrupt])
         if found is not None:
@@ -132,30 +131,45 @@ def prepare(plan: Plan) -> Prepared:
     """Records become rows, and everything that can be refused is refused. Reads no weight and writes no file but the
     cache of encoded rows."""
     options, tally = plan.options, Tally()
-    notes = engine_notes(options)
+    notes: list[str] = []
     set_seed(options.seed, options.full_determinism)
-    raise_if(check_model(options))
+    sets = load_data(options, tally)
     config = load_config(options, options.cutoff_len, notes)
     tokenizer = load_tokenizer(options, notes)
     template = load_template(options, tokenizer)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
-    raise_if(check_vocabulary(tokenizer, config, options))
-    raise_if(check_adapter(options, config))
+    raise_if([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config)])
 
-    sets = load_datasets(options, options.seed, tally)
-    notes += sets.notes
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     rows = encode(sets.train, objective, tally, options)
     eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
     if not len(rows) and options.do_train:
         raise UserError(nothing_to_learn(tally, options))
     longest = max((length for some in (rows, *eval_rows.values()) for length in row_lengths(some)), default=0)
-    raise_if(check_context(config, longest))
     steps = plan_steps(options, len(rows), plan.world_size)
-    raise_if(check_curve(options, steps.max_steps))
+    sizes = sizes_of(options, config)
+    raise_if(
+        [
+            *check_context(config, longest),
+            *check_curve(options, steps.max_steps),
+            *check_disk(options, config, sizes, steps),
+        ]
+    )
+    notes += [*sets.notes, *step_notes(options, steps)]
     fingerprints = fingerprints_of(plan, sets.fingerprint, template.fingerprint, steps)
     return Prepared(tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes)
+
+
+def load_data(options: Any, tally: Tally) -> DataSets:
+    """The data sets; what is wrong with them is said together with what is wrong with the model's files."""
+    problems = check_model(options)
+    try:
+        sets = load_datasets(options, options.seed, tally)
+    except UserError as error:
+        raise UserError([*problems, *error.problems]) from error
+    raise_if(problems)
+    return sets
 
 
 def encode(
@@ -213,6 +227,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     fit_vocabulary(model, prepared.tokenizer, options, prepared.notes)
     model = adapter.attach(model)
     set_precision(model, trainable_dtype(options, model))
+    model.to(engine.device)  # before the optimizer, which may keep copies of weights
     for sentence in (*adapter.notes, *parameter_lines(model, options)):
         note(sentence)
     objective = prepared.objective
@@ -239,16 +254,14 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     state.compute_steps(options, steps.max_steps)
     trainable, total = trainable_summary(model)
     facts = RunFacts(
-        len(prepared.rows), options.num_train_epochs, options.per_device_train_batch_size, accumulation,
-        engine.world_size, steps.max_steps, trainable, total,
+        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs),
+        options.per_device_train_batch_size, accumulation, engine.world_size, steps.max_steps, trainable, total,
     )  # fmt: skip
     control = TrainerControl()
     handler = CallbackHandler(
-        [DefaultFlowCallback(), *early_stopping_callbacks(options),
-         *tracker_callbacks(options.report_to, options.logging_dir), JsonlCallback(folder), *callbacks,
-         progress_callback(options, facts)],
-        options, state, control, model=model, processing_class=prepared.tokenizer, optimizer=optimizer,
-        lr_scheduler=scheduler, train_dataloader=stream, eval_dataloader=None,
+        callbacks_of(options, facts, callbacks), options, state, control, model=model,
+        processing_class=prepared.tokenizer, optimizer=optimizer, lr_scheduler=scheduler, train_dataloader=stream,
+        eval_dataloader=None,
     )  # fmt: skip
     meter = Meter(engine.device, options.logging_nan_inf_filter)
     eval_sets = {
@@ -361,9 +374,11 @@ def checkpoint_to_resume(plan: Plan) -> Path | None:
     return found
 
 
-def is_finished(folder: Path, found: Path, steps: StepPlan) -> bool:
-    """Whether the run in ``folder`` has done its steps and written its results."""
-    return load_state(found).global_step >= steps.max_steps and (folder / "train_results.json").is_file()
+def is_finished(folder: Path, steps: StepPlan) -> bool:
+    """Whether the run in ``folder`` has come to its end, by its last step or early, and written its results."""
+    if not ((folder / "train_results.json").is_file() and (folder / STATE_NAME).is_file()):
+        return False
+    return load_state(folder).max_steps >= steps.max_steps
 
 
 def resume(run: Run, plan: Plan, prepared: Prepared, found: Path) -> None:
@@ -396,8 +411,9 @@ def clear(folder: Path) -> None:
     """Remove an earlier run's checkpoints and log, which ``overwrite_output_dir`` asks for."""
     for path in Checkpoints(folder).all():
         shutil.rmtree(path)
-    for name in ("trainer_log.jsonl", "trainer_state.json", "traceback.txt", *folder.glob("*_results.json")):
-        (folder / name).unlink(missing_ok=True)
+    for pattern in ("trainer_log.jsonl", "trainer_state.json", "traceback.txt", "*_results.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 # --- finish -----------------------------------------------------------------------------------------------------------
@@ -407,6 +423,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     """The model, the figures and the pictures, in ``output_dir``."""
     options, folder = plan.options, Path(plan.options.output_dir)
     results: dict[str, float] = {}
+    switch(run, is_training=False)  # a schedule-free optimizer keeps other weights for use than for training
     if run.engine.rank == 0 and output is not None:
         model_state = run.parts["model"]
         assert isinstance(model_state, ModelState)

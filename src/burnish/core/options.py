@@ -304,7 +304,7 @@ def _bool(raw: Any) -> bool:
 
 
 def _int(raw: Any) -> int:
-    if isinstance(raw, bool):
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError
     if isinstance(raw, float) and not raw.is_integer():
         raise ValueError

@@ -13,6 +13,7 @@ taken apart again. (LLaMA-Factory's plain ``packing`` lets documents attend to e
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -225,7 +226,8 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         Indices into ``lengths``, a list per pack, in an order that depends on the lengths alone.
     """
     packs: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # free room -> packs that have it
+    # Free room -> the packs that have it, oldest first.
+    with_room: list[deque[int]] = [deque() for _ in range(capacity + 1)]
     rooms = 0  # bit r is set where some pack has r tokens free
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
         length = lengths[index]
@@ -234,7 +236,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         fitting = rooms >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
         if fitting:
-            chosen = with_room[room].pop()
+            chosen = with_room[room].popleft()  # the oldest of equals, as TRL's bfd takes it
             rooms &= ~(0 if with_room[room] else 1 << room)
         else:
             chosen = len(packs)

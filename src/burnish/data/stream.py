@@ -10,6 +10,7 @@ Out: ``Group``s. A rank that the last, incomplete group leaves without items get
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,14 @@ class StreamOptions:
     dataloader_prefetch_factor: int | None = option(None, "Micro-batches each of them keeps ready.", ge=1)
     dataloader_pin_memory: bool = option(True, "Page-locked memory for the way to a GPU.")
     dataloader_persistent_workers: bool = option(False, "Keep those processes between epochs.")
+
+
+def stream_notes(options: StreamOptions) -> list[str]:
+    """What is done other than asked."""
+    asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
+    if asked <= cores:
+        return []
+    return [f'"dataloader_num_workers" is {asked}; this machine has {cores} cores, so {cores} are used.']
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,7 @@ class RowStream:
                 self.items,  # type: ignore[arg-type]
                 batch_sampler=parts,  # type: ignore[arg-type]
                 collate_fn=self.collate,
-                num_workers=self.options.dataloader_num_workers,
+                num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
                 prefetch_factor=self.options.dataloader_prefetch_factor,
                 generator=torch.Generator(),  # its own, so that the global one is not drawn from
             )

@@ -12,9 +12,23 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from burnish.core.errors import Problem
 from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, arguments_of
 
 LIBRARY = "schedulefree"
+
+
+def check_schedule_free(options: Any) -> list[Problem]:
+    """The best checkpoint holds the weights of training, not the average that was evaluated."""
+    if not (options.optim.startswith("schedule_free") and options.load_best_model_at_end):
+        return []
+    return [
+        Problem(
+            f'"load_best_model_at_end" cannot be had with optim "{options.optim}".',
+            why="Its checkpoints hold the weights it trains at; the average that was evaluated is made of later steps.",
+            remedy="Leave load_best_model_at_end out: the run ends with the average.",
+        )
+    ]
 
 
 @OPTIMIZERS.register("schedule_free_adamw", library=LIBRARY)
