@@ -25,9 +25,10 @@ OPPOSITES = tuple(
 
 ONE_IN = 8  # the share of problems that is held out
 COUNTS = {"two": 2, "three": 3}
-IDLE_WORDS = (
-    "the of is to in it and with for word this which number letter what name say"
-).split()  # fmt: skip
+IDLE_WORDS = [
+    "the", "of", "is", "to", "in", "it", "and", "with", "for", "word", "this", "which", "number", "letter", "what",
+    "name", "say",
+]  # fmt: skip
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
