@@ -121,21 +121,15 @@ class Stateful(Protocol):
 
 
 class Objective(Protocol):
-    """What is learned."""
-
-    def encode(self, examples: Sequence[Example]) -> list[Row | None]:
-        """Rows of a batch of examples, None where an example gives nothing to learn."""
-        ...
-
-    def collate(self, rows: Sequence[Row]) -> Batch:
-        """One micro-batch on the CPU."""
-        ...
+    """What is learned, as the loop asks it. How examples become rows and batches is said in ``objectives/base.py``."""
 
     def weight(self, batch: Batch) -> Tensor:
         """() the items of the batch that share the step's mean: label-bearing tokens, pairs, ..."""
         ...
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss: ...
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """Of one micro-batch, as a sum over those items."""
+        ...
 
 
 class Engine(Protocol):
