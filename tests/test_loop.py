@@ -206,3 +206,27 @@ def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
     run.state.global_step = 1
     assert not remember_best(run, {"eval_loss": math.nan}, options)
     assert remember_best(run, {"eval_loss": 2.0}, options)
+
+
+def test_a_strangers_callback_finds_the_checkpoint_whole_on_save(tmp_path):
+    from burnish.core.manifest import faults
+
+    found = []
+
+    class Upload(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            found.append(faults(tmp_path / f"checkpoint-{state.global_step}"))
+
+    run, options = make_run(tmp_path, [Upload()], model=Regression(width=20000), save_steps=2, max_steps=6)
+    train(run, options)
+    assert found == [[], [], []]
+
+
+def test_a_metric_that_no_evaluation_gives_is_refused_with_those_there_are(tmp_path):
+    from burnish.core.errors import UserError
+
+    run, options = make_run(
+        tmp_path, eval_rows=4, eval_strategy="steps", eval_steps=1, metric_for_best_model="acuracy", max_steps=2
+    )
+    with pytest.raises(UserError, match=r"eval_acuracy.*\n.*eval_abs_error"):
+        train(run, options)

@@ -53,6 +53,12 @@ class MissingExtraError(UserError):
         )
 
 
+class MissingMetricError(UserError, KeyError):
+    """The metric that was to decide which evaluation is best is not among those of the evaluation."""
+
+    __str__ = Exception.__str__  # KeyError's would put the sentence into quotes
+
+
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; the weights are those of the last finite step."""
 

@@ -177,6 +177,13 @@ class CallbackHandler:
                 found.append(type(callback).__name__)
         return found
 
+    def strangers(self, event: str) -> list[str]:
+        """Those of ``listeners`` that are not burnish's own."""
+        ours = {
+            type(callback).__name__ for callback in self.callbacks if type(callback).__module__.startswith("burnish.")
+        }
+        return [name for name in self.listeners(event) if name not in ours]
+
     def state_dict(self) -> dict[str, Any]:
         """``{class name: {"args": ..., "attributes": ...}}`` of the callbacks that keep a state (transformers'
         ``ExportableState``); a list where two share a class."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from burnish.core.checkpoint import load_part
 from burnish.core.early_stopping import is_higher_better, metric_name
-from burnish.core.errors import NonFiniteError
+from burnish.core.errors import MissingMetricError, NonFiniteError, Problem
 from burnish.core.meter import Clock, Totals
 from burnish.core.options import option
 from burnish.core.types import Batch, Group, Loss, Run
@@ -203,7 +203,12 @@ def remember_best(run: Run, metrics: dict[str, float], options: Any) -> bool:
         return False
     name = metric_name(options)
     if name not in metrics:
-        raise KeyError(f'metric_for_best_model "{name}" is not among the metrics of the evaluation: {sorted(metrics)}.')
+        raise MissingMetricError(
+            Problem(
+                f'metric_for_best_model "{name}" is not among the metrics of the evaluation.',
+                remedy=f"There are: {', '.join(sorted(metrics))}.",
+            )
+        )
     value, best = metrics[name], run.state.best_metric
     if best is not None and not (value > best if is_higher_better(options) else value < best):
         return False
@@ -221,6 +226,8 @@ def save(run: Run) -> None:
         run.state.best_model_checkpoint = str(folder)
     run.state.stateful_callbacks = run.callbacks.state_dict()
     run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint)
+    if run.callbacks.strangers("on_save"):
+        run.checkpoints.wait()  # someone else's callback may read or upload the folder
     run.callbacks.fire("on_save")
 
 
