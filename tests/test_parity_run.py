@@ -1,0 +1,69 @@
+"""``burnish train`` beside transformers' Trainer: same model, rows, order and seed, fifty steps, float32."""
+
+import json
+
+import pytest
+import torch
+from small_run import as_words, make_user
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from burnish.app.build import prepare
+from burnish.app.config import read_arguments
+from burnish.app.plan import plan
+from burnish.cli import main
+from burnish.data.batching import collate_padded
+
+CASES = {
+    "plain": {},
+    "accumulated, the last group not full": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
+    "cosine with warm-up and decay": {"lr_scheduler_type": "cosine", "warmup_steps": 7, "weight_decay": 0.1},
+    "clipped hard": {"max_grad_norm": 0.05},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+}
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def theirs(given, folder, rows):
+    """The losses and the model of transformers' Trainer."""
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=50, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True, seed=42, data_seed=42, learning_rate=given["learning_rate"],
+        per_device_train_batch_size=given["per_device_train_batch_size"],
+        gradient_accumulation_steps=given["gradient_accumulation_steps"],
+        lr_scheduler_type=given["lr_scheduler_type"], warmup_steps=given.get("warmup_steps", 0),
+        weight_decay=given.get("weight_decay", 0.0), max_grad_norm=given.get("max_grad_norm", 1.0),
+        label_smoothing_factor=given.get("label_smoothing_factor", 0.0), dataloader_pin_memory=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(given["model_name_or_path"])
+    trainer = Trainer(model, arguments, train_dataset=Rows(rows), data_collator=lambda some: collate_padded(some, 0))
+    trainer.train()
+    return trainer.state.log_history, model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fifty_steps_are_those_of_transformers_to_rounding(tmp_path, case):
+    given = make_user(tmp_path, count=23, max_steps=50, logging_steps=1, save_strategy="no", lr_scheduler_type="linear")
+    given |= CASES[case]
+    _, flags = read_arguments(as_words(given))
+    rows = [dict(row) for row in prepare(plan(flags)).rows]
+    assert main(["train", *as_words(given)]) == 0
+    ours = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    history, model = theirs(given, tmp_path / "theirs", rows)
+    for a, b in zip(ours[:50], history[:50], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-5)
+        assert a["learning_rate"] == pytest.approx(b["learning_rate"], rel=1e-12)
+        assert a["epoch"] == pytest.approx(b["epoch"])
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for (name, a), (_, b) in zip(trained.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-5), name
