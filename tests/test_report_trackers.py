@@ -65,7 +65,7 @@ def test_a_folder_that_bears_the_name_of_a_library_is_not_the_library(tmp_path, 
 def test_the_names_are_those_that_transformers_knows():
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    assert set(TRACKERS) == set(INTEGRATION_TO_CALLBACK)
+    assert set(TRACKERS.names()) == set(INTEGRATION_TO_CALLBACK)
 
 
 def test_nothing_is_loaded_where_nobody_is_reported_to():

@@ -45,6 +45,7 @@ from burnish.models.quantize import QuantizationOptions
 from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.report.options import ReportOptions
+from burnish.report.trackers import TRACKERS
 
 Check = Callable[[Any], list[Problem]]
 
@@ -89,6 +90,7 @@ MEMBER_GROUPS: tuple[type, ...] = (
     *ADAPTERS.option_groups(),
     *OBJECTIVES.option_groups(),
     *OPTIMIZERS.option_groups(),
+    *TRACKERS.option_groups(),
 )
 """What single members of a family read, plugins included."""
 RunOptions: type = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="Every option of a run, flat.")

@@ -1,26 +1,37 @@
 """Trackers: TensorBoard, Weights & Biases, MLflow, Comet, SwanLab, Trackio and the others that transformers knows.
 
 Their callbacks are transformers' own (``transformers.integrations``), and run here unchanged: events, state and control
-have transformers' names, and the options answer ``to_dict``. transformers is loaded when a tracker is asked for.
+have transformers' names, and the options answer ``to_dict``. transformers is loaded when one of them is asked for.
 
 In: ``report_to``. Out: callbacks. Refuses names that nobody knows and libraries that are missing, before a model loads.
+
+A member of the family is a class or function of no arguments that gives a ``TrainerCallback``; what it logs to is in
+the options, which every event brings along.
+
+    @TRACKERS.register("csv", options=CsvOptions)
+    class CsvTracker(TrainerCallback): ...
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from burnish.core.errors import Problem, did_you_mean
 from burnish.core.options import raise_if
+from burnish.core.registry import Registry
+
+TRACKERS: Registry[Callable[[], Any]] = Registry("tracker")
+"""Traits of a member: ``needs``, a ``Needs``, where it cannot do without something."""
 
 
 @dataclass(frozen=True)
-class Tracker:
-    """What a tracker needs.
+class Needs:
+    """What a tracker cannot do without.
 
     Args:
         modules: all of these must be importable; "a|b" is either of two.
@@ -28,27 +39,37 @@ class Tracker:
         variable: an environment variable that must be set, where a platform sets it.
     """
 
-    modules: tuple[str, ...]
+    modules: tuple[str, ...] = ()
     package: str = ""
     variable: str = ""
 
 
-TRACKERS: dict[str, Tracker] = {
-    "azure_ml": Tracker(("azureml.core.run",), "azureml-sdk"),
-    "clearml": Tracker(("clearml",), "clearml"),
-    "codecarbon": Tracker(("codecarbon",), "codecarbon"),
-    "comet_ml": Tracker(("comet_ml",), "comet-ml"),
-    "dagshub": Tracker(("dagshub", "mlflow"), "dagshub mlflow"),
-    "dvclive": Tracker(("dvclive",), "dvclive"),
-    "flyte": Tracker(("flytekit",), "flytekit"),
-    "kubeflow": Tracker((), variable="KUBEFLOW_TRAINER_SERVER_URL"),
-    "mlflow": Tracker(("mlflow",), "mlflow"),
-    "neptune": Tracker(("neptune",), "neptune"),
-    "swanlab": Tracker(("swanlab",), "swanlab"),
-    "tensorboard": Tracker(("tensorboard|tensorboardX",), "tensorboard"),
-    "trackio": Tracker(("trackio",), "trackio"),
-    "wandb": Tracker(("wandb",), "wandb"),
+_OF_TRANSFORMERS: dict[str, Needs] = {
+    "azure_ml": Needs(("azureml.core.run",), "azureml-sdk"),
+    "clearml": Needs(("clearml",), "clearml"),
+    "codecarbon": Needs(("codecarbon",), "codecarbon"),
+    "comet_ml": Needs(("comet_ml",), "comet-ml"),
+    "dagshub": Needs(("dagshub", "mlflow"), "dagshub mlflow"),
+    "dvclive": Needs(("dvclive",), "dvclive"),
+    "flyte": Needs(("flytekit",), "flytekit"),
+    "kubeflow": Needs((), variable="KUBEFLOW_TRAINER_SERVER_URL"),
+    "mlflow": Needs(("mlflow",), "mlflow"),
+    "neptune": Needs(("neptune",), "neptune"),
+    "swanlab": Needs(("swanlab",), "swanlab"),
+    "tensorboard": Needs(("tensorboard|tensorboardX",), "tensorboard"),
+    "trackio": Needs(("trackio",), "trackio"),
+    "wandb": Needs(("wandb",), "wandb"),
 }
+
+
+def _callback_of_transformers(name: str) -> Any:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    return INTEGRATION_TO_CALLBACK[name]()
+
+
+for _name, _needs in _OF_TRANSFORMERS.items():
+    TRACKERS.register(_name, needs=_needs)(partial(_callback_of_transformers, _name))
 
 
 def tracker_callbacks(report_to: str | Iterable[str] | None, logging_dir: str | None = None) -> list[Any]:
@@ -61,11 +82,7 @@ def tracker_callbacks(report_to: str | Iterable[str] | None, logging_dir: str | 
     """
     raise_if(tracker_problems(report_to))
     names = wanted_trackers(report_to)
-    if not names:
-        return []
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    callbacks = [INTEGRATION_TO_CALLBACK[name]() for name in names]
+    callbacks = [TRACKERS[name]() for name in names]
     for name, callback in zip(names, callbacks, strict=True):
         if name == "tensorboard" and logging_dir is not None:
             callback.logging_dir = logging_dir
@@ -81,33 +98,38 @@ def wanted_trackers(report_to: str | Iterable[str] | None) -> list[str]:
     """Names, each once: "none" and nothing are no tracker, "all" is every one that is installed."""
     given = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if "all" in given:
-        return [name for name in TRACKERS if not _missing(TRACKERS[name])]
+        return [name for name in TRACKERS.names() if not _missing(_needs_of(name))]
     return list(dict.fromkeys(name for name in given if name != "none"))
 
 
 def _problems_of(name: str) -> list[Problem]:
     if name not in TRACKERS:
-        guess = did_you_mean(name, TRACKERS)
-        known = ", ".join(TRACKERS)
+        guess = did_you_mean(name, TRACKERS.names())
+        known = ", ".join(TRACKERS.names())
         return [Problem(f'"report_to": there is no tracker "{name}".{guess}', remedy=f"Known: {known}, all, none.")]
-    missing = _missing(TRACKERS[name])
+    needs = _needs_of(name)
+    missing = _missing(needs)
     if not missing:
         return []
-    tracker = TRACKERS[name]
-    remedy = f"Install it with: pip install {tracker.package}" if tracker.package else f"Set {tracker.variable}."
+    remedy = f"Install it with pip install {needs.package}" if needs.package else f"Set {needs.variable}"
     return [
         Problem(
-            f'"report_to": {name} needs {missing}, which is not {"installed" if tracker.package else "set"}.',
-            remedy=f"{remedy} Or leave {name} out of report_to.",
+            f'"report_to": {name} needs {missing}, which is not {"installed" if needs.package else "set"}.',
+            remedy=f"{remedy}, or leave {name} out of report_to.",
         )
     ]
 
 
-def _missing(tracker: Tracker) -> str:
+def _needs_of(name: str) -> Needs:
+    needs: Needs = TRACKERS.get(name).traits.get("needs", Needs())
+    return needs
+
+
+def _missing(needs: Needs) -> str:
     """The first thing that is not there, or the empty string."""
-    if tracker.variable and not os.environ.get(tracker.variable):
-        return f"the environment variable {tracker.variable}"
-    for alternatives in tracker.modules:
+    if needs.variable and not os.environ.get(needs.variable):
+        return f"the environment variable {needs.variable}"
+    for alternatives in needs.modules:
         if not any(_is_installed(module) for module in alternatives.split("|")):
             return f"the library {alternatives.split('|')[0]}"
     return ""
