@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import math
 import shutil
 
@@ -171,12 +172,14 @@ def test_a_checkpoint_of_ours_goes_on_there_where_that_was_asked_for(tmp_path):
     assert resumed.state.global_step == 9
 
 
-def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tmp_path, caplog):
+def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tmp_path, caplog, monkeypatch):
     theirs(tmp_path, save_only_model=True)
     trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **SAVED)
-    transformers.logging.get_logger("transformers.trainer").parent.propagate = True
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    transformers.logging.get_logger("transformers.trainer").parent.propagate = False
+    library = logging.getLogger("transformers")
+    monkeypatch.setattr(library, "propagate", True)
+    monkeypatch.setattr(library, "disabled", False)
+    with caplog.at_level(logging.INFO, logger="transformers"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert "begin anew" in caplog.text
 
 
