@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import FalconConfig, FalconForCausalLM, MambaConfig, MambaForCausalLM
 
 from burnish.adapters.base import (
     ADAPTERS,
@@ -465,6 +466,20 @@ def test_a_checkpoint_of_an_adapter_is_an_adapter_that_peft_loads(options, tmp_p
 def test_experts_that_get_no_adapter_are_said():
     adapter, _ = attached("mixtral")
     assert any("4 fused expert weights get no adapter" in note for note in adapter.notes)
+
+
+def test_what_a_layer_gives_may_be_added_to_in_place_as_falcon_does():
+    config = FalconConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+    adapter, model = attached(model=FalconForCausalLM(config))
+    model(token_ids()).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_a_convolution_is_not_called_an_expert():
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    adapter, _ = attached(model=MambaForCausalLM(config))
+    (note,) = [note for note in adapter.notes if "get no adapter" in note]
+    assert note.startswith("1 convolutions get no adapter")
 
 
 def test_another_base_than_the_adapters_own_is_said(tmp_path):

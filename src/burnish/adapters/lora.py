@@ -188,10 +188,12 @@ def _chosen(model: nn.Module, options: Any, config: LoraConfig) -> list[str]:
     if config.modules_to_save and not options.additional_target:
         names = " and ".join(config.modules_to_save)
         notes.append(f"The vocabulary has grown, so {names} are trained whole beside the adapter.")
-    # Experts that are one tensor of three dimensions are no layers.
-    fused = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
-    if fused:
-        notes.append(f"{len(fused)} fused expert weights get no adapter and stay frozen: {fused[0]}, ...")
+    # Experts that are one tensor of three dimensions are no layers, and neither is a convolution (Mamba).
+    solid = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    fused = [name for name in solid if "experts" in name]
+    for kind, names in (("fused expert weights", fused), ("convolutions", [n for n in solid if n not in fused])):
+        if names:
+            notes.append(f"{len(names)} {kind} get no adapter and stay frozen: {names[0]}, ...")
     return notes
 
 

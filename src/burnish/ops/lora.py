@@ -69,10 +69,13 @@ class _LoraUpdate(torch.autograd.Function):
                 dropped, mask = torch.native_dropout(dropped, dropout, True)
             h = F.linear(dropped, a)  # (N, r)
             wide = torch.promote_types(result.dtype, a.dtype)
-            updated = torch.addmm(rows(result).to(wide), h.to(wide), b.t().to(wide), alpha=scaling)
+            # Written into a tensor of the shape it has outside: a view that leaves a Function may not be added to in
+            # place, and some models do (Falcon's parallel attention).
+            updated = torch.empty(result.shape, dtype=wide, device=result.device)
+            torch.addmm(rows(result).to(wide), h.to(wide), b.t().to(wide), alpha=scaling, out=rows(updated))
         ctx.save_for_backward(x, mask, h, a, b)
         ctx.scaling, ctx.keep = scaling, 1 - dropout
-        return updated.to(result.dtype).view(result.shape)
+        return updated.to(result.dtype)
 
     @staticmethod
     @once_differentiable
