@@ -191,9 +191,10 @@ def _chosen(model: nn.Module, options: Any, config: LoraConfig) -> list[str]:
     # Experts that are one tensor of three dimensions are no layers, and neither is a convolution (Mamba).
     solid = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     fused = [name for name in solid if "experts" in name]
-    for kind, names in (("fused expert weights", fused), ("convolutions", [n for n in solid if n not in fused])):
-        if names:
-            notes.append(f"{len(names)} {kind} get no adapter and stay frozen: {names[0]}, ...")
+    others = [name for name in solid if name not in fused]
+    for kind, frozen in (("fused expert weights", fused), ("convolutions", others)):
+        if frozen:
+            notes.append(f"{len(frozen)} {kind} get no adapter and stay frozen: {frozen[0]}, ...")
     return notes
 
 
