@@ -239,6 +239,7 @@ def facts(**changes):
     known = {
         "name": "first", "base_model": "Qwen/Qwen2-0.5B", "datasets": ["tatsu-lab/alpaca", "data/mine.json"],
         "stage": "sft", "method": "lora", "trainable_parameters": 1000, "all_parameters": 100_000,
+        "is_adapter": True,
         "options": {"learning_rate": 1e-4, "output_dir": "/home/me/out", "hub_token": "secret",
                     "model_name_or_path": "/home/me/models/Qwen2-0.5B", "note": "a: b"},
         "results": {"eval_loss": 1.25}, "tally": ["dropped: no answer: 2 of 10 rows (mine.json: 3, 4)"],
@@ -299,7 +300,10 @@ def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
 
 @pytest.mark.parametrize(
     ("changes", "loader"),
-    [({"method": "lora"}, "AutoPeftModelForCausalLM"), ({"method": "full"}, "AutoModelForCausalLM")],
+    [
+        ({"method": "lora"}, "AutoPeftModelForCausalLM"),
+        ({"method": "full", "is_adapter": False}, "AutoModelForCausalLM"),
+    ],
 )
 def test_the_code_on_the_card_loads_the_model(changes, loader):
     code = card_text(facts(**changes)).split("```python\n")[1].split("```")[0]
@@ -325,7 +329,7 @@ def test_the_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
     folder = tmp_path / "first"
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_card(folder, facts(method="full", stage=stage))
+    write_card(folder, facts(method="full", is_adapter=False, stage=stage))
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "card", "exec"), {})

@@ -464,7 +464,8 @@ def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, flo
     """Pictures of the loss, and the model card."""
     options, folder = plan.options, Path(plan.options.output_dir)
     pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
-    trainable, total = trainable_summary(run.parts["model"].model)  # type: ignore[attr-defined]
+    trained: Any = run.parts["model"]
+    trainable, total = trainable_summary(trained.model)
     write_card(
         folder,
         CardFacts(
@@ -472,6 +473,7 @@ def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, flo
             base_model="" if options.train_from_scratch else options.model_name_or_path,
             datasets=[str(name) for name in options.dataset or []],
             stage=options.stage, method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
+            is_adapter=not trained.adapter.saves_whole_model,
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
             tally=prepared.tally.sentences(), has_chat_template=bool(prepared.tokenizer.chat_template),
             picture=pictures[0].name if pictures else "",

@@ -5,13 +5,14 @@ A new member is one file or one function:
     @OPTIMIZERS.register("badam", options=BadamOptions)
     def badam(model, options): ...
 
-Third parties register through the entry-point group ``burnish.<family>``; an entry point names a module or function
-that registers when it is imported. The family looks for them only when a name is asked for.
+Third parties register through the entry-point group ``burnish.<family>``, with ``_`` for a space; an entry point names
+a module that registers its members when it is imported. The family looks for them when it is first asked for a member,
+and refuses an entry point that cannot be loaded, by its name and that of its package. docs/extending.md shows it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from burnish.core.errors import Problem, UserError, did_you_mean
@@ -98,7 +99,19 @@ class Registry(Generic[T]):
             return
         self._looked_for_plugins = True
         for point in entry_points(group=f"burnish.{self.family.replace(' ', '_')}"):
-            point.load()
+            try:
+                point.load()
+            except (ImportError, AttributeError) as error:
+                raise UserError(_unloadable(point, error)) from error
+
+
+def _unloadable(point: EntryPoint, error: Exception) -> Problem:
+    package = point.dist.name if point.dist is not None else "a package"
+    return Problem(
+        f"the entry point {point.name} = {point.value} cannot be loaded: {error}.",
+        where=package,
+        remedy=f"Update or uninstall {package}: it adds to the group {point.group} of burnish.",
+    )
 
 
 def _first_line(value: object) -> str:

@@ -43,7 +43,7 @@ class GenerationOptions:
 
 
 def check_generation(options: Any) -> list[Problem]:
-    if not options.predict_with_generate or options.stage == "sft":
+    if not options.predict_with_generate or options.stage != "pt":
         return []
     return [
         Problem(

@@ -25,7 +25,7 @@ _LOCAL_OPTIONS = {"output_dir", "dataset_dir", "cache_dir", "resume_from_checkpo
 """Options that name a place on one machine and say nothing about the model."""
 _YAML_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 _STAGES = {"sft": "supervised fine-tuning", "pt": "continued pretraining"}
-_PRODUCTS = {"full": "A model", "freeze": "A model", "lora": "A LoRA adapter"}
+_ADAPTERS = {"lora": "A LoRA adapter"}
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
 
@@ -37,8 +37,9 @@ class CardFacts:
         name: of the model: the last part of ``output_dir``.
         base_model: ``model_name_or_path`` as given; "" when trained from scratch.
         datasets: names or files as given.
-        stage: "sft" or "pt".
+        stage: "sft", "pt", or the name of a stage that another package brings.
         method: ``finetuning_type``.
+        is_adapter: whether what was saved is an addition to the model, in peft's format, rather than the model.
         options: those that are not at their default.
         results: the final metrics.
         tally: a sentence per reason why rows were dropped or cut.
@@ -54,16 +55,13 @@ class CardFacts:
     method: str
     trainable_parameters: int
     all_parameters: int
+    is_adapter: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, float] = field(default_factory=dict)
     tally: Sequence[str] = ()
     has_chat_template: bool = True
     picture: str = ""
     license: str = ""
-
-    @property
-    def is_adapter(self) -> bool:
-        return self.method not in ("full", "freeze")
 
 
 def write_card(folder: str | Path, facts: CardFacts) -> Path:
@@ -116,7 +114,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _opening(facts: CardFacts) -> str:
-    product = _PRODUCTS.get(facts.method, "An adapter")
+    product = _ADAPTERS.get(facts.method, "An adapter") if facts.is_adapter else "A model"
     relation = "for" if facts.is_adapter else "made from"
     origin = f"{relation} {_shown(facts.base_model)}" if facts.base_model else "that began with random weights"
     share = 100 * facts.trainable_parameters / max(facts.all_parameters, 1)
@@ -152,7 +150,7 @@ def _use(facts: CardFacts) -> str:
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
         f"model = {kind}.from_pretrained(folder)",
     ]
-    code = [*imports, "", *load, "", *_generate(facts.stage == "sft" and facts.has_chat_template)]
+    code = [*imports, "", *load, "", *_generate(facts.stage != "pt" and facts.has_chat_template)]
     return "\n".join(["## How to use it", "", "```python", *code, "```"])
 
 

@@ -1,0 +1,193 @@
+"""The extension promise: a member of each family, installed beside burnish as docs/extending.md shows it, is parsed,
+explained, trained with and found again in a checkpoint. The files are the blocks of that page."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from burnish.core.errors import UserError
+from burnish.core.registry import Registry
+from small_run import WORDS, make_model
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "extending.md"
+FAMILIES = {"optimizer", "finetuning_type", "stage", "format", "tracker", "metric"}
+
+
+def blocks(page, language):
+    """File name -> text, for the code blocks of a page that begin with a comment that names their file."""
+    found = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return dict(found)
+
+
+def install(folder):
+    """The package of the page as pip would leave it: modules, and a dist-info with the entry points."""
+    (folder / "my_burnish").mkdir()
+    (folder / "my_burnish" / "__init__.py").touch()
+    for name, text in blocks(PAGE, "python").items():
+        (folder / name).write_text(text, encoding="utf-8")
+    project = tomllib.loads(blocks(PAGE, "toml")["pyproject.toml"])["project"]
+    info = folder / "my_burnish-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-burnish\nVersion: 1.0\n")
+    sections = [
+        f"[{group}]\n" + "".join(f"{name} = {module}\n" for name, module in points.items())
+        for group, points in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(sections))
+
+
+def run(folder, commands):
+    """The commands by name, one after the other, in one interpreter that finds the package: status and what was said.
+
+    ``move <from> <to>`` is a command here too.
+    """
+    code = (
+        "import contextlib, io, json, os, sys\nfrom burnish.cli import main\nsaid = {}\n"
+        "for name, words in json.load(sys.stdin).items():\n"
+        "    out = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):\n"
+        "        status = os.renames(*words[1:]) if words[0] == 'move' else main(words)\n"
+        "    said[name] = [status, out.getvalue()]\n"
+        "print('SAID' + json.dumps(said))\n"
+    )
+    paths = [str(folder), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "100",
+                   "CUDA_VISIBLE_DEVICES": "", "BURNISH_CACHE": str(folder / "cache")}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(commands), cwd=folder, env=environment, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("SAID")[1])
+
+
+TRAIN = ["train", "run.yaml", "gradient_accumulation_steps=1", "save_steps=6"]
+COMMANDS = {
+    "help": ["train", "--help"],
+    "explain": ["explain", "run.yaml"],
+    "train": TRAIN,
+    "move": ["move", "out/checkpoint-6", "again/checkpoint-6"],
+    "continue": [*TRAIN, "output_dir=again"],
+    "metric": ["explain", "run.yaml", "predict_metrics=length"],
+    "change": [*TRAIN, "sign_decay=0.5", "num_train_epochs=3"],
+    "mistake": ["explain", "run.yaml", "weight_decay=0.1", "sign_decai=1", "early_weight=0"],
+}
+"""Everything at once: options listed, the run explained, trained, continued from its middle, and three mistakes."""
+REFUSED = {"change", "mistake"}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """(folder, what each command said)."""
+    folder = tmp_path_factory.mktemp("plugin")
+    install(folder)
+    make_model(folder / "model")
+    rows = [{"question": f"Name: {WORDS[i % 10]}", "reply": " ".join([WORDS[i % 10]] * (1 + i % 3))} for i in range(16)]
+    (folder / "trivia.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, text in blocks(PAGE, "yaml").items():
+        (folder / name).write_text(text, encoding="utf-8")
+    found = run(folder, COMMANDS)
+    for name, (status, text) in found.items():
+        assert (status == 2) if name in REFUSED else not status, f"{name}: {text}"
+    return folder, {name: text for name, (_, text) in found.items()}
+
+
+def test_the_page_shows_a_member_of_every_family():
+    groups = tomllib.loads(blocks(PAGE, "toml")["pyproject.toml"])["project"]["entry-points"]
+    assert {group.removeprefix("burnish.") for group in groups} == FAMILIES
+    table = re.findall(r"\| `burnish\.([\w.]+)` \| `burnish\.(\w+)` \|", PAGE.read_text(encoding="utf-8"))
+    for dotted, group in table:
+        module, _, name = f"burnish.{dotted}".rpartition(".")
+        registry = getattr(__import__(module, fromlist=[name]), name)
+        assert isinstance(registry, Registry)
+        assert registry.family.replace(" ", "_") == group
+    assert len(table) == len(FAMILIES) + 1
+
+
+def test_the_command_line_knows_the_options_of_a_member(said):
+    listed = said[1]["help"]
+    for name in ("sign_decay", "norm_word", "early_weight", "csv_file"):
+        assert f"--{name}" in listed
+    text = " ".join(listed.split())
+    assert "Sign descent --sign_decay How much of the averaged gradient stays" in text
+    for name in ("sign", "norms", "early", "qa", "length"):
+        assert re.search(rf"one of [^;)]*\b{name}\b", text), name
+
+
+def test_explain_prints_the_options_of_a_member_and_who_set_them(said):
+    text = " ".join(said[1]["explain"].split())
+    for part in ("sign_decay 0.8 (default 0.9) (run.yaml, line", "norm_word layernorm (default norm)",
+                 "early_weight 3 (default 2)", "csv_file losses.csv (default log.csv)", "CsvTracker",
+                 "norms. The norms are trained, the rest is frozen.", "template my_template"):  # fmt: skip
+        assert part in text, f"{part}\n{text}"
+    assert "question Name: red" in text
+    assert "⟦red<|im_end|>" in text
+    assert "predict_metrics length" in " ".join(said[1]["metric"].split())
+
+
+def test_what_was_trained_is_what_the_adapter_says(said):
+    folder, _ = said
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "out"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "layernorm" in name}
+    farthest = max((after[name] - before[name]).abs().max().item() for name in moved)
+    assert farthest <= 16 * 1e-3 + 1e-6  # sixteen steps of at most the learning rate: sign descent
+
+
+def test_the_card_of_weights_of_the_model_itself_loads_them_as_a_model(said):
+    card = (said[0] / "out" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "AutoPeftModel" not in card
+
+
+def test_the_saved_tokenizer_renders_the_template_of_the_file(said):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(said[0] / "out")
+    chat = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>question\nHi<|im_end|>\n<|im_start|>reply\n"
+
+
+def test_a_checkpoint_brings_every_member_back(said):
+    folder, texts = said
+    assert "step 6 of 16" in texts["continue"]
+    whole, resumed = (load_file(folder / name / "model.safetensors") for name in ("out", "again"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    first, second = ((folder / name / "losses.csv").read_text().splitlines() for name in ("out", "again"))
+    assert first[3:] == second  # the count of lines went on from the checkpoint, and the losses are the same
+
+
+def test_a_checkpoint_says_when_an_option_of_a_member_changed(said):
+    assert "sign_decay was 0.8, is 0.5" in said[1]["change"]
+
+
+def test_the_check_of_a_member_is_asked_with_all_others(said):
+    problems = said[1]["mistake"]
+    assert "optim sign has no weight decay." in problems
+    assert 'Did you mean "sign_decay"?' in problems
+    assert '"early_weight" must be greater than 0' in problems
+    assert "Traceback" not in problems
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    info = tmp_path / "broken-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text("[burnish.fruit]\npear = no_such_module_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as raised:
+        Registry("fruit").names()
+    assert "broken" in str(raised.value)
+    assert "pear = no_such_module_at_all" in str(raised.value)
+    assert "No module named" in str(raised.value)
