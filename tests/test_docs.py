@@ -1,6 +1,8 @@
 """What the documentation says is true: the names are there, the commands are known."""
 
 import importlib
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -23,6 +25,14 @@ def resolve(name):
             found = getattr(found, part)
         return found
     raise ModuleNotFoundError(name)
+
+
+def loaded(file):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -58,3 +68,15 @@ def test_the_options_in_the_readme_are_options():
     block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
     _, given = read_arguments([f"{k}={v}" for k, v in yaml.safe_load(block).items()])
     assert plan(given).options.finetuning_type == "lora"
+
+
+def test_the_page_of_options_is_what_the_declarations_say():
+    """Made again with: python scripts/make_options_page.py"""
+    make_options_page = loaded(ROOT / "scripts" / "make_options_page.py")
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == make_options_page.page()
+
+
+def test_every_key_of_the_other_tools_stands_on_the_page_of_options():
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").split("## Keys of other tools")[1]
+    peers = json.loads((ROOT / "scripts" / "peer_options.json").read_text(encoding="utf-8"))
+    assert not [key for keys in peers.values() for key in keys if f"`{key}`" not in text]

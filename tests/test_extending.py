@@ -105,7 +105,7 @@ def said(tmp_path_factory):
 def test_the_page_shows_a_member_of_every_family():
     groups = tomllib.loads(blocks(PAGE, "toml")["pyproject.toml"])["project"]["entry-points"]
     assert {group.removeprefix("burnish.") for group in groups} == FAMILIES
-    table = re.findall(r"\| `burnish\.([\w.]+)` \| `burnish\.(\w+)` \|", PAGE.read_text(encoding="utf-8"))
+    table = re.findall(r'\| `burnish\.([\w.]+)` \| `"burnish\.(\w+)"` \|', PAGE.read_text(encoding="utf-8"))
     for dotted, group in table:
         module, _, name = f"burnish.{dotted}".rpartition(".")
         registry = getattr(__import__(module, fromlist=[name]), name)

@@ -105,6 +105,17 @@ def test_a_union_refuses_two_groups_that_declare_the_same_field():
         union("Clash", Rate, Other)
 
 
+def test_a_union_refuses_an_alias_that_is_the_name_of_another_option():
+    """It would take the other option's values, in silence."""
+
+    @dataclass
+    class Other:
+        peak: float = option(1.0, "Mine.", aliases=("warmup",))
+
+    with pytest.raises(ValueError, match=r"'warmup' is declared by Rate and by Other"):
+        union("Clash", Rate, Other)
+
+
 def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default():
     assert specs(Both)["mode"].group is Shape
     assert list(specs(Both)) == [

@@ -174,6 +174,13 @@ def test_a_metric_that_does_not_exist_is_refused_with_the_nearest(tmp_path):
 
 
 def test_generation_without_prompts_or_without_prediction_is_said():
-    options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False)
+    options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False, max_length=1024)
     assert "stage: pt" in check_generation(options)[0].what
     assert "do_predict" in generation_notes(options)[0]
+
+
+def test_the_length_of_answers_is_not_taken_for_that_of_rows():
+    given = {"model_name_or_path": "m", "dataset": "d", "output_dir": "out", "max_length": 99}
+    made = plan({name: Given(value, "run.yaml") for name, value in given.items()})
+    assert (made.options.max_length, made.options.cutoff_len) == (99, 2048)
+    assert "cutoff_len" in " ".join(made.notes)

@@ -134,6 +134,8 @@ _absent("Set model_revision, flash_attn, trust_remote_code and their like direct
 _absent("Set the options of the data directly.", dataset_kwargs=None)
 _absent("Set columns: {text: <name>}.", dataset_text_field="text")
 _absent("Set preprocessing_num_workers.", dataset_num_proc=None)
+_absent("Set per_device_train_batch_size or per_device_eval_batch_size.", batch_size=None)
+_no_effect("every process reads the data, and finds what another has encoded in the cache.", "data_shared_file_system")
 _absent("Leave it out: a run goes on at its place at once, without reading what came before.", ignore_data_skip=False)
 _no_effect(
     "burnish has a fused loss and unpadded batches of its own.",

@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
+from math import isfinite
 from typing import Any
 
 from burnish.core.errors import did_you_mean
@@ -55,7 +56,7 @@ def _facts(spec: Spec) -> Iterator[str]:
     if spec.choices:
         yield f"one of {', '.join(map(str, spec.choices))}"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = [f"{words[key]} {bound}" for key, bound in spec.bounds.items() if bound is not None]
+    bounds = [f"{words[key]} {bound}" for key, bound in spec.bounds.items() if bound is not None and isfinite(bound)]
     if bounds:
         yield " and ".join(bounds)
     if spec.aliases:

@@ -141,17 +141,17 @@ def union(name: str, *groups: type, doc: str = "") -> type:
     """One flat dataclass of all options of ``groups``.
 
     Raises:
-        ValueError: if two groups declare the same field; each option is one component's.
+        ValueError: if two groups declare the same name, be it as an alias; each option is one component's.
     """
     owner: dict[str, type] = {}
     for group in groups:
-        for field_name in specs(group):
-            if field_name in owner:
+        for word in (word for spec in specs(group).values() for word in (spec.name, *spec.aliases)):
+            if word in owner:
                 raise ValueError(
-                    f"Option {field_name!r} is declared by {owner[field_name].__name__} and by {group.__name__}; "
+                    f"Option {word!r} is declared by {owner[word].__name__} and by {group.__name__}; "
                     "one component must own it."
                 )
-            owner[field_name] = group
+            owner[word] = group
     made = type(
         name, tuple(reversed(groups)), {"__doc__": doc or f"Options of {', '.join(g.__name__ for g in groups)}."}
     )

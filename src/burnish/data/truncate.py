@@ -23,7 +23,7 @@ from burnish.core.options import option
 class EncodingOptions:
     """How long a row may be."""
 
-    cutoff_len: int = option(2048, "The longest row.", unit="tokens", aliases=("max_length", "max_seq_length"), ge=1)
+    cutoff_len: int = option(2048, "The longest row.", unit="tokens", aliases=("max_seq_length",), ge=1)
     truncation: Literal["content", "llamafactory"] = option(
         "content",
         "How a longer row is cut: out of the messages, keeping headers and end tokens; or as LLaMA-Factory cuts it.",

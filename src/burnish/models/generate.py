@@ -54,6 +54,8 @@ def check_generation(options: Any) -> list[Problem]:
 
 
 def generation_notes(options: Any) -> list[str]:
+    if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
+        return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']
     if options.predict_with_generate and not options.do_predict:
         return ['"predict_with_generate" has no effect without do_predict: an evaluation measures the loss.']
     return []

@@ -1,0 +1,187 @@
+"""Writes docs/options.md: every option of a run, and what becomes of the keys of other tools.
+
+In: the declarations (``RunOptions``), the tables of ``app/absent.py``, and ``peer_options.json`` beside this file: the
+names of LLaMA-Factory's, transformers' and TRL's options with their defaults, "?" where a default is not plain data.
+Out: the page. ``--check`` writes nothing, and fails where the page is not what would be written.
+
+    python scripts/make_options_page.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from burnish.adapters.base import ADAPTERS
+from burnish.app.absent import ABSENT, NO_EFFECT
+from burnish.app.listing import component, shown
+from burnish.app.plan import RunOptions, aliases
+from burnish.core.options import Spec, specs
+from burnish.core.registry import Registry
+from burnish.objectives import OBJECTIVES
+from burnish.optim.builtin import OPTIMIZERS
+from burnish.report.trackers import TRACKERS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "options.md"
+PEERS = Path(__file__).with_name("peer_options.json")
+CHOSEN_BY: dict[str, Registry[Any]] = {
+    "finetuning_type": ADAPTERS, "stage": OBJECTIVES, "optim": OPTIMIZERS, "report_to": TRACKERS,
+}  # fmt: skip
+OTHER_MEANING = {
+    "max_length": "TRL's is the longest row, `cutoff_len` here. LLaMA-Factory's is meant: prompt and answer."
+}
+
+INTRODUCTION = """\
+# Options
+
+<!-- Made by scripts/make_options_page.py from the declarations; a test holds it against them. -->
+
+Each is a key in a YAML file and a flag: `learning_rate: 1.0e-4`, `learning_rate=1e-4`, `--learning_rate 1e-4`. The flag
+wins. A list is written as YAML has it, or with commas; `none` is no value. `burnish train --help` prints this list,
+`burnish train --help warmup` the part of it that speaks of a word, and `burnish explain run.yaml` what a run makes of
+them, and who set each.
+
+Names and defaults are those of LLaMA-Factory and transformers where they have the option; what became of each of
+[their keys](#keys-of-other-tools) stands below. The package that declares an option reads it, and so may `app`, which
+plans and builds; `tests/test_architecture.py` names the few that a second package reads, and why. The Python classes
+`TrainingArguments` and `SFTConfig` have the names and defaults of transformers and TRL.
+"""
+
+
+def page() -> str:
+    """The whole of docs/options.md."""
+    return "\n".join([INTRODUCTION, *_by_component(), *_keys_of_others()]).rstrip() + "\n"
+
+
+# --- by component -----------------------------------------------------------------------------------------------------
+
+
+def _by_component() -> Iterator[str]:
+    for group, members in groupby(specs(RunOptions).values(), key=lambda spec: spec.group):
+        yield f"## {component(group).replace('``', '`')}\n"
+        file, package = f"../src/{group.__module__.replace('.', '/')}.py", group.__module__.rpartition(".")[0]
+        yield f"Declared in [`{group.__module__}`]({file}), read by `{package}`{_chosen(group)}.\n"
+        yield from _table(("option", "default", "what it does"), map(_row, members))
+
+
+def _chosen(group: type) -> str:
+    """``, for `optim: badam` ``: the members of a family that brought the options."""
+    for key, registry in CHOSEN_BY.items():
+        names = [member.name for member in registry if member.options is group]
+        if names:
+            return f", for {_listed(f'{key}: {name}' for name in names)}"
+    return ""
+
+
+def _row(spec: Spec) -> tuple[str, str, str]:
+    return f"`{spec.name}`", _default(spec), " ".join([_marked(spec.help), *_facts(spec)])
+
+
+def _default(spec: Spec) -> str:
+    unit = f" {spec.unit}" if spec.unit and spec.default is not None else ""
+    return f"{shown(spec.default)}{unit}"
+
+
+def _facts(spec: Spec) -> Iterator[str]:
+    if spec.choices:
+        yield f"One of {_listed(shown(choice) for choice in spec.choices)}."
+    elif spec.type_name in ("a list", "a mapping"):
+        yield f"{spec.type_name.capitalize()}."
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = [
+        f"{words[name]} {bound:g}" for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)
+    ]
+    if bounds:
+        yield f"{' and '.join(bounds).capitalize()}{f' {spec.unit}' if spec.unit and spec.default is None else ''}."
+    if spec.aliases:
+        yield f"Also: {_listed(spec.aliases)}."
+    if spec.ignored:
+        yield f"No effect: {spec.ignored.rstrip('.')}."
+
+
+# --- keys of other tools ----------------------------------------------------------------------------------------------
+
+
+def _keys_of_others() -> Iterator[str]:
+    peers: dict[str, dict[str, Any]] = json.loads(PEERS.read_text(encoding="utf-8"))
+    known = specs(RunOptions)
+    yield f"## Keys of other tools\n\n{', '.join(peers)}: every key is one of these.\n"
+    yield "### The same\n"
+    for tool, keys in peers.items():
+        here = {name: there for name, there in keys.items() if name in known and not known[name].ignored}
+        same = [name for name, there in here.items() if not _difference(tool, known[name], there)]
+        yield f"{tool}: {_listed(same)}.\n"
+    yield "### The same, with another default or meaning\n"
+    rows = [
+        (f"`{name}`", f"{shown(there)} ({tool})", said)
+        for tool, keys in peers.items()
+        for name, there in keys.items()
+        if name in known and not known[name].ignored and (said := _difference(tool, known[name], there))
+    ]
+    yield from _table(("key", "there", "here"), rows)
+    yield "### Another name of an option\n"
+    yield from _table(("key", "option"), ((f"`{name}`", f"`{aliases()[name]}`") for name in sorted(aliases())))
+    yield "### Accepted without effect\n\nA note says so, once.\n"
+    yield from _table(("why", "keys"), _without_effect(known))
+    yield "### Not here\n\nRefused by name, unless the value asks for nothing.\n"
+    yield from _table(("key", "asks for nothing", "what to do"), map(_absent, ABSENT))
+
+
+def _difference(tool: str, spec: Spec, there: Any) -> str:
+    """What another tool's option of the same name is here, where it is not the same; else ""."""
+    if spec.name in OTHER_MEANING and tool.startswith("TRL"):
+        return OTHER_MEANING[spec.name]
+    return "" if there == "?" or shown(spec.default) == shown(there) else shown(spec.default)
+
+
+def _without_effect(known: Mapping[str, Spec]) -> Iterator[tuple[str, str]]:
+    by_reason: dict[str, list[str]] = {}
+    for spec in known.values():
+        if spec.ignored:
+            by_reason.setdefault(spec.ignored, []).append(spec.name)
+    for name, reason in NO_EFFECT.items():
+        by_reason.setdefault(reason, []).append(name)
+    return ((_marked(reason), _listed(names)) for reason, names in by_reason.items())
+
+
+def _absent(name: str) -> tuple[str, str, str]:
+    return f"`{name}`", shown(ABSENT[name].harmless), _marked(ABSENT[name].instead)
+
+
+# --- markdown ---------------------------------------------------------------------------------------------------------
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    head = list(head)
+    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
+    yield from (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    yield ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _marked(text: str) -> str:
+    """Text in which nothing is taken for HTML."""
+    return text.replace("<", "&lt;")
+
+
+def main() -> int:
+    made = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(made, encoding="utf-8")
+        return 0
+    is_fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made
+    print("docs/options.md is fresh." if is_fresh else "docs/options.md is not: python scripts/make_options_page.py")
+    return 0 if is_fresh else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
