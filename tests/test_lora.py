@@ -470,7 +470,7 @@ def test_experts_that_get_no_adapter_are_said():
 
 def test_what_a_layer_gives_may_be_added_to_in_place_as_falcon_does():
     config = FalconConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
-    adapter, model = attached(model=FalconForCausalLM(config))
+    _, model = attached(model=FalconForCausalLM(config))
     model(token_ids()).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 

@@ -156,7 +156,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path, capsys):
     assert run(given) == 0
     (tmp_path / "data.json").write_text((tmp_path / "data.json").read_text().replace("stone", "stones"))
     assert run({**given, "max_steps": 6}) == 2
-    assert "data was" in "".join(capsys.readouterr())
+    assert "data has changed" in "".join(capsys.readouterr())
 
 
 def test_a_changed_learning_rate_and_more_steps_are_applied_and_said(tmp_path, capsys):

@@ -11,7 +11,6 @@ Everything a user can have done wrong is refused by ``prepare`` or before it; ``
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,20 +23,21 @@ from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_pre
 from burnish.adapters.lora import learning_rates
 from burnish.app.callbacks import callbacks_of
 from burnish.app.checks import step_notes
+from burnish.app.failure import TRACEBACK_NAME
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
 from burnish.app.resources import check_disk, sizes_of
-from burnish.core.checkpoint import Checkpoints, RngState, compare_fingerprints, load, load_state, only_writer
+from burnish.app.resume import accumulation_for, clear, resume, start_of
+from burnish.core.checkpoint import Checkpoints, RngState, only_writer
 from burnish.core.errors import Problem, UserError
 from burnish.core.events import CallbackHandler
 from burnish.core.loop import TrainOutput, evaluate, evaluate_all, switch, train
-from burnish.core.manifest import read_manifest
 from burnish.core.meter import Meter
 from burnish.core.options import raise_if
 from burnish.core.schedule import StepPlan, check_curve, plan_steps
-from burnish.core.state import STATE_NAME, TrainerControl, TrainerState
+from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine, Example, Row, Run
 from burnish.data.batching import collator, lengths_of, packed, packs_rows, splits_rows
 from burnish.data.prepare import prepare as prepare_rows
@@ -109,15 +109,21 @@ def train_run(plan: Plan) -> Result:
         return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
 
     with only_writer(folder) if engine.rank == 0 else nullcontext(), InterruptCallback(any_rank) as interrupt:
-        found = checkpoint_to_resume(plan)
-        if found is None and options.overwrite_output_dir:
-            clear(folder)
-        if found is not None and is_finished(folder, prepared.steps):
-            note(f"{folder} holds this run, finished at step {load_state(folder).global_step}: there is nothing to do.")
+        start = start_of(plan, prepared.fingerprints, prepared.steps)
+        for sentence in filter(None, (*start.notes, start.done)):
+            note(sentence)
+        if start.done:
             return Result(None, folder)
+        found = start.checkpoint
+        if engine.rank == 0:
+            Checkpoints(folder).sweep()
+            (folder / TRACEBACK_NAME).unlink(missing_ok=True)  # of a failure that this run makes good
+            if found is None and options.overwrite_output_dir:
+                clear(folder)
+        engine.barrier()
         run = assemble(plan, prepared, engine, found, [interrupt])
         if found is not None:
-            resume(run, plan, prepared, found)
+            resume(run, found)
         output = train(run, options) if options.do_train else None
         if interrupt.exit_code is not None:
             return Result(output, folder, exit_code=interrupt.exit_code)
@@ -133,13 +139,13 @@ def prepare(plan: Plan) -> Prepared:
     options, tally = plan.options, Tally()
     notes: list[str] = []
     set_seed(options.seed, options.full_determinism)
-    sets = load_data(options, tally)
+    sets = load_data(plan, tally)
     config = load_config(options, options.cutoff_len, notes)
     tokenizer = load_tokenizer(options, notes)
     template = load_template(options, tokenizer)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
-    raise_if([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config)])
+    raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config)]))
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     rows = encode(sets.train, objective, tally, options)
@@ -149,25 +155,21 @@ def prepare(plan: Plan) -> Prepared:
     longest = max((length for some in (rows, *eval_rows.values()) for length in row_lengths(some)), default=0)
     steps = plan_steps(options, len(rows), plan.world_size)
     sizes = sizes_of(options, config)
-    raise_if(
-        [
-            *check_context(config, longest),
-            *check_curve(options, steps.max_steps),
-            *check_disk(options, config, sizes, steps),
-        ]
-    )
+    problems = check_context(config, longest) + check_curve(options, steps.max_steps)
+    raise_if(plan.placed([*problems, *check_disk(options, config, sizes, steps)]))
     notes += [*sets.notes, *step_notes(options, steps)]
-    fingerprints = fingerprints_of(plan, sets.fingerprint, template.fingerprint, steps)
+    fingerprints = fingerprints_of(plan, sets.fingerprint, template.form_fingerprint, steps)
     return Prepared(tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes)
 
 
-def load_data(options: Any, tally: Tally) -> DataSets:
+def load_data(plan: Plan, tally: Tally) -> DataSets:
     """The data sets; what is wrong with them is said together with what is wrong with the model's files."""
-    problems = check_model(options)
+    options = plan.options
+    problems = plan.placed(check_model(options))
     try:
         sets = load_datasets(options, options.seed, tally)
     except UserError as error:
-        raise UserError([*problems, *error.problems]) from error
+        raise UserError([*problems, *plan.placed(error.problems)]) from error
     raise_if(problems)
     return sets
 
@@ -210,7 +212,7 @@ def nothing_to_learn(tally: Tally, options: Any) -> Problem:
     return Problem(
         f"No row is left to learn from: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),
-        remedy="Look at a few rows with burnish explain; raise cutoff_len, or correct the data.",
+        remedy="Raise cutoff_len, or correct the data.",
     )
 
 
@@ -238,7 +240,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
     steps = prepared.steps
     scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
-    accumulation = accumulation_for(found, options, engine.world_size, prepared)
+    accumulation = accumulation_for(found, options, engine.world_size)
     cut = Cut(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last
     )
@@ -320,100 +322,6 @@ def trainable_dtype(options: Any, model: Any) -> torch.dtype:
 def keeps_load_precision(options: Any) -> bool:
     """Whether the optimizer keeps float32 copies of its own."""
     return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))
-
-
-def accumulation_for(found: Path | None, options: Any, world_size: int, prepared: Prepared) -> int:
-    """Micro-batches per step. A run that goes on with another number of processes keeps the rows of a step."""
-    if found is None:
-        return int(options.gradient_accumulation_steps)
-    before = read_manifest(found)["fingerprints"]
-    rows = before.get("rows_per_step")
-    if rows is None or before.get("world_size") == world_size:
-        return int(options.gradient_accumulation_steps)
-    across = options.per_device_train_batch_size * world_size
-    if rows % across:
-        raise UserError(
-            Problem(
-                f"{found.name} takes {rows} rows a step, which {world_size} processes of "
-                f"{options.per_device_train_batch_size} rows cannot.",
-                remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
-            )
-        )
-    return int(rows // across)
-
-
-# --- resume -----------------------------------------------------------------------------------------------------------
-
-
-def checkpoint_to_resume(plan: Plan) -> Path | None:
-    """The checkpoint that the options ask for, or the newest whole one; None to start at step 0.
-
-    Raises:
-        UserError: where one is asked for that is not there.
-    """
-    options, folder = plan.options, Path(plan.options.output_dir)
-    checkpoints = Checkpoints(folder)
-    checkpoints.sweep()
-    asked = options.resume_from_checkpoint
-    if isinstance(asked, str):
-        if not Path(asked).is_dir():
-            there = ", ".join(str(path) for path in checkpoints.all()) or "none"
-            raise UserError(
-                Problem(
-                    f'resume_from_checkpoint "{asked}" is not there.', remedy=f"Checkpoints in output_dir: {there}."
-                )
-            )
-        return Path(asked)
-    if asked is False or options.resume == "never" or options.overwrite_output_dir or not options.do_train:
-        return None
-    found, skipped = checkpoints.newest()
-    for sentence in skipped:
-        note(sentence)
-    if found is None and (asked is True or options.resume == "must"):
-        raise UserError(Problem(f'output_dir "{folder}" holds no whole checkpoint to resume from.'))
-    return found
-
-
-def is_finished(folder: Path, steps: StepPlan) -> bool:
-    """Whether the run in ``folder`` has come to its end, by its last step or early, and written its results."""
-    if not ((folder / "train_results.json").is_file() and (folder / STATE_NAME).is_file()):
-        return False
-    return load_state(folder).max_steps >= steps.max_steps
-
-
-def resume(run: Run, plan: Plan, prepared: Prepared, found: Path) -> None:
-    """Give every part its state back, then what the options say anew where it may change."""
-    for sentence in compare_fingerprints(found, prepared.fingerprints, plan.options.resume_despite_changes):
-        note(sentence)
-    planned = {name: getattr(run.state, name) for name in
-               ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
-                "is_local_process_zero", "is_world_process_zero")}  # fmt: skip
-    rates = (
-        [group["initial_lr"] for group in run.optimizer.param_groups] if hasattr(run.scheduler, "lr_lambdas") else []
-    )
-    load(found, run.parts, run.engine.rank)
-    for name, value in planned.items():
-        setattr(run.state, name, value)
-    if rates:
-        apply_rates(run, rates)
-    note(f"Continuing from {found}: step {run.state.global_step} of {run.state.max_steps}.")
-
-
-def apply_rates(run: Run, rates: Sequence[float]) -> None:
-    """The learning rates of the options at the step of the schedule; the same bits where nothing was changed."""
-    run.scheduler.base_lrs = list(rates)
-    for group, rate, factor in zip(run.optimizer.param_groups, rates, run.scheduler.lr_lambdas, strict=True):
-        group["initial_lr"] = rate
-        group["lr"] = rate * factor(run.scheduler.last_epoch)
-
-
-def clear(folder: Path) -> None:
-    """Remove an earlier run's checkpoints and log, which ``overwrite_output_dir`` asks for."""
-    for path in Checkpoints(folder).all():
-        shutil.rmtree(path)
-    for pattern in ("trainer_log.jsonl", "trainer_state.json", "traceback.txt", "*_results.json"):
-        for path in folder.glob(pattern):
-            path.unlink()
 
 
 # --- finish -----------------------------------------------------------------------------------------------------------

@@ -6,15 +6,20 @@ Each is ``check_<topic>(options) -> list[Problem]``; ``plan.py`` calls them all,
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from burnish.app.failure import TRACEBACK_NAME
 from burnish.core.errors import Problem, UserError
 from burnish.core.schedule import FOLLOWS_METRIC, StepPlan, lr_factor
+from burnish.core.state import STATE_NAME
+from burnish.report.jsonl import LOG_NAME
 
 _CHECKPOINTS = "checkpoint-*"
-_LEFT_BY_A_FAILURE = (".lock",)
+_BEFORE_A_CHECKPOINT = re.compile(rf"\.lock|\.incomplete-.*|runs|{LOG_NAME}|{TRACEBACK_NAME}")
+"""What a run that ended before its first checkpoint leaves: the same command begins anew, and writes over it."""
 
 
 def check_something_to_do(options: Any) -> list[Problem]:
@@ -35,23 +40,40 @@ def check_output_dir(options: Any) -> list[Problem]:
             Problem("output_dir is missing.", remedy="Name a folder for what the run writes: output_dir: saves/first")
         ]
     folder = Path(options.output_dir)
+    try:
+        return _check_folder(folder, options)
+    except OSError as error:  # a name that is too long, a link that leads to itself
+        return [Problem(f'output_dir "{folder}" cannot be made: {error.strerror}.', remedy="Name another output_dir.")]
+
+
+def _check_folder(folder: Path, options: Any) -> list[Problem]:
     if folder.exists() and not folder.is_dir():
         return [Problem(f'output_dir must be a folder. "{folder}" is a file.', remedy="Name another output_dir.")]
+    if options.model_name_or_path and folder.resolve() == Path(options.model_name_or_path).resolve():
+        return [
+            Problem(
+                f'output_dir "{folder}" is the model that the run begins with, and would be written over.',
+                remedy="Name another output_dir.",
+            )
+        ]
     parent = _nearest_existing(folder)
+    if not parent.is_dir():
+        return [Problem(f'output_dir "{folder}" cannot be made: "{parent}" is a file.')]
     if not os.access(parent, os.W_OK | os.X_OK):
         return [Problem(f'output_dir "{folder}" cannot be written: no permission in "{parent}".')]
     return _check_contents(folder, options) if folder.is_dir() else []
 
 
 def _check_contents(folder: Path, options: Any) -> list[Problem]:
-    inside = sorted(path.name for path in folder.iterdir() if path.name not in _LEFT_BY_A_FAILURE)
+    inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
     if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not options.do_train:
         return []
     has_checkpoints = any(folder.glob(_CHECKPOINTS))
     if has_checkpoints and options.resume != "never":
         return []  # the run goes on from there; the checkpoints themselves are verified when they are read
     shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
-    what = "an earlier run" if has_checkpoints else "other files"
+    is_a_run = has_checkpoints or (folder / STATE_NAME).is_file()
+    what = "an earlier run" if is_a_run else "other files"
     return [
         Problem(
             f'output_dir "{folder}" holds {what}: {shown}.',

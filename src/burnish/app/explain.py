@@ -32,6 +32,7 @@ from burnish.app.resources import (
     tokens_of_largest_batch,
     trained_dtype,
 )
+from burnish.app.resume import start_of
 from burnish.core.checkpoint import Checkpoints, load_state
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.core.types import IGNORE_INDEX, Row
@@ -184,7 +185,7 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
         rest = f", the last with {last:,} {kinds}" if last and not options.dataloader_drop_last else ""
         text = f"{steps.rows:,} {kinds} / {steps.rows_per_step:,} = {steps.steps_per_epoch:,} steps{rest}"
         lines.append(Line("an epoch", text))
-    lines += [_total(plan, prepared), _start(plan), _rate(plan, prepared), *_intervals(plan, prepared)]
+    lines += [_total(plan, prepared), _start(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
     return Section("Steps", lines)
 
 
@@ -196,17 +197,14 @@ def _total(plan: Plan, prepared: Prepared) -> Line:
     return Line("in all", product, plan.where("num_train_epochs"))
 
 
-def _start(plan: Plan) -> Line:
-    """Where the run begins. The newest checkpoint is verified here as it will be when it is read."""
-    options, checkpoints = plan.options, Checkpoints(plan.options.output_dir)
-    if isinstance(options.resume_from_checkpoint, str):
-        return Line("begins", f"where {options.resume_from_checkpoint} ended", plan.where("resume_from_checkpoint"))
-    anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
-    newest, skipped = (None, []) if anew else checkpoints.newest()
-    if newest is None:
-        there = len(checkpoints.all())
-        return Line("begins", f"at step 0; {there} checkpoints in output_dir are removed" if there else "at step 0")
-    return Line("begins", " ".join([f"where {newest} ended, at step {load_state(newest).global_step:,}.", *skipped]))
+def _start(plan: Plan, prepared: Prepared) -> Line:
+    """Where the run begins; refused here where ``train`` would refuse to go on."""
+    start = start_of(plan, prepared.fingerprints, prepared.steps)
+    there = len(Checkpoints(plan.options.output_dir).all())
+    text = f"at step 0; {there} checkpoints in output_dir are removed" if there else "at step 0"
+    if start.checkpoint is not None:
+        text = start.done or f"where {start.checkpoint} ended, at step {load_state(start.checkpoint).global_step:,}."
+    return Line("begins", " ".join([text, *start.notes]), plan.where("resume_from_checkpoint"))
 
 
 def _rate(plan: Plan, prepared: Prepared) -> Line:

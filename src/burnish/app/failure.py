@@ -259,7 +259,7 @@ def _said(problem: Problem, error: BaseException, output_dir: str | None, debug:
 def write_traceback(error: BaseException, output_dir: str | None) -> str:
     """Into ``output_dir`` where the run has made it, else a temporary file. Returns its path, or "" where both fail."""
     text = "".join(traceback.format_exception(error))
-    folders = [Path(output_dir)] if output_dir and Path(output_dir).is_dir() else []
+    folders = [Path(output_dir)] if output_dir and os.path.isdir(output_dir) else []  # false for a name too long
     for folder in [*folders, Path(tempfile.gettempdir())]:
         name = TRACEBACK_NAME if folder in folders else f"burnish-{os.getpid()}-{TRACEBACK_NAME}"
         try:

@@ -14,6 +14,7 @@ import burnish
 from burnish.app.plan import GROUPS, MEMBER_GROUPS, Plan
 from burnish.core.options import specs
 from burnish.core.schedule import StepPlan
+from burnish.data.rows import OPTIONS_OF_ROWS
 from burnish.models.fingerprint import base_fingerprint
 
 _KNOWN_BY_CONTENT_OR_HARMLESS = frozenset(
@@ -38,6 +39,7 @@ def fingerprints_of(plan: Plan, data: str, template: str, steps: StepPlan) -> di
         for name in specs(group)
         if name not in _HARMLESS and not name.startswith(_HARMLESS_PREFIXES)
     }
+    values |= {name: getattr(plan.options, name) for name in ("cutoff_len", *OPTIONS_OF_ROWS)}
     made: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return made | {
         "data": data,

@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -115,6 +115,10 @@ class Plan:
     def where(self, name: str) -> str:
         """Who set an option; "" where it is at its default."""
         return self.provenance.get(name, "")
+
+    def placed(self, problems: Iterable[Problem]) -> list[Problem]:
+        """``problems`` with file and line of the option that each speaks of, where it says no place itself."""
+        return [_placed(problem, self.provenance) for problem in problems]
 
     def changed(self) -> Iterator[tuple[Spec, Any, str]]:
         """The options that are not at their default: declaration, value, who set it."""

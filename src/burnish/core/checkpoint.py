@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shutil
 import threading
@@ -34,6 +35,8 @@ from burnish.core.types import Stateful
 CHECKPOINT_PREFIX = "checkpoint"
 _NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
 _TEMPORARY = ".incomplete-"
+_LOCK = ".lock"
+_HASH = re.compile(r"^[0-9a-f]{32,}$")
 FILE_STEMS = {"state": "trainer_state"}
 """Parts whose file has a name that others know; the model says its own (``file_stem``)."""
 
@@ -208,7 +211,7 @@ def load(folder: Path, parts: Mapping[str, Stateful], rank: int = 0) -> None:
     """
     wrong = faults(folder)
     if wrong:
-        raise UserError(Problem(f"{'; '.join(wrong)}.", where=str(folder), remedy=_others(folder)))
+        raise UserError(Problem(f"{'; '.join(wrong)}.", where=str(folder), remedy=others_beside(folder)))
     for name, part in parts.items():
         if name == "rng":
             continue
@@ -251,7 +254,7 @@ def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = F
         raise UserError(
             Problem(
                 "this is another run than the checkpoint's: "
-                + "; ".join(f"{name} was {_short(old)}, is {_short(new)}" for name, (old, new) in fatal.items())
+                + "; ".join(_difference(name, old, new) for name, (old, new) in fatal.items())
                 + ".",
                 where=str(folder),
                 why="Continuing would mix two runs.",
@@ -259,26 +262,43 @@ def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = F
             )
         )
     return [
-        f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now." for name, (old, new) in changed.items()
+        f"{name} has changed since {folder.name}."
+        if _is_hash(old)
+        else f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now."
+        for name, (old, new) in changed.items()
     ]
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for this process. Raises UserError where another run holds it."""
+    """Hold ``folder`` for this process. One that was made for a run which is then refused goes again.
+
+    Raises:
+        UserError: where another run holds it.
+    """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: a refused run took the file away just now
         except BlockingIOError:
+            is_held = False
+        if not is_held:
             raise UserError(
                 Problem(
                     "another run is writing into this folder.",
                     where=str(folder),
                     remedy="Wait for it to end, or give this run an output_dir of its own.",
                 )
-            ) from None
-        yield
+            )
+        try:
+            yield
+        except UserError:
+            if is_new and os.listdir(folder) == [_LOCK]:
+                (folder / _LOCK).unlink()
+                folder.rmdir()
+            raise
 
 
 def _stem(name: str, part: Any) -> str:
@@ -322,15 +342,25 @@ def _missing(folder: Path, name: str, stem: str) -> Problem:
     return Problem(
         f'this checkpoint has no "{name}" ({stem}), so the run cannot be continued from it.',
         where=str(folder),
-        remedy=_others(folder),
+        remedy=others_beside(folder),
     )
 
 
-def _others(folder: Path) -> str:
+def others_beside(folder: Path) -> str:
+    """Where else the run could go on, as a remedy."""
     there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
     return (
         f"Whole checkpoints beside it: {', '.join(there)}." if there else "Start anew with overwrite_output_dir: true."
     )
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    """``seed was 42, is 7``; of a hash no more can be said than that it has changed."""
+    return f"{name} has changed" if _is_hash(old) else f"{name} was {_short(old)}, is {_short(new)}"
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _HASH.match(value) is not None
 
 
 def _short(value: Any) -> str:

@@ -26,7 +26,7 @@ class StepOptions:
     per_device_train_batch_size: int = option(8, "Rows in a micro-batch on each device.", unit="rows", ge=1)
     per_device_eval_batch_size: int = option(8, "Rows in an evaluation batch on each device.", unit="rows", ge=1)
     gradient_accumulation_steps: int = option(1, "Micro-batches whose gradients make one step.", ge=1)
-    num_train_epochs: float = option(3.0, "Passes over the training set.", unit="epochs", gt=0)
+    num_train_epochs: float = option(3.0, "Passes over the training set.", unit="epochs", gt=0, lt=math.inf)
     max_steps: int = option(-1, "Steps in all; overrides num_train_epochs where it is positive.", unit="steps", ge=-1)
     dataloader_drop_last: bool = option(False, "Leave out the rows at the end of an epoch that do not fill a batch.")
 
@@ -99,9 +99,11 @@ def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
     """A warm-up that never ends."""
     warmup = warmup_steps_of(options, max_steps)
     if warmup >= max_steps > 0 and options.lr_scheduler_type != "constant":
+        name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
         return [
             Problem(
-                f"The learning rate would never reach its peak: {warmup} warm-up steps in a run of {max_steps} steps.",
+                f"the learning rate would never reach its peak: {warmup} warm-up steps ({name}) in a run of "
+                f"{max_steps} steps.",
                 remedy=f"Set warmup_steps below {max_steps}, or train longer.",
             )
         ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from burnish.core.errors import Problem, UserError
@@ -25,6 +26,7 @@ from burnish.data.tools import ToolError, function_schema, read_calls, read_tool
 _THOUGHT, _CALL = TemplateSpec.thought_words, TemplateSpec.tool_call_words
 _WORDS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
 _ANSWERING = ("assistant", "function")
+TWO_QUESTIONS = "kept: a question in it is followed by another, and not by an answer"
 
 
 class JinjaFormat:
@@ -102,10 +104,13 @@ class JinjaFormat:
                 raise Unreadable("it ends with a question, without an answer to learn")
             if example.messages[0].role in _ANSWERING:
                 raise Unreadable("it begins with an answer")
-            return self.renderer.rendered(self._chat(example), self._tools(example))
+            rendered = self.renderer.rendered(self._chat(example), self._tools(example))
         except (Unreadable, ToolError) as error:
             tally.add(f"dropped: {error}", example)
             return None
+        if any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
+            tally.add(TWO_QUESTIONS, example)
+        return rendered
 
     def _turns(
         self, example: Example, rendered: Rendered, ids: list[int], borders: list[tuple[int, int]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,8 @@ def layout_of(source: Source, records: Sequence[Values], where: str) -> Layout:
     """How the records of a data set are to be read, going by what is said about it and by its first records.
 
     Where an entry of ``dataset_info.json`` names no columns, LLaMA-Factory's names stand for them, and nothing else is
-    read. Where nothing is said, the format is recognised, and optional columns are read if they are there.
+    read; a column of pictures or the like is refused there too, as long as the columns are not named. Where nothing is
+    said, the format is recognised, and optional columns are read if they are there.
 
     Raises:
         UserError: where the records do not fit.
@@ -36,6 +38,8 @@ def layout_of(source: Source, records: Sequence[Values], where: str) -> Layout:
     is_default = source.is_described and (source.formatting is not None or _has_required("alpaca", records))
     if source.columns is not None or is_default:
         layout = named_layout(source.formatting or "alpaca", source.columns, source.tags)
+        if source.columns is None:
+            layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
         _check(layout, records, where, is_given=source.columns is not None)
         return layout
     return _recognised(records, where, source)
@@ -86,9 +90,9 @@ def _columns_of(records: Iterable[Values]) -> list[str]:
 
 def _note_unused(layout: Layout, found: Iterable[str]) -> None:
     """A column that the format knows by this name, and nobody asked for."""
-    known = FORMATS.get(layout.format).traits.get("optional", {})
+    known = {**FORMATS.get(layout.format).traits.get("optional", {}), **{column: column for column in MEDIA}}
     for part, column in known.items():
-        if column in found and part not in layout.columns:
+        if column in found and part not in layout.columns and column not in layout.media:
             layout.notes[f'the column "{column}" is not used: "columns" has no "{part}"'] = None
 
 

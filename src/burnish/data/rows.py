@@ -28,7 +28,7 @@ SHORTENED = "cut: messages shortened to cutoff_len"
 LEFT_OUT = "cut: turns beyond cutoff_len left out"
 NO_TEXT = "dropped: it has no text"
 NO_END = "kept, without an end token to learn"
-_OPTIONS_OF_ROWS: Final = (
+OPTIONS_OF_ROWS: Final = (
     "train_on_prompt",
     "mask_history",
     "train_on_eos",
@@ -146,9 +146,13 @@ class Template:
     @property
     def fingerprint(self) -> str:
         """Changes whenever the rows of the same examples would."""
-        options = {name: getattr(self.options, name) for name in _OPTIONS_OF_ROWS}
-        identity = [self.form.identity(), options, self.cutoff_len]
-        return sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+        options = {name: getattr(self.options, name) for name in OPTIONS_OF_ROWS}
+        return _hashed([self.form.identity(), options, self.cutoff_len])
+
+    @property
+    def form_fingerprint(self) -> str:
+        """Changes with what is written around the messages; not with what is learned of it, or where it is cut."""
+        return _hashed(self.form.identity())
 
     def _conversations(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
         word = self.form.closing_word
@@ -257,3 +261,7 @@ class Template:
             weights = list(chain.from_iterable(half.weights or [1.0] * len(half.ids) for half in halves))
             row["loss_weights"] = weights + [1.0] * (draft.closing is not None)
         return row
+
+
+def _hashed(identity: Any) -> str:
+    return sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()

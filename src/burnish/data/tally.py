@@ -40,7 +40,7 @@ class Tally:
 
     def _places(self, reason: str) -> str:
         by_source: dict[str, list[int]] = defaultdict(list)
-        for source, number in self.records[reason][:SHOWN]:
+        for source, number in sorted(self.records[reason])[:SHOWN]:
             by_source[source].append(number)
         named = "; ".join(f"{source}: {', '.join(map(str, numbers))}" for source, numbers in by_source.items())
         return named + (", ..." if len(self.records[reason]) > SHOWN else "")

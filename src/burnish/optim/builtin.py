@@ -9,6 +9,7 @@ why a name that others know is not here, and what to use instead.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class OptimOptions:
 
     optim: str = option("adamw_torch_fused", "The optimizer, by transformers' name.", choices=OPTIMIZERS.names)
     optim_args: str | None = option(None, "Further arguments of the optimizer, as name=value, comma separated.")
-    learning_rate: float = option(5e-5, "The peak of the learning rate.", gt=0, aliases=("lr",))
+    learning_rate: float = option(5e-5, "The peak of the learning rate.", gt=0, lt=math.inf, aliases=("lr",))
     weight_decay: float = option(0.0, "Decoupled weight decay; not on biases and norms.", ge=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", ge=0, lt=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", ge=0, lt=1)

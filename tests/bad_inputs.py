@@ -1,0 +1,69 @@
+"""Bad inputs as a user meets them: a working directory that is right, what is done to it, how the answer is read."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from small_run import records
+
+ROWS = records()
+OPTIONS: dict[str, Any] = {
+    "model_name_or_path": "model", "finetuning_type": "full", "dataset_dir": "data", "dataset": "rows",
+    "cutoff_len": 128, "output_dir": "out", "max_steps": 8, "save_steps": 2, "logging_steps": 1,
+    "per_device_train_batch_size": 2, "learning_rate": 1e-3, "report_to": "none", "use_cpu": "true",
+}  # fmt: skip
+
+
+def make_folder(model: Path) -> None:
+    """Fill the working directory: a model, a data set and ``run.yaml``."""
+    shutil.copytree(model, "model")
+    write("data/rows.json", ROWS)
+    write("data/dataset_info.json", {"rows": {"file_name": "rows.json"}})
+    Path("run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in OPTIONS.items()), encoding="utf-8")
+
+
+def write(name: str, content: Any) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    raw = content if isinstance(content, bytes) else json.dumps(content, ensure_ascii=False).encode()
+    Path(name).write_bytes(raw)
+
+
+def change(name: str, **values: Any) -> None:
+    """Keys of a JSON file; None takes one out."""
+    changed = {**json.loads(Path(name).read_text(encoding="utf-8")), **values}
+    write(name, {key: value for key, value in changed.items() if value is not None})
+
+
+def cut_short(name: str, num_bytes: int = 100) -> None:
+    Path(name).write_bytes(Path(name).read_bytes()[:num_bytes])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: its number, what is wrong, and what must be said about it."""
+
+    number: str
+    wrong: Callable[[], None]
+    said: list[str]
+    words: list[str] = field(default_factory=list)  # further words of the command line
+
+    def __str__(self) -> str:
+        return self.number
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """(standard output, standard error), of which no part is a traceback and no problem longer than four lines."""
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.out + shown.err
+    for problem in shown.err.split("error: ")[1:]:
+        assert len(problem.splitlines()) <= 4, problem
+    return shown.out, shown.err
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}

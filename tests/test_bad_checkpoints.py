@@ -1,0 +1,258 @@
+"""Checkpoints that are damaged or another run's, folders that are in use, signals and failures, a row each, as they
+were tried on other tools: a run goes on from what is whole and ends in the same bits, or says why it does not."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bad_inputs import ROWS, Case, cut_short, files, make_folder, told, write
+from burnish import cli
+from burnish.core import loop
+from small_run import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(
+    model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A working directory with a model, a data set and ``run.yaml``."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.chdir(tmp_path)
+    make_folder(model)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that was killed after the fourth, and beside it (``whole``) the one that was not."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("BURNISH_CACHE", str(folder / "cache"))
+        make_folder(model)
+        assert cli.main(["train", "run.yaml"]) == 0
+        shutil.copytree("out", "whole")
+        for path in Path("out").iterdir():
+            if path.name in ("checkpoint-6", "checkpoint-8"):
+                shutil.rmtree(path)
+            elif path.is_file() and path.name != "trainer_log.jsonl":
+                path.unlink()
+    return folder
+
+
+@pytest.fixture
+def again(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+NEWEST = "out/checkpoint-4"
+
+
+def flip_a_bit() -> None:
+    path = Path(NEWEST, "model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def emptied() -> None:
+    shutil.rmtree(NEWEST)
+    Path(NEWEST).mkdir()
+
+
+RESUMED = [
+    Case("R1", lambda: None, ["Continuing from out/checkpoint-4: step 4 of 8."]),
+    Case("R2", lambda: cut_short(f"{NEWEST}/model.safetensors"),
+         ["has 100 bytes instead of", "checkpoint-2: step 2"]),
+    Case("R3", lambda: cut_short(f"{NEWEST}/optimizer.safetensors", 0),
+         ["has 0 bytes instead of", "checkpoint-2: step 2"]),
+    Case("R4", lambda: Path(NEWEST, "optimizer.json").unlink(), ["optimizer.json is missing", "checkpoint-2: step 2"]),
+    Case("R4c", lambda: Path(NEWEST, "rng_state_0.safetensors").unlink(),
+         ["rng_state_0.safetensors is missing", "step 2"]),
+    Case("R4d", lambda: Path(NEWEST, "trainer_state.json").unlink(), ["trainer_state.json is missing", "step 2 of 8"]),
+    Case("R5", emptied, ["was passed over", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
+    Case("R6", flip_a_bit, ["its checksum differs", "out/checkpoint-2: step 2 of 8"]),
+]  # fmt: skip
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k} for entry in log]
+
+
+def logged_steps() -> list[int]:
+    lines = Path("out/trainer_log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["current_steps"] for row in map(json.loads, lines) if "loss" in row]
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=str)
+def test_the_run_goes_on_from_what_is_whole_and_ends_in_the_same_bits(
+    case: Case, again: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.wrong()
+    assert cli.main(["train", "run.yaml"]) == 0
+    out, _ = told(capsys)
+    for words in case.said:
+        assert words in out
+    assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    assert history(Path("out")) == history(Path("whole"))
+    assert logged_steps() == list(range(1, 9))
+
+
+def with_another_base() -> None:
+    state = load_file("model/model.safetensors")
+    save_file({name: value * 1.01 for name, value in state.items()}, "model/model.safetensors", {"format": "pt"})
+
+
+ANOTHER_RUN = [
+    Case("R7", lambda: None, ["out/checkpoint-5", "is not there", "out/checkpoint-2, out/checkpoint-4"],
+         ["resume_from_checkpoint=out/checkpoint-5"]),
+    Case("R7, a file", lambda: None, ["is a file, not a folder"], ["resume_from_checkpoint=run.yaml"]),
+    Case("R7, no checkpoint", lambda: None, ["data: it has no manifest.json"], ["resume_from_checkpoint=data"]),
+    Case("R6, by name", flip_a_bit, [NEWEST, "its checksum differs", "checkpoint-2"],
+         [f"resume_from_checkpoint={NEWEST}"]),
+    Case("R1b", lambda: None, ["holds an earlier run", "checkpoint-2"], ["resume=never"]),
+    Case("R9b", with_another_base, ["base_model has changed"]),
+    Case("R10", lambda: None, ["rows_per_step was 2, is 4"], ["per_device_train_batch_size=4"]),
+    Case("R10b", lambda: None, ["rows_per_step was 2, is 4"], ["gradient_accumulation_steps=2"]),
+    Case("R11", lambda: write("data/rows.json", ROWS[::-1]), ["data has changed"]),
+    Case("R12b", lambda: None, ['lr_scheduler_type was "linear", is "cosine"'], ["lr_scheduler_type=cosine"]),
+    Case("R12c", lambda: None, ["seed was 42, is 1"], ["seed=1"]),
+    Case("R13", lambda: None, ['finetuning_type was "full", is "lora"'], ["finetuning_type=lora"]),
+    Case("another length", lambda: None, ["cutoff_len was 128, is 64"], ["cutoff_len=64"]),
+    Case("another template", lambda: None, ["template has changed"], ["template=chatml"]),
+    Case("all of the row", lambda: None, ["train_on_prompt was false, is true"], ["train_on_prompt=true"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["train", "explain"])
+@pytest.mark.parametrize("case", ANOTHER_RUN, ids=str)
+def test_another_run_than_the_checkpoints_is_refused_and_leaves_it_alone(
+    case: Case, command: str, again: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.wrong()
+    before = files(Path("out"))
+    assert cli.main([command, "run.yaml", *case.words]) == 2
+    _, err = told(capsys)
+    for words in case.said:
+        assert words in err
+    assert {name: stamp for name, stamp in files(Path("out")).items() if ".lock" not in name} == {
+        name: stamp for name, stamp in before.items() if ".lock" not in name
+    }
+
+
+def test_a_finished_run_is_not_taken_for_another(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R15, and the same folder with another seed."""
+    assert cli.main(["train", "run.yaml"]) == 0
+    before = Path("out/model.safetensors").stat().st_mtime_ns
+    told(capsys)
+    assert cli.main(["train", "run.yaml"]) == 0
+    assert "finished at step 8: there is nothing to do." in told(capsys)[0]
+    assert cli.main(["train", "run.yaml", "seed=1"]) == 2
+    assert "seed was 42, is 1" in told(capsys)[1]
+    assert Path("out/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_fewer_steps_than_were_done_are_nothing_to_do(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R12d."""
+    assert cli.main(["train", "run.yaml", "max_steps=3"]) == 0
+    assert "has done 4 steps, and this run is to have 3: there is nothing to do." in told(capsys)[0]
+    assert not Path("out/model.safetensors").exists()
+
+
+def test_a_changed_learning_rate_is_applied_and_said(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R12."""
+    assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 0
+    assert "learning_rate was 0.001 in checkpoint-4 and is 0.005 now." in told(capsys)[0]
+    rates = [entry["learning_rate"] for entry in history(Path("out")) if "learning_rate" in entry]
+    assert rates[4] > 4 * rates[3] * 0.5
+
+
+def test_two_runs_do_not_share_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """W2."""
+    write("out/.lock", b"")
+    with Path("out/.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert cli.main(["train", "run.yaml"]) == 2
+    assert "another run is writing into this folder" in told(capsys)[1]
+    assert os.listdir("out") == [".lock"]
+
+
+# --- what the machine does -------------------------------------------------------------------------------------------
+
+
+def at_step(number: int, does: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    take_step = loop.take_step
+
+    def take(run: Any, *arguments: Any) -> None:
+        if run.state.global_step == number:
+            does()
+        take_step(run, *arguments)
+
+    monkeypatch.setattr(loop, "take_step", take)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_saves_and_the_same_command_goes_on(
+    number: signal.Signals, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1, S2."""
+    with monkeypatch.context() as patch:
+        at_step(2, lambda: os.kill(os.getpid(), number), patch)
+        assert cli.main(["train", "run.yaml", "save_strategy=no"]) == 128 + number
+    assert Path("out/checkpoint-3/manifest.json").exists()
+    assert cli.main(["train", "run.yaml", "save_strategy=no"]) == 0
+    assert "Continuing from out/checkpoint-3" in told(capfd)[0]
+    assert logged_steps() == list(range(1, 9))
+
+
+def failing() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(["learning_rate=1e30"], "loss of step 2 is not finite"), ([], "Out of memory")],
+    ids=["X1", "X2"],
+)
+def test_a_failure_before_the_first_checkpoint_leaves_a_folder_that_can_be_used_again(
+    first: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if not first:
+            at_step(1, failing, patch)
+        assert cli.main(["train", "run.yaml", *first]) == 1
+    _, err = told(capsys)
+    assert words in err
+    assert "No checkpoint had been saved." in err or "Needed are weights" in err
+    assert "Traceback" in Path("out/traceback.txt").read_text(encoding="utf-8")
+    assert not Path("out/model.safetensors").exists()
+    assert cli.main(["train", "run.yaml"]) == 0
+    assert logged_steps() == list(range(1, 9))
+    assert not Path("out/traceback.txt").exists()
+
+
+def test_overwriting_a_run_leaves_nothing_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter beside a whole model would be loaded in its place."""
+    assert cli.main(["train", "run.yaml", "finetuning_type=lora", "do_eval=true", "val_size=4"]) == 0
+    assert Path("out/eval_results.json").exists()
+    assert cli.main(["train", "run.yaml", "overwrite_output_dir=true", "max_steps=2"]) == 0
+    assert sorted(path.name for path in Path("out").glob("checkpoint-*")) == ["checkpoint-2"]
+    assert not list(Path("out").glob("adapter*"))
+    assert not Path("out/eval_results.json").exists()

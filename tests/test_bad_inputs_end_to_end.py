@@ -1,0 +1,195 @@
+"""Bad models, data and folders as they were tried on other tools, a row each, from the command line to what a person
+reads: at most four lines for each problem, no traceback, nothing written before a refusal, and no result that nobody
+asked for. Bad options have a table of their own (``test_bad_options.py``), and so have checkpoints
+(``test_bad_checkpoints.py``)."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bad_inputs import ROWS, Case, change, cut_short, files, make_folder, told, write
+from burnish import cli
+from small_run import make_model
+
+CHATS = [
+    {"messages": [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row["output"]}]}
+    for row in ROWS
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(
+    model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A working directory with a model, a data set and ``run.yaml``."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.chdir(tmp_path)
+    make_folder(model)
+    return tmp_path
+
+
+def rows(content: Any, **entry: Any) -> Callable[[], None]:
+    """Another data set in the place of the good one."""
+
+    def prepare() -> None:
+        file = entry.get("file_name", "rows.json")
+        Path("data/rows.json").unlink()
+        write(f"data/{file}", content)
+        write("data/dataset_info.json", {"rows": {"file_name": file, **entry}})
+
+    return prepare
+
+
+def weights(changed: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[], None]:
+    def prepare() -> None:
+        save_file(changed(load_file("model/model.safetensors")), "model/model.safetensors", {"format": "pt"})
+
+    return prepare
+
+
+def with_nan(state: dict[str, Any]) -> dict[str, Any]:
+    state["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
+    return state
+
+
+def pickled() -> None:
+    Path("model/model.safetensors").unlink()
+    Path("model/pytorch_model.bin").write_bytes(pickle.dumps("weights"))
+
+
+def with_a_script() -> None:
+    rows(ROWS, file_name="set")()
+    Path("data/set").unlink()
+    write("data/set/rows.json", ROWS)
+    Path("data/set/rows.py").write_text("raise SystemExit(3)")
+
+
+# --- models and data that are refused --------------------------------------------------------------------------------
+
+LATIN_1 = json.dumps([*ROWS, {**ROWS[0], "output": "café"}], ensure_ascii=False).encode("latin-1")
+NULL_ANSWER = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]}
+REFUSED = [
+    Case("M44", lambda: write("model/config.json", b'{"model_type": "llama",,'), ["model/config.json, line 1, column"]),
+    Case("M45", lambda: cut_short("model/model.safetensors", 70_000), ["model/model.safetensors", "70,000", "bytes"]),
+    Case("M47", weights(lambda state: {k: v for k, v in state.items() if "layers.1.mlp" not in k}),
+         ["model.layers.1.mlp.down_proj.weight", "random"]),
+    Case("M47b", lambda: change("model/config.json", num_hidden_layers=4), ["model.layers.2."]),
+    Case("M51", pickled, ["pytorch_model.bin", "run any code", "safetensors"]),
+    Case("M52", lambda: change("model/config.json", model_type="own", auto_map={"AutoConfig": "own.Config"}),
+         ["own.py", "trust_remote_code"]),
+    Case("B02", lambda: Path("data/rows.json").unlink(), ["data/rows.json", "does not exist"]),
+    Case("B03", rows([]), ["data/rows.json", "holds no records"]),
+    Case("B05", rows([{"prompt_text": "q", "answer_text": "a"}]), ["Found: prompt_text, answer_text", '"columns"']),
+    Case("B05b", rows(ROWS, columns={"prompt": "question"}), ['no column "question"', "Found: instruction"]),
+    Case("B07", rows(LATIN_1), ["data/rows.json, line 1", "byte 0xe9 at offset", "iconv -f latin1"]),
+    Case("B09b", rows([NULL_ANSWER], formatting="sharegpt"), ["record 1", '"conversations[1].value" is null']),
+    Case("B10", rows([{**row, "output": ""} for row in ROWS]), ["record 1", "empty"]),
+    Case("B11b", rows([*ROWS, {**ROWS[0], "output": 5}]), ["record 25", '"output" must be text', "Received: 5"]),
+    Case("B15", rows([*ROWS, {"instruction": "q", "input": ""}]), ["record 25", 'the column "output" is missing']),
+    Case("B22", rows(ROWS, file_name="../secret.json"), ['must stay inside "data"']),
+    Case("B24b", rows([{**ROWS[0], "images": ["a.png"]}]), ["record 1", '"images" is not empty', "text"]),
+    Case("B24b, named", rows([{**ROWS[0], "images": ["a.png"]}],
+                             columns={"prompt": "instruction", "response": "output", "images": "images"}),
+         ["record 1", '"images" is not empty', "text"]),
+    Case("B25", rows("\n".join(map(json.dumps, ROWS)).encode()[:-20], file_name="rows.jsonl"),
+         ["data/rows.jsonl, line 24"]),
+    Case("B27", rows({"data": ROWS}), ['whose key "data" holds 24 records']),
+    Case("B30", lambda: write("data/dataset_info.json", b'{"rows": {"file_name": "rows.json",}'),
+         ["data/dataset_info.json, line 1, column"]),
+    Case("B31", rows(b"PK", file_name="rows.xlsx"), ['".xlsx"', ".jsonl, .csv, .parquet"]),
+    Case("B33", with_a_script, ["rows.py", "runs no code"]),
+    Case("A30", rows([{**ROWS[0], "output": "red " * 1000}]), ["1,0", "context is 256", "cutoff_len"],
+         ["cutoff_len=100000"]),
+    Case("C01", lambda: write("out/thesis.tex", b"words"),
+         ["run.yaml, line 6", "other files: thesis.tex", "overwrite_output_dir"]),
+    Case("C01, a finished run without checkpoints", lambda: write("out/trainer_state.json", b"{}"), ["an earlier run"]),
+    Case("C02", lambda: write("out", b""), ["run.yaml, line 6", '"out" is a file']),
+    Case("C02, on the way", lambda: None, ["run.yaml", "is a file"], ["output_dir=run.yaml/out"]),
+    Case("C02, a name that no disk takes", lambda: None, ["output_dir", "too long"], [f"output_dir={'x' * 300}"]),
+    Case("C02, the model itself", lambda: None, ["is the model", "written over"],
+         ["output_dir=./model", "overwrite_output_dir=true"]),
+    Case("A13, without an end", lambda: None, ["num_train_epochs", "less than inf"],
+         ["num_train_epochs=inf", "max_steps=-1"]),
+    Case("A24b", lambda: None, ["the command line", "never reach its peak", "warmup_steps"], ["warmup_steps=1000"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["train", "explain"])
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_it_is_refused_before_anything_is_written(
+    case: Case, command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.wrong()
+    before = files(folder)
+    assert cli.main([command, "run.yaml", *case.words]) == 2
+    out, err = told(capsys)
+    assert out == ""
+    for words in case.said:
+        assert words in err
+    assert files(folder) == before
+
+
+def test_weights_that_are_not_numbers_are_refused_and_leave_no_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M53."""
+    weights(with_nan)()
+    assert cli.main(["train", "run.yaml"]) == 2
+    assert "model.layers.0.mlp.down_proj.weight" in told(capsys)[1]
+    assert not Path("out").exists()
+
+
+# --- what runs, and is said ------------------------------------------------------------------------------------------
+
+
+def without_chat_template() -> None:
+    Path("model/chat_template.jinja").unlink()
+
+
+def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+SAID = [
+    Case("M49", lambda: change("model/tokenizer_config.json", eos_token=None, pad_token=None),
+         ["names no end token", "has no padding token"]),
+    Case("M49b", lambda: change("model/tokenizer_config.json", pad_token=None), ["has no padding token"]),
+    Case("M54", without_chat_template, ["has no chat template"]),
+    Case("B08", rows(b"\xef\xbb\xbf" + json.dumps(ROWS).encode()), ["24 rows"]),
+    Case("B12", rows([*CHATS, chat(("user", "a"))]), ["ends with a question", "1 of 25 rows (data/rows.json: 25)"]),
+    Case("B13", rows([*CHATS, chat(("assistant", "b"), ("user", "c"), ("assistant", "d"))]),
+         ["begins with an answer", "1 of 25 rows (data/rows.json: 25)"]),
+    Case("B13b", rows([chat(("user", "a"), ("user", "c"), ("assistant", "x"))] * 4),
+         ["a question in it is followed by another", "4 of 4 rows (data/rows.json: 1, 2, 3, 4)"]),
+    Case("B14b", rows([chat(("human", "a"), ("gpt", "b"))] * 4),
+         ['"human" is read as user', '"gpt" is read as assistant']),
+    Case("B16b", rows([{**row, "output": row["output"] * (place % 2)} for place, row in enumerate(ROWS)]),
+         ["answers are empty: 12 of 24 rows (data/rows.json: 1, 3, 5, 7, 9, ...)"]),
+    Case("B23", rows([{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                                    {"role": "assistant", "content": "x"}]}]), ["hi<|im_end|>"]),
+    Case("B28", rows(ROWS[:1]), ["every epoch is one step"], ["per_device_train_batch_size=8"]),
+    Case("B34", lambda: None, ["is named 2 times"], ["dataset=rows,rows"]),
+    Case("an unused picture", rows([{**ROWS[0], "images": ["a.png"]}],
+                                   columns={"prompt": "instruction", "response": "output"}), ['"images" is not used']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAID, ids=str)
+def test_it_runs_and_is_said(case: Case, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case.wrong()
+    assert cli.main(["explain", "run.yaml", *case.words]) == 0
+    out, _ = told(capsys)
+    together = " ".join(out.split())
+    for words in case.said:
+        assert words in together
+    assert not Path("out").exists()
