@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from small_run import as_words, make_user
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from burnish.app.build import prepare
@@ -12,6 +11,7 @@ from burnish.app.config import read_arguments
 from burnish.app.plan import plan
 from burnish.cli import main
 from burnish.data.batching import collate_padded
+from small_run import as_words, make_user
 
 CASES = {
     "plain": {},
