@@ -2,12 +2,14 @@
 
 It reads the tokenizer, and writes config.json, generation_config.json and model.safetensors (bfloat16) beside it. The
 statements come from `tasks.py`: the facts and the skills of the demo, but no question, no chat marker, and no held-out
-problem other than the opposites. So the base model does not know how to answer, and learns it fast.
+problem other than the opposites. So the base model does not know how to answer, and learns it fast. First the
+statements are plain, then buried in idle words: after plain ones alone it knew every skill as well, and forgot a part
+of them while it was fine-tuned.
 
 The seed fixes the text and the start; the last digits of the weights still depend on the processor and on the
 number of threads. About 10 minutes on two CPU cores.
 
-Run: python scripts/demo/make_model.py [--output FOLDER] [--steps 1200] [--threads 2] [--seed 0]
+Run: python scripts/demo/make_model.py [--output FOLDER] [--steps 1200] [--buried-steps 250] [--threads 2] [--seed 0]
 """
 
 import argparse
@@ -27,7 +29,9 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 STATEMENTS_PER_STEP = 128
 MICRO_BATCHES = 4  # statements of like length go together, which saves half of the padding
 WARMUP_STEPS = 50
-MATRIX_LEARNING_RATE, OTHER_LEARNING_RATE = 3e-3, 3e-3
+PLAIN_STEPS, BURIED_STEPS = 1200, 250
+PLAIN_RATE, BURIED_RATE = 3e-3, 2e-3
+SEED_OF_BURIED = 77
 IGNORE_INDEX = -100
 
 Statement = tuple[list[int], list[int]]  # token ids of what is given, and of what follows from it
@@ -102,13 +106,20 @@ def backward_of_step(model: LlamaForCausalLM, statements: list[Statement], pad_i
     return mean_loss
 
 
-def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random: Random, steps: int) -> None:
-    """Muon on the matrices of the layers and AdamW on the rest; a warm-up, a plateau, and a line down to zero."""
+def pretrain(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random: Random, steps: int, depth: float, rate: float
+) -> None:
+    """Muon on the matrices of the layers and AdamW on the rest; a warm-up, a plateau, and a line down to zero.
+
+    Args:
+        depth: how buried in idle words the statements are, from 0 (plain) to 1.
+        rate: the learning rate of the plateau.
+    """
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     optimizers = (
-        torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=OTHER_LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.98)),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.98)),
     )
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(
@@ -118,7 +129,6 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random
     ]
     began = time.perf_counter()
     for step in range(1, steps + 1):
-        depth = min(1.0, 2 * step / steps)
         statements = [draw_statement(random, tokenizer, depth) for _ in range(STATEMENTS_PER_STEP)]
         loss = backward_of_step(model, statements, tokenizer.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -144,7 +154,8 @@ def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=MODEL_FOLDER, help="folder of the model (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=PLAIN_STEPS, help="of plain statements (default: %(default)s)")
+    parser.add_argument("--buried-steps", type=int, default=BURIED_STEPS, help="after them (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -152,5 +163,9 @@ if __name__ == "__main__":
     torch.manual_seed(arguments.seed)
     reader = AutoTokenizer.from_pretrained(arguments.output)
     network = new_model(reader)
-    pretrain(network, reader, Random(arguments.seed), arguments.steps)
+    pretrain(network, reader, Random(arguments.seed), arguments.steps, depth=0.0, rate=PLAIN_RATE)
+    write_model(network, reader, arguments.output)
+    network = LlamaForCausalLM.from_pretrained(arguments.output, dtype=torch.float32)
+    torch.manual_seed(arguments.seed)
+    pretrain(network, reader, Random(SEED_OF_BURIED), arguments.buried_steps, depth=1.0, rate=BURIED_RATE)
     write_model(network, reader, arguments.output)
