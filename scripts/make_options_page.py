@@ -95,7 +95,7 @@ def _facts(spec: Spec) -> Iterator[str]:
         yield f"{spec.type_name.capitalize()}."
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     bounds = [
-        f"{words[name]} {bound:g}" for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)
+        f"{words[name]} {shown(bound)}" for name, bound in spec.bounds.items() if bound is not None and isfinite(bound)
     ]
     if bounds:
         yield f"{' and '.join(bounds).capitalize()}{f' {spec.unit}' if spec.unit and spec.default is None else ''}."

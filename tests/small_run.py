@@ -16,7 +16,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(folder: Path, dropout: float = 0.0, seed: int = 0, **changes) -> Path:
+def make_model(
+    folder: Path, dropout: float = 0.0, seed: int = 0, end: str = "<|im_end|>", dtype: str = "float32", **changes
+) -> Path:  # fmt: skip
     """A Llama of some ten thousand weights and a byte-level tokenizer with ChatML markers, as a folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,16 +32,16 @@ def make_model(folder: Path, dropout: float = 0.0, seed: int = 0, **changes) -> 
     )
     tokenizer.train_from_iterator([f"user assistant system {' '.join(WORDS)}"] * 20, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, eos_token=end, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
     fast.save_pretrained(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, attention_dropout=dropout, eos_token_id=2, pad_token_id=0,
-        bos_token_id=None, **changes,
+        num_key_value_heads=2, max_position_embeddings=256, attention_dropout=dropout,
+        eos_token_id=fast.eos_token_id, pad_token_id=0, bos_token_id=None, **changes,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 

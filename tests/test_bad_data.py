@@ -339,7 +339,7 @@ def test_probabilities_must_fit_the_sets_they_are_for():
 
 
 def test_a_data_set_is_needed():
-    assert "dataset is missing" in refusal()
+    assert '"dataset" is missing' in refusal()
 
 
 def test_a_cache_that_cannot_be_written_is_said(monkeypatch):

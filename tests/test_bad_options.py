@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from burnish import cli
+from burnish.app.checks import trains
 from burnish.app.config import read_config
 from burnish.app.plan import Plan, plan
 
@@ -149,4 +150,4 @@ def test_both_ways_of_writing_an_override_work(folder: Path) -> None:
 
 def test_train_trains_without_being_told(folder: Path) -> None:
     """A61."""
-    assert planned(folder).options.do_train
+    assert trains(planned(folder).options)

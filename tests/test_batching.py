@@ -18,7 +18,6 @@ from burnish.data.batching import (
     pack,
     pack_best_fit,
     packed,
-    packing_efficiency,
     packs_rows,
     sequences_of,
     splits_rows,
@@ -166,11 +165,6 @@ def test_packs_are_as_few_as_those_of_llama_factory_and_hold_the_same_rows(share
 def _split(ids, segments):
     """The documents of a golden pack: its mask counts them from 1; 0 is padding."""
     return [[t for t, s in zip(ids, segments, strict=True) if s == n] for n in range(1, max(segments) + 1)]
-
-
-def test_efficiency_is_the_share_of_room_that_is_filled():
-    assert packing_efficiency(pack([row(0, 6), row(10, 3)], 10), 10) == pytest.approx(0.9)
-    assert packing_efficiency([], 10) == 0.0
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

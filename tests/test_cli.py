@@ -60,6 +60,13 @@ def test_the_help_of_train_can_be_asked_for_a_word() -> None:
     assert 'Did you mean "learning_rate"' in list_options(RunOptions, "learning_rats")
 
 
+def test_every_command_with_options_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "explain", "export", "demo"):
+        status, out, _ = burnish(capsys, command, "--help")
+        assert status == 0
+        assert out.startswith(f"usage: burnish {command} ")
+
+
 def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = burnish(capsys, "trian")
     assert (status, out) == (2, "")

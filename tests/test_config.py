@@ -108,6 +108,24 @@ def test_a_syntax_error_is_shown_with_a_caret(tmp_path: Path) -> None:
     assert lines[1][lines[2].index("^")] == ":"
 
 
+@pytest.mark.parametrize(
+    ("line", "place", "words"),
+    [
+        ("learning_rate 1e-4", "2:1", 'between a key and its value stands ": "'),
+        ("learning_rate:1e-4", "2:1", 'between a key and its value stands ": "'),
+        ('optim: "adamw', "2:8", "a quotation mark is opened here and never closed"),
+        ("lora_target: [q_proj", "2:1", "expected ',' or ']'"),
+    ],
+)
+def test_a_mistake_that_yaml_sees_further_down_is_shown_where_it_was_made(
+    tmp_path: Path, line: str, place: str, words: str
+) -> None:
+    message = refusal(config(tmp_path, f"seed: 1\n{line}\n"))
+    assert f"run.yaml:{place}: " in message
+    assert words in message
+    assert line in message
+
+
 def test_broken_json_is_shown_with_a_caret(tmp_path: Path) -> None:
     lines = refusal(config(tmp_path, '{"stage": "sft",\n "seed": 1,}\n', "run.json")).splitlines()
     assert ":2:" in lines[0]

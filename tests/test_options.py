@@ -1,6 +1,8 @@
 """Options: declared once, converted, bounded, and refused together with the nearest right name."""
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -38,6 +40,10 @@ def made(**given):
     ("name", "raw", "value"),
     [
         ("learning_rate", "1e-5", 1e-5),
+        ("learning_rate", ".inf", math.inf),
+        ("names", "[a, b]", ["a", "b"]),
+        ("names", ["~/a"], [f"{Path.home()}/a"]),
+        ("resume", "~/a", f"{Path.home()}/a"),
         ("learning_rate", 2, 2),
         ("warmup", "0.1", 0.1),
         ("warmup", "3", 3),
@@ -87,6 +93,12 @@ def test_all_problems_are_reported_together_with_their_places():
     assert len(problems) == 3
     assert problems[0] == 'Unknown option "learning_rat" in run.yaml, line 1. Did you mean "learning_rate"?'
     assert problems[2].startswith("run.yaml, line 3")
+
+
+def test_options_inside_a_mapping_are_named():
+    _, (problem,) = made(training={"learning_rate": 1e-4})
+    assert 'Unknown option "training" in run.yaml, line 1.' in problem
+    assert 'write "learning_rate" at the left margin' in problem
 
 
 def test_an_alias_sets_the_option_and_two_names_of_one_option_are_refused():

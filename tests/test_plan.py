@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from burnish.app.absent import ABSENT, NO_EFFECT
+from burnish.app.checks import trains
 from burnish.app.config import split_arguments
 from burnish.app.plan import RunOptions, aliases, component_checks, plan
 from burnish.core.errors import UserError
@@ -62,7 +63,9 @@ def test_a_consequence_of_a_mistake_is_not_reported_beside_it(tmp_path: Path) ->
 
 
 def test_training_is_what_train_does_unless_told_otherwise(tmp_path: Path) -> None:
-    assert plan(given(tmp_path)).options.do_train
+    assert trains(plan(given(tmp_path)).options)
+    assert not trains(plan(given(tmp_path, do_predict="true", val_size="0.1")).options)
+    assert trains(plan(given(tmp_path, do_predict="true", val_size="0.1", do_train="true")).options)
     assert "Nothing would be done" in refused(tmp_path, do_train="false")[0]
 
 

@@ -113,6 +113,8 @@ def _export(words: Arguments) -> int:
 
 
 def _demo(words: Arguments) -> int:
+    if _wants_help(words):
+        return _list_options("demo", words)
     from burnish.app.demo import demo
 
     return demo(words)
@@ -163,7 +165,7 @@ COMMANDS: dict[str, Command] = {
 _NOT_YET = {
     "chat": "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
     "api": "Load output_dir in any server that reads Hugging Face models.",
-    "eval": "burnish train evaluates on eval_dataset: set do_train: false and do_eval: true to do only that.",
+    "eval": "burnish train evaluates on eval_dataset: do_eval: true does only that.",
     "webui": "Write the options into a YAML file: burnish train --help lists them all.",
     "webchat": "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
 }

@@ -2,8 +2,8 @@
 
 A file that was written for those tools often carries keys that ask for nothing: ``use_galore: false``. A key of
 ``ABSENT`` at its harmless value is passed over; at any other value it is refused by name, with what to use instead,
-because a key that is dropped in silence gives a run that was not asked for. A key of ``NO_EFFECT`` changes nothing
-that burnish does; that is said once.
+because a key that is dropped in silence gives a run that was not asked for. So is a choice of ``ABSENT_CHOICES``. A key
+of ``NO_EFFECT`` changes nothing that burnish does; that is said once.
 
 Names and defaults: LLaMA-Factory 0.9.5 (hparams), transformers 5.23 (TrainingArguments, Seq2SeqTrainingArguments) with
 those that older transformers had, TRL 1.16 (SFTConfig).
@@ -36,13 +36,20 @@ def take_absent(
         known: the options and other names that burnish has; they are never absent.
     """
     foreign = {key: item for key, item in given.items() if key not in known and key in ABSENT | NO_EFFECT}
+    chosen = {key: item for key, item in given.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
     problems = [
+        Problem(
+            f'"{key}" {item.value} is not part of burnish.', item.where, remedy=ABSENT_CHOICES[key][str(item.value)]
+        )
+        for key, item in chosen.items()
+    ]
+    problems += [
         Problem(f'"{key}" is not part of burnish. Received: {item.value}.', item.where, remedy=ABSENT[key].instead)
         for key, item in foreign.items()
         if key in ABSENT and not _asks_for_nothing(item.value, ABSENT[key].harmless)
     ]
     notes = [f'"{k}" ({foreign[k].where}) has no effect: {NO_EFFECT[k]}' for k in foreign if k in NO_EFFECT]
-    return {key: item for key, item in given.items() if key not in foreign}, problems, notes
+    return {key: item for key, item in given.items() if key not in {**foreign, **chosen}}, problems, notes
 
 
 def _asks_for_nothing(value: Any, harmless: Any) -> bool:
@@ -66,6 +73,20 @@ def _number(text: str) -> float | None:
 
 ABSENT: dict[str, Absent] = {}
 NO_EFFECT: dict[str, str] = {}
+_ELSEWHERE = "burnish trains with stage: sft and stage: pt. A model that it has trained goes on in TRL's {} as it is."
+ABSENT_CHOICES: dict[str, dict[str, str]] = {
+    "finetuning_type": {
+        "oft": "Set finetuning_type: peft, and "
+        'peft_config: {peft_type: OFT, oft_block_size: 32, target_modules: "all-linear"}.',
+    },
+    "stage": {
+        "rm": _ELSEWHERE.format("RewardTrainer"),
+        "ppo": _ELSEWHERE.format("PPOTrainer"),
+        "dpo": _ELSEWHERE.format("DPOTrainer"),
+        "kto": _ELSEWHERE.format("KTOTrainer"),
+    },
+}
+"""Values of options that burnish has, and not with this value -> a sentence."""
 
 
 def _absent(instead: str, **harmless: Any) -> None:

@@ -22,7 +22,7 @@ import torch
 from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_precision, trainable_summary
 from burnish.adapters.lora import learning_rates
 from burnish.app.callbacks import callbacks_of
-from burnish.app.checks import step_notes
+from burnish.app.checks import step_notes, trains
 from burnish.app.failure import TRACEBACK_NAME
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.interrupt import InterruptCallback
@@ -36,7 +36,7 @@ from burnish.core.events import CallbackHandler
 from burnish.core.loop import TrainOutput, evaluate, evaluate_all, switch, train
 from burnish.core.meter import Meter
 from burnish.core.options import raise_if
-from burnish.core.schedule import StepPlan, check_curve, plan_steps
+from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine, Example, Row, Run
 from burnish.data.batching import collator, lengths_of, packed, packs_rows, splits_rows
@@ -124,7 +124,7 @@ def train_run(plan: Plan) -> Result:
         run = assemble(plan, prepared, engine, found, [interrupt])
         if found is not None:
             resume(run, found)
-        output = train(run, options) if options.do_train else None
+        output = train(run, options) if trains(options) else None
         if interrupt.exit_code is not None:
             return Result(output, folder, exit_code=interrupt.exit_code)
         return Result(output, folder, finish(run, plan, prepared, output))
@@ -150,10 +150,10 @@ def prepare(plan: Plan) -> Prepared:
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     rows = encode(sets.train, objective, tally, options)
     eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
-    if not len(rows) and options.do_train:
+    if not len(rows) and trains(options):
         raise UserError(nothing_to_learn(tally, options))
     longest = max((length for some in (rows, *eval_rows.values()) for length in row_lengths(some)), default=0)
-    steps = plan_steps(options, len(rows), plan.world_size)
+    steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     sizes = sizes_of(options, config)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     raise_if(plan.placed([*problems, *check_disk(options, config, sizes, steps)]))

@@ -22,8 +22,15 @@ _BEFORE_A_CHECKPOINT = re.compile(rf"\.lock|\.incomplete-.*|runs|{LOG_NAME}|{TRA
 """What a run that ended before its first checkpoint leaves: the same command begins anew, and writes over it."""
 
 
+def trains(options: Any) -> bool:
+    """Whether the run trains: as it is told, or, where it is not told, unless it only evaluates or predicts."""
+    if options.do_train is None:
+        return not (options.do_eval or options.do_predict)
+    return bool(options.do_train)
+
+
 def check_something_to_do(options: Any) -> list[Problem]:
-    if options.do_train or options.do_eval or options.do_predict:
+    if trains(options) or options.do_eval or options.do_predict:
         return []
     return [
         Problem(
@@ -66,7 +73,7 @@ def _check_folder(folder: Path, options: Any) -> list[Problem]:
 
 def _check_contents(folder: Path, options: Any) -> list[Problem]:
     inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
-    if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not options.do_train:
+    if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
         return []
     has_checkpoints = any(folder.glob(_CHECKPOINTS))
     if has_checkpoints and options.resume != "never":

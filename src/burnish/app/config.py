@@ -194,14 +194,23 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+# PyYAML's words for what it notices only further down -> what is wrong where it began.
+_SEEN_TOO_LATE = {
+    "could not find expected ':'": 'between a key and its value stands ": ", and here it does not',
+    "found unexpected end of stream": "a quotation mark is opened here and never closed",
+}
+
+
 def _compose(path: Path, text: str) -> yaml.Node | None:
     """The syntax tree, whose nodes know their lines."""
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        begun = _SEEN_TOO_LATE.get(error.problem or "")
+        mark = error.context_mark if begun else error.problem_mark or error.context_mark
         assert mark is not None
-        raise _syntax_error(path, text, mark.line + 1, mark.column + 1, error.problem or str(error.context)) from None
+        fault = begun or error.problem or str(error.context)
+        raise _syntax_error(path, text, mark.line + 1, mark.column + 1, fault) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise _syntax_error(path, text, line, 1, f"the character {error.character!r} is not allowed in YAML") from None
@@ -210,7 +219,8 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
 def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> UserError:
     """``run.yaml:3:1: ...``, the line, and a caret under the place."""
     lines = text.splitlines() or [""]
-    source = lines[min(line, len(lines)) - 1]
+    line = min(line, len(lines))  # the end of the file is found behind its last line
+    source = lines[line - 1]
     remedy = "" if path.suffix == ".json" else "Every line is key: value; a text that holds : or # is put in quotes."
     if "\t" in source[:column] and remedy:
         column = source.index("\t") + 1

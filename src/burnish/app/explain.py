@@ -15,7 +15,7 @@ from typing import Any
 from burnish.adapters.base import ADAPTERS
 from burnish.app.build import Prepared, prepare
 from burnish.app.callbacks import listeners_of
-from burnish.app.checks import step_notes
+from burnish.app.checks import step_notes, trains
 from burnish.app.estimate import shown_bytes
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
@@ -59,7 +59,8 @@ def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     sizes = sizes_of(plan.options, prepared.config)
     yield _model(plan, prepared, sizes)
     yield _data(plan, prepared)
-    yield _steps(plan, prepared)
+    if trains(plan.options):
+        yield _steps(plan, prepared)
     yield _events(plan)
     yield _options(plan)
     yield _resources(plan, prepared, sizes)

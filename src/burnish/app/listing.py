@@ -56,7 +56,9 @@ def _facts(spec: Spec) -> Iterator[str]:
     if spec.choices:
         yield f"one of {', '.join(map(str, spec.choices))}"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = [f"{words[key]} {bound}" for key, bound in spec.bounds.items() if bound is not None and isfinite(bound)]
+    bounds = [
+        f"{words[key]} {shown(bound)}" for key, bound in spec.bounds.items() if bound is not None and isfinite(bound)
+    ]
     if bounds:
         yield " and ".join(bounds)
     if spec.aliases:

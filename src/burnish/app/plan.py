@@ -57,9 +57,11 @@ class TaskOptions:
     stage: str = option(
         "sft", "What is learned: answers to instructions (sft), or plain text (pt).", choices=OBJECTIVES.names
     )
-    do_train: bool = option(True, "Train; false only evaluates or predicts.")
-    do_eval: bool = option(False, "Evaluate after training.")
-    do_predict: bool = option(False, "Predict on the evaluation set after training.")
+    do_train: bool | None = option(
+        None, "Train; where it is left out, a run trains unless it only evaluates (do_eval) or predicts (do_predict)."
+    )
+    do_eval: bool = option(False, "Evaluate, after training where the run trains.")
+    do_predict: bool = option(False, "Predict on the evaluation set, after training where the run trains.")
 
 
 GROUPS: tuple[type, ...] = (

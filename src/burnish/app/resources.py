@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
     width = min(Shape.of(config.get_text_config()).hidden, 512)
     weight = nn.Linear(width, width, bias=False, dtype=dtype)
     model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer: some look at the name
-    optimizer = create_optimizer(model.named_parameters(), model, options)
+    of_any_name = replace(options, galore_target=["all"], apollo_target=["all"], optim_target_modules=None)
+    optimizer = create_optimizer(model.named_parameters(), model, of_any_name)
     if callable(switch := getattr(optimizer, "train", None)):
         switch()
     weight.weight.grad = torch.zeros_like(weight.weight)

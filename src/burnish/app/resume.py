@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.app.checks import trains
 from burnish.app.plan import Plan
 from burnish.core.checkpoint import Checkpoints, compare_fingerprints, load, load_state, others_beside
 from burnish.core.errors import Problem, UserError
@@ -60,7 +61,7 @@ def checkpoint_to_resume(options: Any) -> tuple[Path | None, list[str]]:
     if isinstance(asked, str):
         raise_if(check_checkpoint(Path(asked), checkpoints))
         return Path(asked), []
-    if asked is False or options.resume == "never" or options.overwrite_output_dir or not options.do_train:
+    if asked is False or options.resume == "never" or options.overwrite_output_dir or not trains(options):
         return None, []
     found, skipped = checkpoints.newest()
     if found is None and (asked is True or options.resume == "must"):

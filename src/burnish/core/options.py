@@ -16,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -172,9 +173,7 @@ def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
     for key, item in given.items():
         name = by_alias.get(key, key)
         if name not in known:
-            where = f" in {item.where}" if item.where else ""
-            guess = did_you_mean(key, [*known, *by_alias])
-            problems.append(Problem(f'Unknown option "{key}"{where}.{guess}'))
+            problems.append(_unknown(key, item, [*known, *by_alias]))
             continue
         if name in first_place:
             other, place = first_place[name]
@@ -190,6 +189,15 @@ def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
         except ValueError as error:
             problems.append(Problem(f'"{key}" {error}', where=item.where))
     return group(**values), problems
+
+
+def _unknown(key: str, item: Given, known: Sequence[str]) -> Problem:
+    place = f" {'on' if item.where.endswith('line') else 'in'} {item.where}" if item.where else ""
+    inside = [name for name in item.value if name in known] if isinstance(item.value, Mapping) else []
+    if inside:
+        remedy = f'Options are not nested: write "{inside[0]}" at the left margin.'
+        return Problem(f'Unknown option "{key}"{place}.', remedy=remedy)
+    return Problem(f'Unknown option "{key}"{place}.{did_you_mean(key, known)}')
 
 
 def convert(spec: Spec, raw: Any) -> Any:
@@ -319,7 +327,8 @@ def _int(raw: Any) -> int:
 def _float(raw: Any) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError
-    number = float(raw)  # YAML 1.1 reads 1e-5 as text; Python does not
+    # YAML 1.1 reads 1e-5 as text, Python does not; and infinity is ".inf" there.
+    number = float(raw.replace(".inf", "inf") if isinstance(raw, str) else raw)
     if number != number:
         raise ValueError
     return int(number) if isinstance(raw, int) else number
@@ -327,7 +336,8 @@ def _float(raw: Any) -> float:
 
 def _str(raw: Any) -> str:
     if isinstance(raw, str):
-        return raw
+        # A shell writes out the home folder, and a YAML file has no shell.
+        return os.path.expanduser(raw) if raw.startswith("~/") else raw
     if isinstance(raw, int | float) and not isinstance(raw, bool):
         return str(raw)
     raise ValueError
@@ -338,7 +348,10 @@ def _list(raw: Any) -> list[Any]:
         return list(raw)
     if isinstance(raw, str):
         if raw.strip().startswith("["):
-            return list(json.loads(raw))
+            try:
+                return list(json.loads(raw))
+            except json.JSONDecodeError:  # as a shell leaves it: [a, b]
+                raw = raw.strip()[1:].removesuffix("]")
         return [part.strip() for part in raw.split(",") if part.strip()]
     if isinstance(raw, int | float) and not isinstance(raw, bool):
         return [raw]

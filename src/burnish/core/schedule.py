@@ -55,6 +55,10 @@ class StepPlan:
     num_train_epochs: int  # epochs begun
 
 
+NO_STEPS = StepPlan(0, 0, 0, 0, 0)
+"""Of a run that only evaluates or predicts."""
+
+
 def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
     """An interval as a number of steps: below 1 it is a share of ``max_steps``, rounded up."""
     value = fallback if interval is None else interval

@@ -247,11 +247,6 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-def packing_efficiency(rows: Sequence[Row], capacity: int) -> float:
-    """The share of the packs' room that tokens fill: 1 where every pack is full, 0 where there is none."""
-    return sum(len(row["input_ids"]) for row in rows) / (capacity * len(rows)) if rows else 0.0
-
-
 def _blocks(rows: Sequence[Row], capacity: int, drop_incomplete: bool) -> Iterator[Row]:
     """One long text cut every ``capacity`` tokens; each block says which documents have a part in it."""
     parts: list[Row] = []

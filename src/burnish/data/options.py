@@ -68,7 +68,7 @@ def check_data(options: Any) -> list[Problem]:
     problems = []
     if not (options.dataset or options.eval_dataset or options.tokenized_path):
         problems.append(
-            Problem("dataset is missing.", remedy="Name one: dataset: <name in dataset_info.json, or a path>")
+            Problem('"dataset" is missing.', remedy="Name one: dataset: <name in dataset_info.json, or a path>")
         )
     return problems + _not_there_yet(options) + _check_val_size(options) + _check_mix(options)
 

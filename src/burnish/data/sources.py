@@ -61,11 +61,6 @@ class DataSets:
         """Changes with the content or the order of the training examples; not with the name of a file."""
         return content_hash(self.train)
 
-    @cached_property
-    def eval_fingerprints(self) -> dict[str, str]:
-        """The same of each evaluation set."""
-        return {name: content_hash(examples) for name, examples in self.eval.items()}
-
 
 def content_hash(examples: Sequence[Example]) -> str:
     """A hash of what the examples say, in their order; where they were read does not count."""

@@ -62,9 +62,9 @@ class EngineOptions:
         ignored="burnish deals rows to processes itself, which is all that they settle.",
     )  # fmt: skip
     seed: int = option(
-        42, "Of weights made anew, dropout, and the order of the rows where data_seed is not given.", ge=0
+        42, "Of weights made anew, dropout, and the order of the rows where data_seed is not given.", ge=0, le=2**32 - 1
     )
-    data_seed: int | None = option(None, "Of the order of the rows.", ge=0)
+    data_seed: int | None = option(None, "Of the order of the rows.", ge=0, le=2**32 - 1)
     full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
 
 

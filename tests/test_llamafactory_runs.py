@@ -1,0 +1,260 @@
+"""Runs as users of LLaMA-Factory write them: a long command line, and the YAML files of its usual kinds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from safetensors import safe_open
+
+from burnish.app.absent import ABSENT, NO_EFFECT
+from burnish.app.plan import RunOptions, aliases
+from burnish.cli import main
+from burnish.core.options import specs
+from burnish.core.state import TrainerState
+from small_run import make_model, records
+
+SOURCE = Path(__file__).parents[1] / "src"
+OUT = Path("saves/Qwen2-0.5B/full/train_test")
+WALK_THROUGH = """--stage sft --do_train True --model_name_or_path models/Qwen2-0.5B --preprocessing_num_workers 16
+--finetuning_type full --template qwen --flash_attn auto --dataset_dir data --dataset alpaca_zh --cutoff_len 1024
+--learning_rate 5e-05 --num_train_epochs 3.0 --max_samples 1000 --per_device_train_batch_size 2
+--gradient_accumulation_steps 8 --lr_scheduler_type cosine --max_grad_norm 1.0 --logging_steps 5 --save_steps 100
+--warmup_steps 0 --optim adamw_torch --packing False --report_to none --use_badam True
+--output_dir saves/Qwen2-0.5B/full/train_test --fp16 True --plot_loss True --ddp_timeout 180000000
+--include_num_input_tokens_seen True --badam_mode layer --badam_switch_mode ascending --badam_switch_interval 50
+--badam_update_ratio 0.05 --val_size 0.1 --eval_strategy steps --eval_steps 100 --per_device_eval_batch_size 2"""
+FILES = {
+    "README.md", "all_results.json", "chat_template.jinja", "config.json", "eval_results.json",
+    "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "train_results.json",
+    "trainer_log.jsonl", "trainer_state.json", "training_eval_loss.png", "training_loss.png",
+}  # fmt: skip
+RESULTS = {
+    "epoch", "eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "num_input_tokens_seen",
+    "total_flos", "train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second",
+}  # fmt: skip
+LOG_ROW = {
+    "current_steps", "total_steps", "loss", "lr", "epoch", "percentage", "elapsed_time", "remaining_time", "throughput",
+    "total_tokens",
+}  # fmt: skip
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """The current folder: a model in bfloat16 whose end token is not the template's, and a thousand records."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    make_model(Path("models/Qwen2-0.5B"), end="<|endoftext|>", dtype="bfloat16")
+    Path("data").mkdir()
+    Path("data/alpaca_data_zh_51k.json").write_text(json.dumps(records(1000)))
+    lines = [json.dumps({"text": f"{record['instruction']} {record['output']}. " * 3}) for record in records(30)]
+    Path("data/plain.jsonl").write_text("\n".join(lines))
+    entries = {
+        "alpaca_zh": {"file_name": "alpaca_data_zh_51k.json"},
+        "c4_demo": {"file_name": "plain.jsonl", "columns": {"prompt": "text"}},
+    }
+    Path("data/dataset_info.json").write_text(json.dumps(entries))
+    return tmp_path
+
+
+def as_mapping(words):
+    """What a YAML file would hold instead of the command line."""
+    return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def left_behind(steps, checkpoints, evaluations):
+    """Holds the folder of the walk-through to the files and keys that its author found."""
+    assert {path.name for path in OUT.iterdir() if path.is_file() and not path.name.startswith(".")} == FILES
+    assert sorted(int(path.name.split("-")[1]) for path in OUT.glob("checkpoint-*")) == checkpoints
+    state = TrainerState.load_from_json(str(OUT / "trainer_state.json"))
+    assert state.global_step == state.max_steps == steps
+    assert [entry["step"] for entry in state.log_history if "eval_loss" in entry] == evaluations
+    assert json.loads((OUT / "all_results.json").read_text()).keys() == RESULTS
+    rows = [json.loads(line) for line in (OUT / "trainer_log.jsonl").read_text().splitlines()]
+    assert [row["current_steps"] for row in rows if "loss" in row] == list(range(5, steps + 1, 5))
+    assert all(row.keys() == LOG_ROW for row in rows if "loss" in row)
+    assert [row["current_steps"] for row in rows if "eval_loss" in row] == evaluations
+    assert json.loads((OUT / "generation_config.json").read_text())["eos_token_id"] == [2, 0]  # im_end, endoftext
+    with safe_open(OUT / "model.safetensors", "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+    assert "You are a helpful assistant" in (OUT / "chat_template.jinja").read_text()
+    assert not [path for path in OUT.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+    for picture in OUT.glob("*.png"):
+        assert Image.open(picture).size[0] > 300
+
+
+@pytest.mark.slow
+def test_the_command_of_the_walk_through_word_for_word(workplace):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "burnish.train", *WALK_THROUGH.split()]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    left_behind(171, [100, 171], [100, 171])
+    assert (OUT / "README.md").read_text().count("alpaca_zh")
+
+
+SMALLER = {"max_samples": "60", "save_steps": "10", "eval_steps": "10", "badam_switch_interval": "3"}
+
+
+@pytest.mark.parametrize("written_as", ["command", "yaml", "json"])
+def test_the_walk_through_on_sixty_rows_however_it_is_written(workplace, written_as):
+    given = {**as_mapping(WALK_THROUGH.split()), **SMALLER}
+    if written_as == "command":
+        words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    else:
+        words = [f"run.{written_as}"]
+        Path(words[0]).write_text(yaml.safe_dump(given) if written_as == "yaml" else json.dumps(given))
+    assert main(["train", *words]) == 0
+    left_behind(12, [10, 12], [10, 12])
+
+
+# --- files of the usual kinds -----------------------------------------------------------------------------------------
+
+COMMON = """
+model_name_or_path: models/Qwen2-0.5B
+trust_remote_code: true
+do_train: true
+max_samples: 24
+overwrite_cache: true
+preprocessing_num_workers: 16
+output_dir: saves/out
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: false
+report_to: none  # choices: [none, wandb, tensorboard, swanlab, mlflow]
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 1.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+"""
+SFT = "stage: sft\ndataset: alpaca_zh\ntemplate: qwen3_nothink\ncutoff_len: 256\n"
+EVALUATED = "val_size: 0.1\nper_device_eval_batch_size: 1\neval_strategy: steps\neval_steps: 500\n"
+LORA = "finetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
+KINDS = {
+    "full": (SFT + "finetuning_type: full\nbf16: true\n", "model"),
+    "full, evaluated under an old name": (
+        SFT
+        + "finetuning_type: full\npure_bf16: true\nwarmup_steps: 0.1\n"
+        + EVALUATED.replace("eval_s", "evaluation_s", 1),
+        "model",
+    ),
+    "lora": (SFT + LORA + "bf16: true\n", "adapter_model"),
+    "lora on plain text": (LORA + "stage: pt\ndataset: c4_demo\ncutoff_len: 64\nbf16: true\n", "adapter_model"),
+    "lora of two targets": (SFT + "finetuning_type: lora\nlora_target: q_proj,v_proj\nfp16: true\n" + EVALUATED,
+                            "adapter_model"),
+    "lora+": (SFT + "finetuning_type: lora\nlora_target: all\nloraplus_lr_ratio: 16.0\nbf16: true\n" + EVALUATED,
+              "adapter_model"),
+    "pissa": (SFT + LORA + "pissa_init: true\npissa_iter: 16\npissa_convert: true\nbf16: true\n", "adapter_model"),
+    "freeze": (SFT + "finetuning_type: freeze\nfreeze_trainable_layers: 1\nfreeze_trainable_modules: all\nfp16: true\n",
+               "model"),
+    "badam": (SFT + "finetuning_type: full\nuse_badam: true\nbadam_mode: layer\nbadam_switch_mode: ascending\n"
+              "badam_switch_interval: 50\nbadam_verbose: 2\n# deepspeed: ds_z3_config.json\n" + EVALUATED, "model"),
+    "galore": (SFT + "finetuning_type: full\nuse_galore: true\ngalore_target: mlp,self_attn\ngalore_rank: 8\n"
+               "galore_scale: 2.0\npure_bf16: true\n" + EVALUATED, "model"),
+    "apollo": (SFT + "finetuning_type: full\nuse_apollo: true\napollo_layerwise: false\napollo_target: all\n"
+               "apollo_rank: 8\napollo_scale: 32.0\napollo_scale_type: channel\npure_bf16: true\n", "model"),
+    "muon": (SFT + "finetuning_type: full\nuse_muon: true\nbf16: true\n", "model"),
+}  # fmt: skip
+
+
+def written(text, name="run.yaml"):
+    """A file in which a later key takes the place of an earlier one."""
+    Path(name).write_text(yaml.safe_dump(yaml.safe_load(COMMON) | yaml.safe_load(text)))
+    return name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_each_kind_trains(workplace, kind):
+    text, weights = KINDS[kind]
+    assert main(["train", written(text)]) == 0
+    assert Path(f"saves/out/{weights}.safetensors").is_file()
+    results = json.loads(Path("saves/out/all_results.json").read_text())
+    assert results["train_loss"] > 0
+    assert ("eval_loss" in results) == ("val_size" in text)
+
+
+@pytest.mark.parametrize("more", ["", "double_quantization: false\n"])
+def test_a_file_with_a_4_bit_base_trains(workplace, more):
+    pytest.importorskip("bitsandbytes")
+    text = SFT + LORA + f"quantization_bit: 4\nquantization_method: bnb\nbf16: true\n{more}"
+    assert main(["train", written(text)]) == 0
+    assert Path("saves/out/adapter_model.safetensors").is_file()
+
+
+def test_what_is_frozen_in_bfloat16_and_trained_in_float32_still_lies_flat(workplace, capsys):
+    assert main(["train", written(KINDS["freeze"][0])]) == 0
+    said = capsys.readouterr()
+    assert "rows are padded" not in said.out + said.err
+    assert "whole logits" not in said.out + said.err
+
+
+def test_a_file_that_only_predicts_or_evaluates_does_not_train(workplace):
+    assert main(["train", written(SFT + LORA + "bf16: true\n")]) == 0
+    only = (
+        "model_name_or_path: models/Qwen2-0.5B\nadapter_name_or_path: saves/out\nstage: sft\nfinetuning_type: lora\n"
+        "eval_dataset: alpaca_zh\ntemplate: qwen3_nothink\ncutoff_len: 256\nmax_samples: 4\noverwrite_cache: true\n"
+        "overwrite_output_dir: true\nper_device_eval_batch_size: 1\nddp_timeout: 180000000\n"
+    )
+    Path("predict.yaml").write_text(
+        f"{only}output_dir: saves/predict\ndo_predict: true\npredict_with_generate: true\n"
+        "max_new_tokens: 4\npredict_metrics: exact_match\n"
+    )
+    Path("eval.yaml").write_text(f"{only}output_dir: saves/eval\ndo_eval: true\n")
+    for name in ("predict", "eval"):
+        assert main(["explain", f"{name}.yaml"]) == 0
+        assert main(["train", f"{name}.yaml"]) == 0
+        assert not list(Path(f"saves/{name}").glob("*.safetensors"))
+        assert not list(Path(f"saves/{name}").glob("checkpoint-*"))
+    assert len(Path("saves/predict/generated_predictions.jsonl").read_text().splitlines()) == 4
+    assert json.loads(Path("saves/eval/all_results.json").read_text())["eval_loss"] > 0
+
+
+def test_a_file_that_encodes_first_trains_from_what_it_encoded(workplace):
+    text = SFT + LORA + "tokenized_path: saves/dataset/sft\n"
+    assert main(["train", written(text)]) == 0
+    assert Path("saves/dataset/sft/train").is_dir()
+    Path("data/alpaca_data_zh_51k.json").unlink()
+    alone = "stage: sft\ntemplate: qwen3_nothink\ncutoff_len: 256\noverwrite_cache: false\n"
+    assert main(["train", written(LORA + alone + "tokenized_path: saves/dataset/sft\n")]) == 0
+
+
+REFUSED = {
+    "deepspeed": ("deepspeed: ds_z3_config.json", "each process then has the whole model"),
+    "ray": ("ray_num_workers: 4", "torchrun"),
+    "use_adam_mini": ("use_adam_mini: true", "use_badam"),
+    "use_llama_pro": ("use_llama_pro: true", "finetuning_type"),
+    "mixture_of_depths": ("mixture_of_depths: convert", "finetuning_type"),
+    "galore_layerwise": ("use_galore: true\nfinetuning_type: full\ngalore_layerwise: true", "Leave it out"),
+    "oft": ("finetuning_type: oft\noft_block_size: 32\noft_target: all", "peft_config: {peft_type: OFT"),
+    "dpo": ("stage: dpo\npref_beta: 0.1", "DPOTrainer"),
+    "fp8": ("fp8: true", "bf16"),
+    "export_quantization_bit": ("export_quantization_bit: 4", "quantise it with a tool"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_here_is_refused_by_name_with_what_to_use_instead(workplace, capsys, name):
+    Path("ds_z3_config.json").write_text("{}")
+    text, remedy = REFUSED[name]
+    assert main(["train", written(SFT + LORA + text) if "finetuning_type" not in text else written(SFT + text)]) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert remedy in said
+    assert not Path("saves").exists()
+
+
+def test_every_key_of_llamafactorys_classes_is_known_or_refused_by_name():
+    """Names: LLaMA-Factory 0.9.5, hparams; those that are derived there and cannot be given are left out."""
+    peers = json.loads((SOURCE.parent / "scripts" / "peer_options.json").read_text())
+    names = peers["LLaMA-Factory 0.9.5"]
+    assert len(names) > 200
+    assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **ABSENT, **NO_EFFECT}]
