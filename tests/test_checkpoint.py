@@ -155,6 +155,16 @@ def test_two_runs_cannot_write_into_one_folder(tmp_path):
     assert "another run is writing" in result.stderr
 
 
+def test_a_run_that_has_ended_leaves_nothing_but_its_checkpoints(tmp_path):
+    with only_writer(tmp_path):
+        (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(RuntimeError), only_writer(tmp_path):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    with only_writer(tmp_path):
+        pass
+
+
 def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from toy import *\n"

@@ -130,6 +130,19 @@ def test_what_has_no_effect_is_said_once_by_name():
     assert len(said) == 1
 
 
+def test_settings_of_accelerate_that_deal_rows_are_said_to_have_no_effect():
+    with pytest.warns(UserWarning, match="even_batches, split_batches|split_batches, even_batches") as said:
+        arguments("out", accelerator_config={"split_batches": True, "even_batches": False})
+    assert len(said) == 1
+
+
+def test_kubeflow_is_told_of_a_run_on_its_platform(monkeypatch):
+    assert arguments("out", report_to="none").report_to == []
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://trainer.example")
+    assert arguments("out", report_to="none").report_to == ["kubeflow"]
+    assert arguments("out", report_to=["kubeflow", "tensorboard"]).report_to == ["kubeflow", "tensorboard"]
+
+
 def test_the_usual_arguments_say_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

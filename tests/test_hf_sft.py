@@ -301,6 +301,16 @@ def test_accuracy_and_entropy_are_those_of_the_whole_logits(tmp_path):
     assert logged(trainer, "num_tokens") == [sum(len(row["input_ids"]) for row in list(trainer.train_dataset)[:2])]
 
 
+def test_a_run_that_ends_before_its_first_log_measures_in_its_summary(tmp_path):
+    every, last = (make(tmp_path, TEXTS, max_steps=1, logging_steps=steps) for steps in (1, 10))
+    every.train()
+    summary = last.train().metrics
+    (at_step, _), (at_end,) = every.state.log_history, last.state.log_history
+    for name in ("mean_token_accuracy", "entropy", "num_tokens"):
+        assert at_end[name] == at_step[name]
+    assert summary["train_loss"] == at_end["train_loss"] == at_step["loss"]
+
+
 def test_the_count_of_tokens_goes_on_after_a_resume(tmp_path):
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
     whole = make(tmp_path, TEXTS * 2, **given)
@@ -567,7 +577,7 @@ def test_a_set_that_is_not_prepared_must_have_its_masks_as_labels(tmp_path):
 
 def test_a_set_with_a_transform_is_refused(tmp_path):
     rows = Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
-    with pytest.raises(ValueError, match="with_transform"):
+    with pytest.raises(ValueError, match=r"with_transform.*skip_prepare_dataset.*trainer-ready"):
         make(tmp_path, rows)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import Dataset, IterableDataset
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
 
 from burnish import Trainer
 from hf_toy import (
@@ -290,6 +290,65 @@ def test_tokens_are_counted_where_it_is_asked_for(tmp_path):
     assert every.state.log_history[-1]["num_input_tokens_seen"] == 8 * 12
     assert real.state.log_history[-1]["num_input_tokens_seen"] == 8 * 8
     assert "train_tokens_per_second" in every.state.log_history[0]
+
+
+def test_padding_is_known_by_its_id_where_there_is_no_mask(tmp_path):
+    class Padding:
+        pad_token_id = 0
+
+    rows = [{name: row[name].clone() for name in ("input_ids", "labels")} for row in text_rows(8)]
+    for row in rows:
+        row["input_ids"][:8].clamp_(min=1)
+        row["input_ids"][8:] = 0
+    given = {"model": gpt2(), "train": rows, "num_train_epochs": 1, "include_num_input_tokens_seen": "non_padding"}
+    trainer = make_trainer(
+        tmp_path, trainer={"processing_class": Padding(), "data_collator": default_data_collator}, **given
+    )
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 8 * 8
+
+
+def test_where_padding_cannot_be_told_all_tokens_are_counted_and_it_is_said_once(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(transformers.logging.get_logger("transformers.trainer"), "warning", said.append)
+    trainer = make_trainer(
+        tmp_path, model=gpt2(), train=text_rows(8), num_train_epochs=1, include_num_input_tokens_seen="non_padding"
+    )
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 8 * 12
+    assert ["Could not determine method to count non-padding tokens" in sentence for sentence in said] == [True]
+
+
+def test_memory_is_among_the_metrics_of_every_stage_where_it_is_asked_for(tmp_path):
+    trainer = make_trainer(tmp_path, skip_memory_metrics=False, num_train_epochs=1)
+    assert {"init_mem_cpu_alloc_delta", "train_mem_cpu_alloc_delta"} <= set(trainer.train().metrics)
+    assert "eval_mem_cpu_alloc_delta" in trainer.evaluate(points(4))
+    assert "test_mem_cpu_alloc_delta" in trainer.predict(points(4)).metrics
+
+
+def test_a_model_in_a_wrapper_of_torch_is_unwrapped(tmp_path):
+    trainer = make_trainer(tmp_path)
+    assert trainer.accelerator.unwrap_model(torch.nn.DataParallel(trainer.model)) is trainer.model
+
+
+def test_steps_of_accelerate_are_accumulation_unless_both_are_given(tmp_path):
+    by_accelerate = {"gradient_accumulation_kwargs": {"num_steps": 3}}
+    trainer = make_trainer(tmp_path, accelerator_config=by_accelerate)
+    trainer.train()
+    plain = make_trainer(tmp_path, gradient_accumulation_steps=3)
+    plain.train()
+    assert trainer.args.gradient_accumulation_steps == 3
+    assert same(weights(trainer), weights(plain))
+    with pytest.raises(ValueError, match="num_steps` is set but"):
+        make_trainer(tmp_path, accelerator_config=by_accelerate, gradient_accumulation_steps=2)
+
+
+def test_settings_of_accelerate_can_be_read_from_the_accelerator(tmp_path):
+    usual = make_trainer(tmp_path).accelerator
+    assert (usual.split_batches, usual.dispatch_batches, usual.even_batches) == (False, None, True)
+    with pytest.warns(UserWarning, match="without effect"):
+        given = make_trainer(tmp_path, accelerator_config={"dispatch_batches": True, "use_seedable_sampler": False})
+    assert (given.accelerator.dispatch_batches, given.accelerator.use_seedable_sampler) == (True, False)
 
 
 def test_floating_point_operations_are_counted(tmp_path):

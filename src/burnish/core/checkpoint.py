@@ -281,7 +281,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: a refused run took the file away just now
+            is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: the run that held it took it away just now
         except BlockingIOError:
             is_held = False
         if not is_held:
@@ -299,6 +299,8 @@ def only_writer(folder: Path) -> Iterator[None]:
                 (folder / _LOCK).unlink()
                 folder.rmdir()
             raise
+        finally:
+            (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
 
 
 def _stem(name: str, part: Any) -> str:

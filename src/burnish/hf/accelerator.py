@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from burnish.core.types import IGNORE_INDEX, Engine
 
@@ -20,13 +21,23 @@ from burnish.core.types import IGNORE_INDEX, Engine
 class EngineAccelerator:
     """Names and meaning are accelerate's."""
 
-    def __init__(self, engine: Engine, mixed_precision: str = "no") -> None:
+    def __init__(self, engine: Engine, mixed_precision: str = "no", config: Any = None) -> None:
         self.engine = engine
         self.mixed_precision = mixed_precision
+        self._keep(AcceleratorConfig() if config is None else config)
         self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None, num_processes=engine.world_size)
-        self.gradient_state = SimpleNamespace(end_of_dataloader=False, remainder=-1, sync_gradients=True)
         self.parallelism_config = None
         self.sync_gradients = True
+
+    def _keep(self, config: AcceleratorConfig) -> None:
+        """The settings of ``accelerator_config``, for whoever reads them here. burnish deals rows to processes itself,
+        and accumulates by itself: one step of accelerate's is a micro-batch, as in transformers."""
+        self.split_batches, self.dispatch_batches = config.split_batches, config.dispatch_batches
+        self.even_batches, self.use_seedable_sampler = config.even_batches, config.use_seedable_sampler
+        accumulation = {**(config.gradient_accumulation_kwargs or {}), "num_steps": 1}
+        self.gradient_state = SimpleNamespace(
+            end_of_dataloader=False, remainder=-1, sync_gradients=True, plugin_kwargs=accumulation
+        )
 
     device = property(lambda self: self.engine.device)
     num_processes = property(lambda self: self.engine.world_size)
@@ -47,7 +58,9 @@ class EngineAccelerator:
         return self.engine.clip(list(parameters), max_norm)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return self.engine.unwrap(model)
+        """The model inside what the engine, or a script's own ``DataParallel``, put around it."""
+        wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        return self.engine.unwrap(model.module if isinstance(model, wrappers) else model)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
         return self.engine.unwrap(model).state_dict()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from transformers.trainer_pt_utils import AcceleratorConfig
+
 LARGE = 1_000_000  # shares are compared as whole numbers of millionths
 
 
@@ -85,6 +87,16 @@ def say_what_has_no_effect(args: Any) -> None:
     for name, (usual, reason) in _NO_EFFECT.items():
         if getattr(args, name) not in usual:
             warnings.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
+    usual = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
+    given = args.accelerator_config.to_dict() | {"gradient_accumulation_kwargs": None}
+    # transformers takes use_configured_state out of a configuration that it has seen.
+    idle = [name for name in usual if given.get(name, usual[name]) != usual[name]]
+    if idle:
+        warnings.warn(
+            f"`accelerator_config`: {', '.join(idle)} without effect: burnish deals rows to processes itself.",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 _NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -359,6 +359,13 @@ def _plain(value: Any) -> Any:
 
 
 def _trackers(report_to: Any) -> list[str]:
+    """The trackers by name. Kubeflow's is the one that the platform itself asks for, by an environment variable."""
+    names = _asked_trackers(report_to)
+    asks = bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"))
+    return [*names, "kubeflow"] if asks and "kubeflow" not in names else names
+
+
+def _asked_trackers(report_to: Any) -> list[str]:
     if report_to in ("all", ["all"]):
         from transformers.integrations import get_available_reporting_integrations
 

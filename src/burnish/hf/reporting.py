@@ -9,8 +9,26 @@ from typing import Any
 from transformers.trainer_pt_utils import metrics_format
 from transformers.trainer_utils import speed_metrics
 
+from burnish.core.meter import Meter
+from burnish.core.state import TrainerState
+from burnish.core.types import Engine
 from burnish.hf.face import Face
 from burnish.report import results
+
+
+class FaceMeter(Meter):
+    """The loop's meter. Where steps were not logged before a run ends, their metrics are in its summary, as TRL's are:
+    a run of fewer steps than ``logging_steps`` would say nothing of them."""
+
+    unlogged: dict[str, float] = {}  # noqa: RUF012  replaced, never changed
+
+    def read(self, state: TrainerState, engine: Engine, flos_per_token: int = 0) -> dict[str, float]:
+        self.unlogged = super().read(state, engine, flos_per_token)
+        return self.unlogged
+
+    def summary(self) -> dict[str, float]:
+        metrics = {name: value for name, value in self.unlogged.items() if name not in ("loss", "grad_norm")}
+        return {**super().summary(), **metrics}
 
 
 class ReportMethods(Face):
@@ -39,11 +57,15 @@ class ReportMethods(Face):
         """What the loop has to say, by way of ``log``."""
         is_step = "loss" in values and self._started is not None
         if "train_runtime" in values:
-            self._memory_tracker.stop_and_update_metrics(values)
+            self._finalize_training(values)
         if is_step:
             self.log(values, self._started)
         else:
             self.log(values)
+
+    def _finalize_training(self, summary: dict[str, Any]) -> None:
+        """Memory into the summary. transformers' tracker knows the stage by the name of the function that calls it."""
+        self._memory_tracker.stop_and_update_metrics(summary)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The same metrics as a person reads them: memory in MB, runtimes as clock times, operations in GF."""

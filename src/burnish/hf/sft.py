@@ -328,7 +328,7 @@ class SFTTrainer(Trainer):
         super().create_model_card(**{name: value for name, value in given.items() if value is not None})
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if "loss" in logs:
+        if "loss" in logs or "mean_token_accuracy" in logs:
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
         super().log(logs, start_time)
 

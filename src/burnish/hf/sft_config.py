@@ -101,7 +101,7 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
             warnings.warn(message, FutureWarning, stacklevel=6)
 
         if self.loss_type == "chunked_nll":
-            warn('`loss_type="chunked_nll"` is now "nll", which never holds all logits either.')
+            warn("`loss_type='chunked_nll'` is deprecated: it is 'nll' now, which never holds all logits either.")
             self.loss_type = "nll"
         if self.packing_strategy == "bfd-requeue":
             warn('`packing_strategy="bfd-requeue"` is now "bfd_split".')

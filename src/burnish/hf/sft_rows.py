@@ -332,5 +332,5 @@ def refuse_transform(dataset: Any) -> None:
         raise ValueError(
             "SFTTrainer cannot prepare a dataset that uses `Dataset.with_transform()`: to prepare it would be to apply "
             "the transform once and keep what came out. Pass `dataset_kwargs={'skip_prepare_dataset': True}` and let "
-            "the transform give rows of token ids, or apply it with `Dataset.map()` before."
+            "the transform give trainer-ready rows, of token ids, or apply it with `Dataset.map()` before."
         )

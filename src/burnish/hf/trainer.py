@@ -82,8 +82,9 @@ class Trainer(
     ) -> None:  # fmt: skip
         self.args = args = own_arguments(args)
         set_seed(args.seed, args.full_determinism)
+        take_accumulation(args)
         self._engine = create_engine(plain_options(args))
-        self.accelerator = EngineAccelerator(self._engine, args.mixed_precision)
+        self.accelerator = EngineAccelerator(self._engine, args.mixed_precision, args.accelerator_config)
         self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
@@ -233,6 +234,19 @@ def own_arguments(args: Any) -> Any:
     given = {name: value for name, value in vars(args).items() if name in TrainingArguments.__dataclass_fields__}
     given["gradient_checkpointing"] = given["gradient_checkpointing_kwargs"] = None
     return TrainingArguments(**given)
+
+
+def take_accumulation(args: Any) -> None:
+    """``num_steps`` of ``accelerator_config`` is another way to write ``gradient_accumulation_steps``."""
+    asked = (args.accelerator_config.gradient_accumulation_kwargs or {}).get("num_steps")
+    if asked is None or asked == args.gradient_accumulation_steps:
+        return
+    if args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the "
+            f"passed `TrainingArguments`. Received: {asked} and {args.gradient_accumulation_steps}. Give one of them."
+        )
+    args.gradient_accumulation_steps = asked
 
 
 def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:

@@ -28,7 +28,6 @@ from transformers.utils import logging
 from burnish.core import checkpoint, loop
 from burnish.core.checkpoint import RngState, only_writer
 from burnish.core.errors import Problem, UserError
-from burnish.core.meter import Meter
 from burnish.core.schedule import StepPlan, plan_steps, steps_of
 from burnish.core.state import TrainerState
 from burnish.core.types import Batch, Run
@@ -37,6 +36,7 @@ from burnish.engine.base import set_seed
 from burnish.hf.face import Face
 from burnish.hf.foreign import is_foreign, load_foreign
 from burnish.hf.losses import LossMethods, TrainerObjective
+from burnish.hf.reporting import FaceMeter
 from burnish.hf.saving import FaceCheckpoints, ModelPart, SavingMethods
 from burnish.hf.stream import LoaderStream, num_batches
 
@@ -160,7 +160,7 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
         }  # fmt: skip
         total = num_batches(loader) or plan.max_steps * self._accumulation
         stream = LoaderStream(loader, self._accumulation, total, self._count, self._stop_empty)
-        meter = Meter(self._engine.device, args.logging_nan_inf_filter)
+        meter = FaceMeter(self._engine.device, args.logging_nan_inf_filter)
         parts: dict[str, Any] = {
             "model": ModelPart(self.model), "optimizer": self.optimizer, "scheduler": self.lr_scheduler,
             "stream": stream, "state": self.state, "meter": meter, "rng": RngState(),
@@ -237,7 +237,24 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
         ids = batch.get(getattr(self.model, "main_input_name", "input_ids"))
         if how == "no" or not isinstance(ids, torch.Tensor):
             return rows, 0
-        return rows, num_tokens(batch) if how == "non_padding" else ids.numel()
+        return rows, self._num_without_padding(batch, ids) if how == "non_padding" else ids.numel()
+
+    _padding_is_unknown = False
+
+    def _num_without_padding(self, batch: Batch, ids: torch.Tensor) -> int:
+        """Tokens by the mask, or by the id of padding; where neither is known all of them, which is said once."""
+        if "attention_mask" in batch:
+            return num_tokens(batch)
+        padding = getattr(self.processing_class, "pad_token_id", None)
+        if padding is not None:
+            return int(ids.ne(padding).sum())
+        if not self._padding_is_unknown:
+            self._padding_is_unknown = True
+            logger.warning(
+                "Could not determine method to count non-padding tokens, falling back to counting all tokens: the "
+                "batches have no attention_mask, and the processing class no pad_token_id."
+            )
+        return ids.numel()
 
     def _stop_empty(self) -> None:
         logger.warning(
