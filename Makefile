@@ -1,6 +1,7 @@
 # make demo    set up, then fine-tune the carried model on the carried data and watch it learn
 # make test    set up, then the whole suite but the slow tests
 # make check   format, lint, types, architecture: seconds
+# make bench   burnish beside its peers, into docs/benchmarks.md; WHAT="train start" for parts
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -26,6 +27,9 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+bench: $(READY)
+	$(BIN)/python bench/run.py $(WHAT)
 
 format: $(DEV)
 	$(BIN)/ruff format .

@@ -30,6 +30,11 @@ from torch.autograd.function import once_differentiable
 CHUNK_BYTES = 2**26
 """Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time."""
 
+_ROWS_BYTES = 2**20
+"""Size of the rows of a chunk that are looked at together on a CPU, in float32: the looks at a logit after the first
+find it in the processor's cache. Of 1,120 tokens and 32,000 words on one AVX512-BF16 core, bfloat16: 236 ms for whole
+chunks, 124 ms for 1 MiB, 152 ms for 4 MiB."""
+
 _TILE_BYTES = 2**22
 """Size of a tile of the weight's gradient: its sum is made while it is still in the processor's cache."""
 
@@ -122,7 +127,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(begin, begin + size)
                 logits = F.linear(h[part], w, None if bias is None else bias.to(dtype))
                 made, slope = _chunk(logits, targets[part], weights[part], rules, any(needs))
-                del logits
                 sums = [so_far + value for so_far, value in zip(sums, made, strict=True)]
                 if slope is not None:
                     gradients.add(part, slope, h[part], w, is_first=begin == 0)
@@ -140,7 +144,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk(
     logits: Tensor, targets: Tensor, weights: Tensor, rules: TokenLoss, needs_slope: bool
 ) -> tuple[TokenSums, Tensor | None]:
-    """The sums of some tokens, and (n, V) the derivative of their total by their logits as the head made them.
+    """The sums of some tokens, and (n, V) the derivative of their total by their logits, written over the logits.
+
+    On a CPU a few rows at a time; what a row gives does not depend on its neighbours, and the sums are made once.
+    """
+    height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
+    parts = zip(torch.split(logits, height), torch.split(targets, height), torch.split(weights, height), strict=True)
+    each = [_rows(some, ids, counts, rules, needs_slope) for some, ids, counts in parts]
+    losses, correct, entropy = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
+    return TokenSums(losses @ weights, correct @ weights, entropy @ weights), logits if needs_slope else None
+
+
+def _rows(
+    logits: Tensor, targets: Tensor, weights: Tensor, rules: TokenLoss, needs_slope: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(n,) each: losses, whether predicted right, entropies; zero where not asked for. With ``needs_slope`` the logits
+    (n, V) become the derivative of the weighted losses by them.
 
     With p = softmax(logits) and one for the target: (p - (1 - s) * one - s / V) * weight, and times
     ``1 - (logit / softcap)²`` where a logit is capped.
@@ -151,21 +170,19 @@ def _chunk(
     losses = logps.gather(-1, at_target).squeeze(-1) * (rules.label_smoothing - 1)
     if rules.label_smoothing:
         losses -= rules.label_smoothing * logps.mean(-1)
-    sums = TokenSums(
-        losses @ weights,
-        (logps.argmax(-1) == targets).float() @ weights if rules.accuracy else weights.new_zeros(()),
-        -(logps.exp() * logps).sum(-1) @ weights if rules.entropy else weights.new_zeros(()),
-    )
-    if not needs_slope:
-        return sums, None
-    slope = logps.exp_()
-    if rules.label_smoothing:
-        slope -= rules.label_smoothing / slope.shape[-1]
-    slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, rules.label_smoothing - 1))
-    slope *= weights.unsqueeze(-1)
-    if rules.softcap:
-        slope *= 1 - (capped / rules.softcap).square()
-    return sums, slope
+    none = torch.zeros_like(losses)
+    correct = (logps.argmax(-1) == targets).float() if rules.accuracy else none
+    entropy = -(logps.exp() * logps).sum(-1) if rules.entropy else none
+    if needs_slope:
+        slope = logps.exp_()
+        if rules.label_smoothing:
+            slope -= rules.label_smoothing / slope.shape[-1]
+        slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, rules.label_smoothing - 1))
+        slope *= weights.unsqueeze(-1)
+        if rules.softcap:
+            slope *= 1 - (capped / rules.softcap).square()
+        logits.copy_(slope)
+    return losses, correct, entropy
 
 
 class _Gradients(NamedTuple):
@@ -186,14 +203,13 @@ class _Gradients(NamedTuple):
         )
 
     def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Tensor, is_first: bool) -> None:
-        """One chunk: ``slope`` (n, V) float32, ``hidden`` (n, H) and ``weight`` (V, H) in the dtype of the products."""
+        """One chunk: ``slope`` (n, V), ``hidden`` (n, H) and ``weight`` (V, H), all in the dtype of the products."""
         if self.bias is not None:
-            self.bias.add_(slope.sum(0))
-        narrow = slope.to(hidden.dtype)
+            self.bias.add_(slope.sum(0, dtype=torch.float32))
         if self.hidden is not None:
-            self.hidden[part] = narrow @ weight
+            self.hidden[part] = slope @ weight
         if self.weight is not None:
-            self._add_to_weight(narrow, hidden, is_first)
+            self._add_to_weight(slope, hidden, is_first)
 
     def _add_to_weight(self, slope: Tensor, hidden: Tensor, is_first: bool) -> None:
         assert self.weight is not None

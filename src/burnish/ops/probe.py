@@ -11,7 +11,7 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,11 +137,20 @@ def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
 
     try:
         model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        random = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with random, torch.no_grad(), _one_format(model, device):
             yield ask
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _one_format(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    """autocast where some weights are in half precision and others are not, as it is on when such a model is trained:
+    without it a frozen layer in bfloat16 and a trained one in float32 do not multiply."""
+    formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    halves = formats & {torch.bfloat16, torch.float16}
+    return torch.autocast(device.type, halves.pop()) if halves and len(formats) > 1 else nullcontext()
 
 
 @contextmanager

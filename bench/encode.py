@@ -1,0 +1,94 @@
+"""How fast conversations become token ids and labels. Runs in the environment of the library it is given.
+
+    python bench/encode.py burnish|trl|llamafactory MATERIAL [--rows 2000]
+
+Each library prepares a few conversations first, then all of them, in one process and without a cache; the difference
+of the processor times is what it takes for the rest. Out: the line of ``gauge.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gauge import MARK, common, peak_bytes, versions
+from material import conversations
+
+FEW = 10
+
+
+def burnish(folder: Path, model: Path, count: int) -> Any:
+    from burnish.app.build import prepare
+    from burnish.app.config import merge, read_arguments
+    from burnish.app.plan import aliases, plan
+
+    given = {**common(str(folder / "out")), "model_name_or_path": model, "dataset": folder / "conversations.json",
+             "template": "chatml", "cutoff_len": 1024, "max_samples": count, "overwrite_cache": True}  # fmt: skip
+    file, flags = read_arguments([f"--{name}={value}" for name, value in given.items()])
+    return len(prepare(plan(merge(file, flags, aliases()))).rows)
+
+
+def trl(folder: Path, model: Path, count: int) -> Any:
+    from datasets import Dataset
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    records = json.loads((folder / "conversations.json").read_text())[:count]
+    rows = [
+        {"prompt": [{"role": "user", "content": record["instruction"]}],
+         "completion": [{"role": "assistant", "content": record["output"]}]}
+        for record in records
+    ]  # fmt: skip
+    from transformers import AutoTokenizer
+
+    shape = Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    args = SFTConfig(max_length=1024, **common(str(folder / "out")))
+    trainer = SFTTrainer(
+        Qwen2ForCausalLM(shape), args=args, train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )  # fmt: skip
+    return len(trainer.train_dataset)
+
+
+def llamafactory(folder: Path, model: Path, count: int) -> Any:
+    import without_media  # noqa: F401 - first, because LLaMA-Factory imports torchaudio where it needs none
+    from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+    from llamafactory.hparams import get_train_args
+    from llamafactory.model import load_tokenizer
+
+    (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "conversations.json"}}))
+    given = {**common(str(folder / "out")), "model_name_or_path": str(model), "stage": "sft", "do_train": True,
+             "finetuning_type": "full", "dataset": "rows", "dataset_dir": str(folder), "template": "chatml",
+             "cutoff_len": 1024, "max_samples": count, "overwrite_cache": True}  # fmt: skip
+    model_args, data_args, training_args, _, _ = get_train_args(given)
+    tokens = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(tokens["tokenizer"], data_args)
+    found = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokens)
+    return len(found["train_dataset"])
+
+
+def seconds(prepare: Callable[[Path, Path, int], Any], folder: Path, model: Path, count: int) -> float:
+    begin = time.process_time()
+    made = prepare(folder, model, count)
+    assert made == count, f"Expected {count} rows. Received: {made}."
+    return time.process_time() - begin
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("library", choices=("burnish", "trl", "llamafactory"))
+    parser.add_argument("material", type=Path)
+    parser.add_argument("--rows", type=int, default=2000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder, prepare = Path(name), globals()[arguments.library]
+        (folder / "conversations.json").write_text(json.dumps(conversations(arguments.rows)))
+        few = seconds(prepare, folder, arguments.material / "model", FEW)
+        taken = seconds(prepare, folder, arguments.material / "model", arguments.rows) - few
+    found = {"rows_per_cpu_s": (arguments.rows - FEW) / taken, "peak_bytes": peak_bytes(), "versions": versions()}
+    print(MARK + json.dumps(found))

@@ -1,0 +1,46 @@
+"""The environments in which the peers run: each under .bench, made once, with the versions that are named here.
+
+In: the name of a library. Out: the Python that has it. burnish runs in the Python that runs this script.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_ENVIRONMENT = {"trl": "trl", "transformers": "trl", "llamafactory": "llamafactory"}
+_REQUIRED = {
+    "trl": ["trl==1.16.0", "transformers==5.23.0"],
+    "llamafactory": ["llamafactory==0.9.5"],
+}
+
+
+def interpreter(library: str) -> str:
+    """The Python that has ``library``; its environment is made where it is not there."""
+    if library == "burnish":
+        return sys.executable
+    folder = ROOT / ".bench" / _ENVIRONMENT[library]
+    ready = folder / "ready"
+    if not ready.exists():
+        make(folder, _REQUIRED[folder.name])
+        ready.touch()
+    return str(folder / "bin" / "python")
+
+
+def make(folder: Path, required: list[str]) -> None:
+    """A virtual environment with what is required, and the very torch that burnish is measured with."""
+    print(f"Installing {', '.join(required)} into {folder} (once; some minutes) ...", file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # torch goes first, and is named again: else a dependency's newest release pulls another one in.
+    subprocess.run([*pip, pinned_torch()], check=True)
+    subprocess.run([*pip, pinned_torch(), *required], check=True)
+    # Built for one torch each, and not for every build of it; transformers does without them for text.
+    subprocess.run([pip[0], "uninstall", "--quiet", "--yes", "torchaudio", "torchvision"], check=True)
+
+
+def pinned_torch() -> str:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch=="))

@@ -1,0 +1,111 @@
+"""Reads the operating system's clocks and memory inside a training, the same way for every trainer.
+
+In: the events of a trainer (the callbacks that transformers named, which all of them fire) and the labels of each
+micro-batch. Out: one line of JSON on standard output, which begins with ``MARK`` so that it is found among a trainer's
+own words.
+
+Time is processor time of the whole process: on a machine that others use too, it varies by a few percent where wall
+time varies by factors. The first step is not counted: it allocates memory and chooses kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+MARK = "GAUGE "
+WARM_UP = 1
+LIBRARIES = ("burnish", "trl", "transformers", "llamafactory", "torch", "accelerate")
+
+
+class Gauge:
+    """What is read, as a callback; ``as_callback`` makes it one of the class that a trainer insists on."""
+
+    def __init__(self) -> None:
+        self.labels = 0
+        self.steps: list[tuple[float, float, int]] = []  # processor seconds, wall seconds, labels so far
+        self.save_waits_s: list[float] = []
+        self.ready: tuple[float, float] | None = None  # when the first step begins
+
+    def count(self, labels: Any) -> None:
+        """Labels of a micro-batch, before a model sees them; -100 is none."""
+        self.labels += int((labels != -100).sum())
+
+    def on_step_begin(self) -> None:
+        if self.ready is None:
+            self.ready = (time.process_time(), time.time() - float(os.environ.get("BENCH_STARTED_S", "nan")))
+
+    def on_step_end(self) -> None:
+        self.steps.append((time.process_time(), time.perf_counter(), self.labels))
+
+    def on_save(self) -> None:
+        self.save_waits_s.append(time.perf_counter() - self.steps[-1][1])
+
+    def listen(self, model: Any) -> None:
+        """Count the labels that are handed to a model of transformers as the argument ``labels``."""
+
+        def note(module: Any, arguments: Any, named: dict[str, Any]) -> None:
+            if module.training and "labels" in named:
+                self.count(named["labels"])
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+
+    def report(self, **more: Any) -> None:
+        (cpu, wall, labels), (last_cpu, last_wall, last_labels) = self.steps[WARM_UP - 1], self.steps[-1]
+        assert self.ready is not None
+        found = {
+            "labels": last_labels - labels, "cpu_s": last_cpu - cpu, "wall_s": last_wall - wall,
+            "steps": len(self.steps) - WARM_UP, "peak_bytes": peak_bytes(), "ready_cpu_s": self.ready[0],
+            "ready_wall_s": self.ready[1], "save_waits_s": self.save_waits_s, "versions": versions(), **more,
+        }  # fmt: skip
+        print(MARK + json.dumps(found), flush=True)
+
+
+def as_callback(gauge: Gauge, base: type) -> Any:
+    """``gauge`` as a callback of a library whose callbacks are of the class ``base``."""
+
+    class Callback(base):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gauge.listen(kwargs["model"])
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gauge.on_step_begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gauge.on_step_end()
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gauge.on_save()
+
+    return Callback()
+
+
+def peak_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def common(output: str) -> dict[str, Any]:
+    """What all trainers are told, in transformers' words.
+
+    Eight rows to a step, one pass over the rows, AdamW, no file written but where checkpoints are measured.
+    """
+    return {
+        "output_dir": output, "per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-4,
+        "logging_steps": 1000, "report_to": "none", "use_cpu": True, "seed": 17, "save_strategy": "no",
+    }  # fmt: skip

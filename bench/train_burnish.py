@@ -1,0 +1,68 @@
+"""One training by burnish, measured: what ``burnish train`` does, with a callback that reads the clocks.
+
+    python bench/train_burnish.py MATERIAL OUTPUT [name=value ...]
+
+In: the folder that ``material.py`` made; options of burnish. Out: the line of ``gauge.py``, with ``loop_share``: the
+share of the training's processor time that was spent outside of model, loss, gradients and optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gauge import Gauge, as_callback, common
+
+from burnish.app.build import assemble, prepare
+from burnish.app.config import merge, read_arguments
+from burnish.app.plan import aliases, plan
+from burnish.core.events import TrainerCallback
+from burnish.core.loop import train
+from burnish.engine.base import create_engine
+
+
+class Stopwatch:
+    """Processor time inside of functions that do not call each other."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begin = time.process_time()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.seconds += time.process_time() - begin
+
+        return timed
+
+
+def run(material: Path, output: str, words: list[str]) -> None:
+    given = {
+        "model_name_or_path": material / "model", "dataset": material / "conversations.json", "template": "chatml",
+        "finetuning_type": "full", "cutoff_len": 1024, "overwrite_output_dir": True, "overwrite_cache": True,
+        **common(output),
+    }  # fmt: skip
+    file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *words])
+    planned = plan(merge(file, flags, aliases()))
+    gauge, watch = Gauge(), Stopwatch()
+    made = assemble(
+        planned, prepare(planned), create_engine(planned.options), None, [as_callback(gauge, TrainerCallback)]
+    )
+    made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
+    for owner, name in (
+        (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
+        (made.optimizer, "zero_grad"),
+    ):  # fmt: skip
+        setattr(owner, name, watch.around(getattr(owner, name)))
+    begin = time.process_time()
+    result = train(made, planned.options)
+    gauge.report(loss=result.training_loss, loop_share=1 - watch.seconds / (time.process_time() - begin))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], [f"--{word}" for word in sys.argv[3:]])

@@ -1,0 +1,39 @@
+"""One training by LLaMA-Factory, measured. Runs in its environment.
+
+    python bench/train_llamafactory.py MATERIAL OUTPUT [name=value ...]
+
+In: the folder that ``material.py`` made; keys of LLaMA-Factory's YAML, as Python values. Out: the line of ``gauge.py``.
+It reads the records as it always does and encodes them with its template ``chatml``, whose tokens are those of
+``rows.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import without_media  # noqa: F401 - first, because LLaMA-Factory imports torchaudio where it needs none
+from gauge import Gauge, as_callback, common
+from llamafactory.train.tuner import run_exp
+from train_peer import arguments
+from transformers import TrainerCallback
+
+
+def run(material: Path, output: str, given: dict[str, Any]) -> None:
+    gauge = Gauge()
+    (material / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "conversations.json"}}))
+    run_exp(
+        {
+            "model_name_or_path": str(material / "model"), "stage": "sft", "do_train": True,
+            "finetuning_type": "full", "dataset": "rows", "dataset_dir": str(material), "template": "chatml",
+            "cutoff_len": 1024, "overwrite_cache": True, "plot_loss": False, **common(output), **given,
+        },
+        [as_callback(gauge, TrainerCallback)],
+    )  # fmt: skip
+    gauge.report()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], arguments(sys.argv[3:]))
