@@ -1,12 +1,21 @@
-"""What the documentation says is true: the names are there, the commands are known."""
+"""What the documentation says is true: names and links are there, commands are known, code runs, tables are fresh."""
 
+import ast
 import importlib
 import importlib.util
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+from small_run import make_model, records
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -52,24 +61,6 @@ def test_every_link_to_a_file_leads_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
-def test_every_command_in_the_readme_is_known():
-    from burnish.cli import COMMANDS
-
-    for command in re.findall(r"^burnish (\w+) run", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
-        assert command in COMMANDS
-
-
-def test_the_options_in_the_readme_are_options():
-    import yaml
-
-    from burnish.app.config import read_arguments
-    from burnish.app.plan import plan
-
-    block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
-    _, given = read_arguments([f"{k}={v}" for k, v in yaml.safe_load(block).items()])
-    assert plan(given).options.finetuning_type == "lora"
-
-
 def test_the_page_of_options_is_what_the_declarations_say():
     """Made again with: python scripts/make_options_page.py"""
     make_options_page = loaded(ROOT / "scripts" / "make_options_page.py")
@@ -80,3 +71,124 @@ def test_every_key_of_the_other_tools_stands_on_the_page_of_options():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").split("## Keys of other tools")[1]
     peers = json.loads((ROOT / "scripts" / "peer_options.json").read_text(encoding="utf-8"))
     assert not [key for keys in peers.values() for key in keys if f"`{key}`" not in text]
+
+
+# --- code blocks ------------------------------------------------------------------------------------------------------
+
+EVERY_PAGE = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")])
+RUN_BY = {"README.md": "test_docs.py", "migrating.md": "test_hf_examples.py", "extending.md": "test_extending.py"}
+"""Page -> the test that runs its Python."""
+PROGRAMS = {"burnish", "make", "pip", "python", ".", "torchrun"}
+
+
+def blocks(page, *languages):
+    """(language, text) of the code blocks of a page."""
+    found = re.findall(r"```(\w*)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return [(language, text) for language, text in found if not languages or language in languages]
+
+
+def commands(page):
+    """The lines of the bash blocks of a page as lists of words, and the commands that stand in its sentences."""
+    lines = [line for _, text in blocks(page, "bash") for line in text.splitlines()]
+    inline = re.findall(r"`((?:burnish |make |python scripts/)[^`\n]+)`", page.read_text(encoding="utf-8"))
+    return [words for line in [*lines, *inline] if (words := shlex.split(line, comments=True))]
+
+
+def a_user(folder):
+    """What the README speaks of: a model and a data set."""
+    make_model(folder / "models" / "my-model")
+    (folder / "my_data.jsonl").write_text("\n".join(map(json.dumps, records(64))))
+    return folder
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+def test_every_block_says_its_language_and_can_be_read(page):
+    for language, text in blocks(page):
+        assert language in {"bash", "python", "yaml", "toml"}, text
+        if language == "python":
+            ast.parse(text)
+            assert page.name in RUN_BY, f"the Python of {page.name} is run by no test"
+        if language == "yaml":
+            assert isinstance(yaml.safe_load(text), dict)
+        if language == "toml":
+            assert tomllib.loads(text)
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+def test_every_command_on_a_page_is_one(page, tmp_path, monkeypatch):
+    from burnish.app.config import merge, read_arguments
+    from burnish.app.plan import aliases, plan
+    from burnish.cli import COMMANDS
+
+    monkeypatch.chdir(tmp_path)
+    for _, text in blocks(page, "yaml"):
+        (tmp_path / text.split("\n")[0].removeprefix("#").split(":")[0].strip()).write_text(text, encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for program, *words in commands(page):
+        assert program in PROGRAMS, f"{page.name}: {program}"
+        if program == "make":
+            assert words[0] in targets
+        if program == "python" and words[0].startswith("scripts/"):
+            assert (ROOT / words[0]).is_file()
+        if program == "burnish" and not words[0].startswith("-"):
+            assert words[0] in COMMANDS, f"{page.name}: burnish {words[0]}"
+            if "run.yaml" in words and (tmp_path / "run.yaml").exists() and page.name != "extending.md":
+                plan(merge(*read_arguments(words[1:]), aliases()))
+
+
+def test_every_configuration_on_a_page_can_be_planned(tmp_path):
+    from burnish.app.config import merge, read_arguments
+    from burnish.app.plan import aliases, plan
+    from burnish.data.template_table import read_row
+
+    planned = 0
+    for page in EVERY_PAGE:
+        for _, text in blocks(page, "yaml"):
+            if "model_name_or_path" not in text:
+                assert read_row("mine", yaml.safe_load(text)).user
+            elif page.name != "extending.md":  # its names are those of a package that is installed only in its test
+                file = tmp_path / "run.yaml"
+                file.write_text(text, encoding="utf-8")
+                plan(merge(*read_arguments([str(file)]), aliases()))
+                planned += 1
+    assert planned
+
+
+def test_the_readme_does_what_it_says(tmp_path):
+    """Its commands over its configuration, and its Python, one after the other."""
+    folder = a_user(tmp_path)
+    page = ROOT / "README.md"
+    (folder / "run.yaml").write_text(blocks(page, "yaml")[0][1], encoding="utf-8")
+    asked = [words[1:] for words in commands(page) if words[0] == "burnish" and "run.yaml" in words]
+    code = "import json, sys\nfrom burnish.cli import main\nfor words in json.load(sys.stdin): assert not main(words)\n"
+    python = "\n".join(text for _, text in blocks(page, "python"))
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "BURNISH_CACHE": str(folder / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code + python], cwd=folder, text=True, capture_output=True, env=environment,
+        input=json.dumps(asked),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    for made in ("saves/first/adapter_model.safetensors", "saves/second/adapter_model.safetensors",
+                 "models/first/model.safetensors", "saves/first/training_loss.png", "saves/first/README.md",
+                 "saves/first/trainer_log.jsonl", "saves/counting/model.safetensors"):  # fmt: skip
+        assert (folder / made).is_file(), made
+
+
+def test_what_the_readme_calls_missing_is_refused_by_name():
+    from burnish.app.plan import plan
+    from burnish.cli import COMMANDS, main
+    from burnish.core.errors import UserError
+    from burnish.core.options import Given
+
+    table = [row.split(" | ") for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if " | " in row]
+    rows = {row[0].removeprefix("| "): [re.findall(r"`(\w+)`", cell) for cell in row[1:]] for row in table}
+    there, missing = rows["commands"]
+    assert set(there) <= set(COMMANDS)
+    assert all(main([name]) == 2 for name in missing)
+    there, missing = rows["stages"]
+    for stage in missing:
+        with pytest.raises(UserError, match=f'"stage" {stage} is not'):
+            plan({"stage": Given(stage)})
