@@ -59,6 +59,7 @@ from burnish.report.card import CardFacts, write_card
 from burnish.report.console import note, set_log_levels, warn
 from burnish.report.options import counts_tokens
 from burnish.report.plots import plot_history
+from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
 from burnish.report.results import parameters_without_embeddings, save_metrics, save_state
 
@@ -124,6 +125,8 @@ def train_run(plan: Plan) -> Result:
         run = assemble(plan, prepared, engine, found, [interrupt])
         if found is not None:
             resume(run, found)
+        if options.profile:
+            watch(run, options)
         output = train(run, options) if trains(options) else None
         if interrupt.exit_code is not None:
             return Result(output, folder, exit_code=interrupt.exit_code)

@@ -19,7 +19,7 @@ from burnish.models.fingerprint import base_fingerprint
 
 _KNOWN_BY_CONTENT_OR_HARMLESS = frozenset(
     {"DataOptions", "TemplateOptions", "LearnOptions", "EncodingOptions", "ModelOptions", "ReportOptions",
-     "CheckpointOptions", "FlowOptions", "EarlyStoppingOptions", "TaskOptions", "GenerationOptions",
+     "ProfileOptions", "CheckpointOptions", "FlowOptions", "EarlyStoppingOptions", "TaskOptions", "GenerationOptions",
      "MetricOptions", "ExportOptions"}
 )  # fmt: skip
 _HARMLESS = frozenset(

@@ -45,6 +45,7 @@ from burnish.models.quantize import QuantizationOptions
 from burnish.objectives import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.report.options import ReportOptions
+from burnish.report.profile import ProfileOptions
 from burnish.report.trackers import TRACKERS
 
 Check = Callable[[Any], list[Problem]]
@@ -85,6 +86,7 @@ GROUPS: tuple[type, ...] = (
     MetricOptions,
     ExportOptions,
     ReportOptions,
+    ProfileOptions,
     EngineOptions,
 )
 """What every run reads, in the order in which ``burnish train --help`` lists it."""

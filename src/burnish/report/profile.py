@@ -1,0 +1,235 @@
+"""``--profile``: where the time and the memory of a step went.
+
+In: a run that is about to begin. Out, in output_dir/profile: ``steps.txt``, a table of the parts of a step and of the
+operations that took longest; ``trace.json.gz``, one step on a timeline, for https://ui.perfetto.dev or chrome://tracing.
+
+The first steps are left alone: they choose kernels and allocate memory. The next are timed part by part, and only the
+step after those is traced, because to watch every operation costs time of its own. On a GPU the parts end with a wait
+for the device, which a run that is not profiled does not make; so its steps are a little longer, and what is shown for
+each part is its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from burnish.core.errors import Problem
+from burnish.core.events import TrainerCallback
+from burnish.core.options import option
+from burnish.core.types import Run
+from burnish.report.console import note
+
+FOLDER = "profile"
+TRACE, TABLE = "trace.json.gz", "steps.txt"
+WARM_UP = 2  # steps that are left alone
+_OPERATIONS = 15  # lines of the second table
+_BETWEEN, _REST = "between steps: batches, logs, saves", "the rest of the step"
+
+
+@dataclass
+class ProfileOptions:
+    """A look at single steps."""
+
+    profile: bool = option(
+        False, "Write where the time and memory of a few steps went, and a trace of one, into output_dir/profile."
+    )
+    profile_steps: int = option(4, "Steps that profile times, after two that it leaves alone.", unit="steps", ge=1)
+
+
+def profile_notes(options: ProfileOptions) -> list[str]:
+    if options.profile_steps != ProfileOptions().profile_steps and not options.profile:
+        return ['"profile_steps" has no effect without profile.']
+    return []
+
+
+def check_profile(options: Any) -> list[Problem]:
+    needed = WARM_UP + options.profile_steps + 1
+    if not options.profile or options.max_steps <= 0 or options.max_steps >= needed:
+        return []
+    return [
+        Problem(
+            f'"profile" looks at {needed} steps: {WARM_UP} to warm up, {options.profile_steps} timed, one traced. '
+            f"Received: max_steps {options.max_steps}.",
+            remedy=f"Set max_steps: {needed} or more, or a smaller profile_steps.",
+        )
+    ]
+
+
+def watch(run: Run, options: Any) -> None:
+    """Time the parts of the run from now on, and write what was seen once enough steps are done."""
+    if run.engine.rank != 0:
+        return
+    clock = PartClock(run.engine.device)
+    for owner, name, part in (
+        (run.engine, "to_device", "batch to the device"),
+        (run.objective, "loss", "forward and loss"),
+        (run.engine, "backward", "backward"),
+        (run.engine, "clip", "norm and clip"),
+        (run.engine, "step", "optimizer"),
+        (run.optimizer, "zero_grad", "optimizer"),
+    ):
+        setattr(owner, name, clock.around(part, getattr(owner, name)))
+    run.callbacks.callbacks.append(ProfileCallback(clock, Path(options.output_dir) / FOLDER, options.profile_steps))
+
+
+class PartClock:
+    """Seconds and peak bytes of each part, added up while it is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_on = False
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.peak_bytes: dict[str, int] = defaultdict(int)
+
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with self.part(part):
+                return function(*arguments, **named)
+
+        return timed
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        with record_function(name):
+            if not self.is_on:
+                yield
+                return
+            begin = self.now()
+            restart_peak(self.device)
+            yield
+            self.seconds[name] += self.now() - begin
+            self.peak_bytes[name] = max(self.peak_bytes[name], peak_bytes(self.device))
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class ProfileCallback(TrainerCallback):
+    """Turns the clock on and off at the right steps, traces one, writes and says what was seen."""
+
+    def __init__(self, clock: PartClock, folder: Path, num_steps: int) -> None:
+        self.clock = clock
+        self.folder = folder
+        self.num_steps = num_steps
+        self.begun = 0  # steps since this process began
+        self.step_s = 0.0
+        self.between_s = 0.0
+        self.moment = 0.0  # when a step last began or ended
+        self.trace: Any = None
+
+    @property
+    def is_timed(self) -> bool:
+        return WARM_UP < self.begun <= WARM_UP + self.num_steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun += 1
+        self.clock.is_on = self.is_timed
+        if self.begun == WARM_UP + self.num_steps + 1:
+            self.trace = torch.profiler.profile(activities=_activities(self.clock.device), profile_memory=True)
+            self.trace.start()
+        elif self.is_timed:
+            now = self.clock.now()
+            self.between_s += now - self.moment if self.begun > WARM_UP + 1 else 0.0
+            self.moment = now
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_timed:
+            now = self.clock.now()
+            self.step_s += now - self.moment
+            self.moment = now
+            self.clock.is_on = False
+        elif self.trace is not None:
+            self.trace.stop()
+            self._write(state.global_step)
+            self.trace = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        needed = WARM_UP + self.num_steps + 1
+        if self.begun < needed:
+            note(f"Nothing was profiled: that takes {needed} steps, and this run had {self.begun}.")
+
+    def _write(self, traced_step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.trace.export_chrome_trace(str(self.folder / TRACE))
+        device = self.clock.device.type
+        text = "\n".join(
+            [
+                f"Where the time of a step went: the mean of {self.num_steps} steps on {device}",
+                *self._parts(),
+                "",
+                f"The operations of step {traced_step} that took longest, and what they allocated",
+                *_operations(self.trace, device),
+            ]
+        )
+        (self.folder / TABLE).write_text(text + "\n", encoding="utf-8")
+        note(f"\n{text}\n\nThe timeline of step {traced_step} is {self.folder / TRACE}; ui.perfetto.dev shows it.\n")
+
+    def _parts(self) -> Iterator[str]:
+        seconds = dict(self.clock.seconds)
+        seconds[_REST] = max(0.0, self.step_s - sum(seconds.values()))
+        seconds[_BETWEEN] = self.between_s
+        whole = self.step_s + self.between_s
+        yield f"  {'':38}{'ms':>10}{'share':>8}{'peak memory':>14}"
+        for part, spent in seconds.items():
+            peak = self.clock.peak_bytes.get(part)
+            memory = f"{peak / 1e9:.2f} GB" if peak else ""
+            yield f"  {part:38}{1000 * spent / self.num_steps:10.1f}{spent / whole:8.1%}{memory:>14}".rstrip()
+        yield f"  {'together':38}{1000 * whole / self.num_steps:10.1f}{1:8.1%}"
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+
+
+def _operations(trace: Any, device: str) -> Iterator[str]:
+    """Operations by the time that they alone took, on the device where there is one."""
+    time_of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    memory_of = "self_device_memory_usage" if device == "cuda" else "self_cpu_memory_usage"
+    found = sorted(trace.key_averages(), key=lambda event: getattr(event, time_of), reverse=True)
+    whole = sum(getattr(event, time_of) for event in found) or 1
+    yield f"  {'':38}{'ms':>10}{'share':>8}{'calls':>8}{'MB':>9}"
+    for event in found[:_OPERATIONS]:
+        spent, allocated = getattr(event, time_of), max(0, getattr(event, memory_of))  # microseconds, bytes
+        yield f"  {_name(event):38}{spent / 1000:10.1f}{spent / whole:8.1%}{event.count:8}{allocated / 1e6:9.1f}"
+
+
+def _name(event: Any) -> str:
+    """Of an operation, in 37 characters; of a part of the step, what it did outside of operations."""
+    name: str = event.key.removeprefix("autograd::engine::evaluate_function: ")
+    if event.is_user_annotation:
+        name += ", Python itself"
+    return name if len(name) <= 37 else name[:34] + "..."
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def restart_peak(device: torch.device) -> None:
+    """Peak memory counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR.exists():
+        _CLEAR.write_text("5")  # Linux: the largest resident size starts again (proc_pid_clear_refs(5))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Of the device since ``restart_peak``; of the process on a CPU; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if not _STATUS.exists():
+        return 0
+    line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")), "")
+    return int(line.split()[1]) * 1024 if line else 0

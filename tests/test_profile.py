@@ -1,0 +1,52 @@
+"""``--profile``: a table, a trace, and the same weights."""
+
+import gzip
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from burnish.cli import main
+from small_run import as_words, make_user
+
+PARTS = ("forward and loss", "backward", "norm and clip", "optimizer", "the rest of the step", "between steps")
+
+
+def run(given, *words):
+    return main(["train", *as_words(given), *words])
+
+
+def test_a_profiled_run_says_where_its_steps_went_and_keeps_a_trace(tmp_path, capsys):
+    given = make_user(tmp_path, profile_steps=2)
+    assert run(given, "--profile") == 0
+    folder = Path(given["output_dir"]) / "profile"
+    table = (folder / "steps.txt").read_text()
+    assert table in capsys.readouterr().out
+    lines = {part: next(line for line in table.splitlines() if line.strip().startswith(part)) for part in PARTS}
+    shares = [float(line.split("%")[0].split()[-1]) for line in lines.values()]
+    assert all(share > 0 for share in shares[:4])
+    device = float(next(line for line in table.splitlines() if "batch to the device" in line).split("%")[0].split()[-1])
+    assert abs(sum(shares) + device - 100) < 1
+    assert "GB" in lines["backward"]
+    assert "aten::" in table
+    events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+    named = [event.get("name") for event in events]
+    assert named.count("backward") == named.count("forward and loss") == 2  # micro-batches of one step
+    assert named.count("optimizer") >= 1
+
+
+def test_a_profiled_run_gives_the_same_weights_and_may_be_continued_without(tmp_path):
+    plain, watched = (make_user(tmp_path / name, lr_scheduler_type="constant") for name in "ab")
+    assert run(plain) == 0
+    assert run(watched, "--profile", "--max_steps=7", "--save_steps=7") == 0
+    assert run(watched, "--max_steps=12") == 0
+    ours, theirs = (load_file(Path(given["output_dir"]) / "model.safetensors") for given in (plain, watched))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_too_short_to_be_profiled_is_told_so(tmp_path, capsys):
+    assert run(make_user(tmp_path), "--profile", "--max_steps=5") == 2
+    assert "Set max_steps: 7 or more" in capsys.readouterr().err
+    assert run(make_user(tmp_path, count=8), "--profile") == 0
+    assert "Nothing was profiled: that takes 7 steps, and this run had 4." in capsys.readouterr().out
