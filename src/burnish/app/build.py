@@ -126,7 +126,7 @@ def train_run(plan: Plan) -> Result:
         if found is not None:
             resume(run, found)
         if options.profile:
-            watch(run, options)
+            watch(run, folder / "profile", options)
         output = train(run, options) if trains(options) else None
         if interrupt.exit_code is not None:
             return Result(output, folder, exit_code=interrupt.exit_code)

@@ -28,7 +28,6 @@ from burnish.core.options import option
 from burnish.core.types import Run
 from burnish.report.console import note
 
-FOLDER = "profile"
 TRACE, TABLE = "trace.json.gz", "steps.txt"
 WARM_UP = 2  # steps that are left alone
 _OPERATIONS = 15  # lines of the second table
@@ -64,8 +63,8 @@ def check_profile(options: Any) -> list[Problem]:
     ]
 
 
-def watch(run: Run, options: Any) -> None:
-    """Time the parts of the run from now on, and write what was seen once enough steps are done."""
+def watch(run: Run, folder: Path, options: ProfileOptions) -> None:
+    """Time the parts of the run from now on; once enough steps are done, what was seen goes into ``folder``."""
     if run.engine.rank != 0:
         return
     clock = PartClock(run.engine.device)
@@ -78,7 +77,7 @@ def watch(run: Run, options: Any) -> None:
         (run.optimizer, "zero_grad", "optimizer"),
     ):
         setattr(owner, name, clock.around(part, getattr(owner, name)))
-    run.callbacks.callbacks.append(ProfileCallback(clock, Path(options.output_dir) / FOLDER, options.profile_steps))
+    run.callbacks.callbacks.append(ProfileCallback(clock, folder, options.profile_steps))
 
 
 class PartClock:
