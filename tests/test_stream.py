@@ -5,6 +5,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
+from burnish.data.budget import Budget
 from burnish.data.stream import Cut, EvalBatches, RowStream, StreamOptions
 
 
@@ -154,3 +155,38 @@ def test_evaluation_on_two_ranks_sees_every_item_once():
     assert [len(r) for r in ranks] == [2, 2]
     seen = [i for r in ranks for b in r if b["labels"].max() >= 0 for i in b["input_ids"].flatten().tolist()]
     assert sorted(seen) == list(range(5))
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pads):
+    lengths = [1 + (7 * i) % 19 for i in range(21)]
+    plain = steps_of_epoch(stream())
+    cut = Cut(2, 2, budget=Budget(20, pads))
+    groups = list(RowStream(range(21), collate, cut, seed=7, lengths=lengths).groups())
+    assert [sorted(items_of(group)) for group in groups] == [sorted(step) for step in plain]
+    for group in groups:
+        for batch in group.batches:
+            inside = [lengths[i] for i in batch["input_ids"].flatten().tolist()]
+            assert (len(inside) * max(inside) if pads else sum(inside)) <= 20
+
+
+def test_a_budget_puts_the_rows_of_several_micro_batches_together_where_they_fit():
+    groups = list(RowStream(range(12), collate, Cut(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12).groups())
+    assert [len(group.batches) for group in groups] == [2, 2]
+
+
+def test_ranks_have_the_same_items_with_a_budget_as_without():
+    lengths = [1 + i % 5 for i in range(21)]
+    for rank in range(2):
+        plain = stream(world_size=2, rank=rank)
+        cut = Cut(2, 2, 2, rank, budget=Budget(6, False))
+        ours = RowStream(range(21), collate, cut, seed=7, lengths=lengths)
+        assert [sorted(step) for step in steps_of_epoch(ours)] == [sorted(step) for step in steps_of_epoch(plain)]
+
+
+def test_a_budget_cuts_the_batches_of_an_evaluation_too():
+    lengths = [8, 8, 8, 2, 2, 2, 2]
+    batches = list(EvalBatches(range(7), collate, 4, budget=Budget(10, False), lengths=lengths))
+    assert sorted(i for batch in batches for i in batch["input_ids"].flatten().tolist()) == list(range(7))
+    assert max(sum(lengths[i] for i in batch["input_ids"].flatten().tolist()) for batch in batches) <= 10
+    assert len(EvalBatches(range(7), collate, 4, budget=Budget(10, False), lengths=lengths)) == len(batches)

@@ -195,7 +195,11 @@ def test_a_row_without_anything_to_learn_is_refused_before_anything_is_written(t
 
 
 @pytest.mark.parametrize("cut", [(8, 1), (4, 2), (1, 8)])
-@pytest.mark.parametrize("layout", [{}, {"padding_free": False}, {"packing": True}])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"padding_free": False}, {"packing": True}, {"max_tokens_per_batch": 64},
+     {"max_tokens_per_batch": 64, "padding_free": False}],
+)  # fmt: skip
 def test_a_step_is_the_same_however_it_is_cut_and_laid_out(tmp_path, cut, layout):
     size, accumulation = cut
     given = make_user(
@@ -207,6 +211,13 @@ def test_a_step_is_the_same_however_it_is_cut_and_laid_out(tmp_path, cut, layout
     assert run(other) == 0
     a, b = weights_in(tmp_path / "plain"), weights_in(tmp_path / "out")
     assert max((a[n] - b[n]).abs().max().item() for n in a) < 1e-6
+
+
+def test_a_budget_below_the_longest_row_is_refused_with_that_length(tmp_path, capsys):
+    assert run(make_user(tmp_path, max_tokens_per_batch=8)) == 2
+    said = capsys.readouterr().err
+    assert '"max_tokens_per_batch" is 8, and the longest row has' in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_real_files_of_four_kinds_train_together(tmp_path, shared):

@@ -40,6 +40,7 @@ from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine, Example, Row, Run
 from burnish.data.batching import collator, lengths_of, packed, packs_rows, splits_rows
+from burnish.data.budget import Budget, check_budget
 from burnish.data.prepare import prepare as prepare_rows
 from burnish.data.rows import Template
 from burnish.data.sources import DataSets, load_datasets
@@ -159,6 +160,8 @@ def prepare(plan: Plan) -> Prepared:
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     sizes = sizes_of(options, config)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
+    largest = max((length for some in (rows, *eval_rows.values()) for length in item_lengths(some)), default=0)
+    problems += check_budget(options.max_tokens_per_batch, largest)
     raise_if(plan.placed([*problems, *check_disk(options, config, sizes, steps)]))
     notes += [*sets.notes, *step_notes(options, steps)]
     fingerprints = fingerprints_of(plan, sets.fingerprint, template.form_fingerprint, steps)
@@ -196,6 +199,12 @@ def encode(
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
     )
     return packed(rows, options, options.stage, options.cutoff_len, is_eval)
+
+
+def item_lengths(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each row, or of each pack."""
+    lengths = getattr(rows, "lengths", None)
+    return lengths if lengths is not None else [len(row["input_ids"]) for row in rows]
 
 
 def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
@@ -236,8 +245,10 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     for sentence in (*adapter.notes, *parameter_lines(model, options)):
         note(sentence)
     objective = prepared.objective
-    for sentence in fit_objective(objective, model, prepared.tokenizer, options):
+    lies_flat, sentences = fit_objective(objective, model, prepared.tokenizer, options)
+    for sentence in sentences:
         note(sentence)
+    budget = Budget(options.max_tokens_per_batch, pads=not lies_flat) if options.max_tokens_per_batch else None
 
     optimizer = create_optimizer(model.named_parameters(), model, options, learning_rates(model, options))
     wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
@@ -245,11 +256,12 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
     accumulation = accumulation_for(found, options, engine.world_size)
     cut = Cut(
-        options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last
-    )
+        options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
+        budget,
+    )  # fmt: skip
     stream = RowStream(
         prepared.rows, objective.collate, cut, seed=options.seed if options.data_seed is None else options.data_seed,
-        options=options, lengths=getattr(prepared.rows, "lengths", None),
+        options=options, lengths=item_lengths(prepared.rows),
     )  # fmt: skip
     state = TrainerState(
         max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
@@ -270,9 +282,12 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     )  # fmt: skip
     meter = Meter(engine.device, options.logging_nan_inf_filter)
     eval_sets = {
-        name: EvalBatches(rows, objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank)
+        name: EvalBatches(
+            rows, objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank, budget,
+            item_lengths(rows),
+        )
         for name, rows in prepared.eval_rows.items()
-    }
+    }  # fmt: skip
     parts = {
         "model": ModelState(model, adapter), "optimizer": optimizer, "scheduler": scheduler, "stream": stream,
         "state": state, "callbacks": handler, "meter": meter, "rng": RngState(), **getattr(engine, "parts", {}),
@@ -299,13 +314,17 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     )  # fmt: skip
 
 
-def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> list[str]:
-    """Choose between flat and padded batches, and find the way to the head; sentences for a person."""
+def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> tuple[bool, list[str]]:
+    """Choose between flat and padded batches, and find the way to the head.
+
+    Returns:
+        whether batches lie flat, and sentences for a person.
+    """
     layout = Layout(False)
     if options.padding_free or packs_rows(options, options.stage):
         layout = lay_flat(model, own_attention=options.flash_attn == "auto")
     notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat))
-    return [sentence for sentence in (layout.note, *notes) if sentence]
+    return layout.is_flat, [sentence for sentence in (layout.note, *notes) if sentence]
 
 
 def load_dtype(options: Any, engine: Any) -> Any:

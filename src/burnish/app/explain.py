@@ -180,6 +180,9 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
         Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
         Line("processes", f"x {plan.world_size} = {rows}", "the launcher" if plan.world_size > 1 else ""),
     ]
+    if options.max_tokens_per_batch is not None:
+        text = f"as few as hold them, of at most {options.max_tokens_per_batch:,} tokens"
+        lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
     if steps.rows is not None:
         last = steps.rows % steps.rows_per_step
         kinds = f"{_kind(options)}s"

@@ -115,6 +115,9 @@ def tokens_of_largest_batch(rows: Sequence[Any], options: Any) -> int:
     """The longest rows of the set side by side: an upper bound of a micro-batch."""
     lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
     largest = sorted(lengths, reverse=True)[: options.per_device_train_batch_size]
+    if options.max_tokens_per_batch is not None:
+        budget: int = options.max_tokens_per_batch
+        return min(sum(lengths), budget)
     if options.padding_free:
         return sum(largest)
     return max(largest, default=0) * len(largest)

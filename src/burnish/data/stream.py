@@ -19,6 +19,7 @@ import torch
 
 from burnish.core.options import option
 from burnish.core.types import IGNORE_INDEX, Batch, Group
+from burnish.data.budget import Budget
 
 
 @dataclass
@@ -29,6 +30,10 @@ class StreamOptions:
         "random", "The order of the rows within an epoch.", choices=("random", "sequential", "group_by_length")
     )
     group_by_length: bool = option(False, "Rows of similar length beside each other: that sampling strategy.")
+    max_tokens_per_batch: int | None = option(
+        None, "Cut the rows of a step into as few micro-batches as there can be of at most this many tokens; what a "
+        "step learns stays the same.", unit="tokens", ge=1,
+    )  # fmt: skip
     dataloader_num_workers: int = option(0, "Processes that collate ahead of the loop; 0 collates in the loop.", ge=0)
     dataloader_prefetch_factor: int | None = option(None, "Micro-batches each of them keeps ready.", ge=1)
     dataloader_pin_memory: bool = option(True, "Page-locked memory for the way to a GPU.")
@@ -45,23 +50,35 @@ def stream_notes(options: StreamOptions) -> list[str]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the order is cut into groups and dealt to ranks."""
+    """How the order is cut into groups and dealt to ranks.
+
+    Args:
+        budget: how a rank cuts its share of a step, instead of every ``batch_size`` items.
+    """
 
     batch_size: int  # items in a micro-batch of one rank
     accumulation: int  # micro-batches in a group
     world_size: int = 1
     rank: int = 0
     drop_last: bool = False
+    budget: Budget | None = None
 
     @property
     def rows_per_step(self) -> int:
         return self.batch_size * self.accumulation * self.world_size
 
-    def micro_batches(self, chosen: Sequence[int]) -> list[Sequence[int]]:
-        """This rank's share of the items of one step; empty ones where the items do not reach."""
+    def micro_batches(self, chosen: Sequence[int], lengths: Sequence[int] | None = None) -> list[Sequence[int]]:
+        """This rank's share of the items of one step; empty ones where the items do not reach.
+
+        Args:
+            lengths: tokens of every item, for the budget.
+        """
         across = self.batch_size * self.world_size
         starts = range(self.rank * self.batch_size, max(1, -(-len(chosen) // across)) * across, across)
-        return [chosen[start : start + self.batch_size] for start in starts]
+        dealt = [chosen[start : start + self.batch_size] for start in starts]
+        if self.budget is None or lengths is None:
+            return dealt
+        return [*self.budget.micro_batches([item for part in dealt for item in part], lengths)] or [[]]
 
 
 def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", lengths: Sequence[int] | None = None,
@@ -103,7 +120,7 @@ class RowStream:
         collate: items of one micro-batch -> batch, on the CPU.
         cut: how a step is cut and dealt.
         seed: of the order.
-        lengths: tokens of each item, for "group_by_length".
+        lengths: tokens of each item, for "group_by_length" and for a budget.
     """
 
     def __init__(
@@ -129,7 +146,9 @@ class RowStream:
         epoch, size = self.epoch, len(self)
         order = self.order(epoch)[:size]
         starts = range(self.position, size, self.cut.rows_per_step)
-        dealt = [self.cut.micro_batches(order[start : start + self.cut.rows_per_step]) for start in starts]
+        dealt = [
+            self.cut.micro_batches(order[start : start + self.cut.rows_per_step], self.lengths) for start in starts
+        ]
         batches = self._batches([part or order[:1] for group in dealt for part in group])
         for start, group in zip(starts, dealt, strict=True):
             end = min(start + self.cut.rows_per_step, size)
@@ -191,22 +210,23 @@ class EvalBatches:
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], batch_size: int,
-        world_size: int = 1, rank: int = 0,
+        world_size: int = 1, rank: int = 0, budget: Budget | None = None, lengths: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
         self.collate = collate
-        self.cut = Cut(batch_size, 1, world_size, rank)
+        cut = Cut(batch_size, 1, world_size, rank, budget=budget)
+        starts = range(0, len(items), cut.rows_per_step)
+        steps = (range(start, min(start + cut.rows_per_step, len(items))) for start in starts)
+        self.parts = [part for chosen in steps for part in cut.micro_batches(chosen, lengths)]
         self.num_rows = len(items)
 
     def __len__(self) -> int:
-        return -(-len(self.items) // self.cut.rows_per_step)
+        return len(self.parts)
 
     def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, len(self.items), self.cut.rows_per_step):
-            chosen = range(start, min(start + self.cut.rows_per_step, len(self.items)))
-            for part in self.cut.micro_batches(chosen):
-                batch = self.collate([self.items[index] for index in part or [0]])
-                yield batch if part else _blank(batch)
+        for part in self.parts:
+            batch = self.collate([self.items[index] for index in part or [0]])
+            yield batch if part else _blank(batch)
 
 
 def num_tokens(batch: Batch) -> int:
