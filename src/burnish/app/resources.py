@@ -116,8 +116,7 @@ def tokens_of_largest_batch(rows: Sequence[Any], options: Any) -> int:
     lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
     largest = sorted(lengths, reverse=True)[: options.per_device_train_batch_size]
     if options.max_tokens_per_batch is not None:
-        budget: int = options.max_tokens_per_batch
-        return min(sum(lengths), budget)
+        return int(min(sum(lengths), options.max_tokens_per_batch))
     if options.padding_free:
         return sum(largest)
     return max(largest, default=0) * len(largest)
