@@ -10,6 +10,7 @@ import transformers
 from transformers import HfArgumentParser
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
+import burnish
 from burnish import TrainingArguments
 from hf_toy import arguments
 
@@ -185,3 +186,28 @@ def test_setters_set_and_can_be_chained():
 def test_without_an_output_dir_there_is_a_usual_one():
     assert TrainingArguments().output_dir == "trainer_output"
     assert TrainingArguments("~/x").output_dir == str(Path.home() / "x")
+
+
+@pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
+def test_the_flags_are_those_of_transformers(name):
+    """Names, defaults, choices, and which flags may stand without a value; of what the parser derives from a field."""
+
+    def flags(library):
+        actions = HfArgumentParser(getattr(library, name))._actions
+        return {action.dest: action for action in actions if action.dest != "help"}
+
+    ours, theirs = flags(burnish), flags(transformers)
+    for flag, action in theirs.items():
+        own = ours[flag]
+        same = ("option_strings", "default", "nargs", "const")
+        assert [getattr(own, it) for it in same] == [getattr(action, it) for it in same], flag
+        assert own.help, flag
+        if flag != "ddp_backend":  # torch knows which there are
+            assert set(own.choices or ()) == set(action.choices or ()), flag
+
+
+def test_a_flag_of_checkpointing_may_stand_alone():
+    for flag in ("--gradient_checkpointing", "--activation_checkpointing"):
+        (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "o", flag])
+        assert args.activation_checkpointing is True
+        assert args.gradient_checkpointing is True

@@ -279,3 +279,12 @@ def test_a_method_set_on_the_object_counts_too(tmp_path):
 def test_a_model_of_ones_own_needs_nothing_but_a_loss(tmp_path):
     trainer = trained(tmp_path, model=Regression(1.0, 1.0), num_train_epochs=30)
     assert weights(trainer)["a"].item() == pytest.approx(2, abs=0.3)
+
+
+def test_an_override_that_is_never_called_is_named(tmp_path):
+    class Older(Trainer):
+        def get_batch_samples(self, epoch_iterator, num_batches, device):
+            raise AssertionError
+
+    with pytest.warns(UserWarning, match="Older overrides get_batch_samples: never called"):
+        make_trainer(tmp_path, kind=Older)

@@ -18,6 +18,7 @@ from hf_toy import (
     gpt2,
     losses,
     make_trainer,
+    originals,
     parity,
     points,
     same,
@@ -494,3 +495,14 @@ def test_a_search_finds_the_better_learning_rate(tmp_path):
         lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-6, 0.3])}, n_trials=4
     )
     assert best.hyperparameters == {"learning_rate": 0.3}
+
+
+@pytest.mark.parametrize("given", [{}, {"max_steps": 7}, {"gradient_accumulation_steps": 4, "num_train_epochs": 1.5}])
+def test_the_numbers_of_a_training_are_those_of_transformers(tmp_path, given):
+    ours = make_trainer(tmp_path, **given)
+    usual = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+    theirs = transformers.Trainer(Regression(), originals(tmp_path, **{**usual, **given}), train_dataset=points())
+    values = [
+        trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader()) for trainer in (ours, theirs)
+    ]
+    assert values[0] == values[1]

@@ -17,6 +17,8 @@ _PUBLIC: dict[str, str] = {
     "Message": "burnish.core.types",
     "EvalPrediction": "burnish.hf.values",
     "SFTConfig": "burnish.hf.sft_config",
+    "Seq2SeqTrainer": "burnish.hf.seq2seq",
+    "Seq2SeqTrainingArguments": "burnish.hf.seq2seq",
     "SFTTrainer": "burnish.hf.sft",
     "Trainer": "burnish.hf.trainer",
     "TrainerCallback": "burnish.core.events",
@@ -26,8 +28,9 @@ _PUBLIC: dict[str, str] = {
 }
 
 __all__ = [
-    "IGNORE_INDEX", "EvalPrediction", "Example", "Message", "SFTConfig", "SFTTrainer", "Trainer", "TrainerCallback",
-    "TrainerControl", "TrainerState", "TrainingArguments", "UserError",
+    "IGNORE_INDEX", "EvalPrediction", "Example", "Message", "SFTConfig", "SFTTrainer", "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments",
+    "UserError",
 ]  # fmt: skip
 
 

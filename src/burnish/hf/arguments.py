@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +50,8 @@ _Groups: Any = union(
     "_Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, FlowOptions, StreamOptions,
     EngineOptions, *OPTIMIZERS.option_groups(),
 )  # fmt: skip
+
+_LEVELS = (*logging.get_log_levels_dict(), "passive")
 
 
 class _AcceptsOldNames(type):
@@ -112,8 +115,8 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     torch_empty_cache_steps: int | None = option(None, "Steps between two calls of torch's empty_cache.")
     auto_find_batch_size: bool = option(False, "Halve the micro-batch where memory runs out; the step stays the same.")
     include_num_input_tokens_seen: str | bool = option("no", "Log the tokens seen: no, all, non_padding.")
-    log_level: str = option("passive", "What libraries may say on the main process.")
-    log_level_replica: str = option("warning", "What they may say on the others.")
+    log_level: str = option("passive", "What libraries may say on the main process.", choices=_LEVELS)
+    log_level_replica: str = option("warning", "What they may say on the others.", choices=_LEVELS)
     log_on_each_node: bool = option(True, "The first process of every node is a main process for logs.")
     disable_tqdm: bool | None = option(None, "Print logs instead of the progress bar.")
     report_to: None | str | list[str] = option("none", "Trackers that receive every log.")
@@ -140,11 +143,15 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     ignore_data_skip: bool = option(False, "Continue at the start of the epoch instead of where it stood.")
     restore_callback_states_from_checkpoint: bool = option(False, "Callbacks continue with their state.")
     parallelism_config: Any = option(None, "accelerate's parallelism.")
-    dataloader_multiprocessing_context: str | None = option(None, "How loader processes are started.")
+    dataloader_multiprocessing_context: str | None = option(
+        None, "How loader processes are started.", choices=("fork", "spawn", "forkserver")
+    )
     dataloader_in_order: bool = option(True, "Batches in order although several processes make them.")
     remove_unused_columns: bool = option(True, "Leave out the columns that the model does not take.")
     label_names: list[str] | None = option(None, "The arguments of the model that are labels.")
-    train_sampling_strategy: str = option("random", "random, sequential, group_by_length or batch_rebalance.")
+    train_sampling_strategy: str = option(
+        "random", "The order of rows.", choices=("random", "sequential", "group_by_length", "batch_rebalance")
+    )
     length_column_name: str = option("length", "The column that holds lengths.")
     debug: str | list[DebugOption] = option("", "underflow_overflow to watch activations.")
     skip_memory_metrics: bool = option(True, "No memory in the metrics.")
@@ -347,6 +354,8 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, AcceleratorConfig):
         return value.to_dict()
     if isinstance(value, list):
@@ -401,12 +410,21 @@ def _with_numbers(value: Any) -> Any:
     return value
 
 
-def _for_argument_parser(cls: Any) -> None:
+_MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp")
+"""Flags that mean "true" without a value, although their fields are not plain truth values."""
+
+
+def for_argument_parser(cls: Any) -> None:
     """Reduce each field's metadata to what transformers' ``HfArgumentParser`` hands on to argparse."""
     for name, field in list(cls.__dataclass_fields__.items()):
-        own = copy.copy(field)
-        own.metadata = MappingProxyType({"help": str(field.metadata.get("help", "")).replace("%", "%%")})
+        if "aliases" not in field.metadata:  # done already, in the class that declares it
+            continue
+        own, choices = copy.copy(field), field.metadata["choices"]
+        rest: dict[str, Any] = {"choices": list(choices)} if choices and not callable(choices) else {}
+        if name in _MAY_STAND_ALONE and field.type != "bool":
+            rest |= {"nargs": "?", "const": True}
+        own.metadata = MappingProxyType({"help": field.metadata["help"].replace("%", "%%"), **rest})
         cls.__dataclass_fields__[name] = own
 
 
-_for_argument_parser(TrainingArguments)
+for_argument_parser(TrainingArguments)

@@ -73,6 +73,28 @@ class LoaderMethods(Face):
         except (AttributeError, TypeError):
             return len(dataloader) * int(self.args.per_device_train_batch_size)
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step, over its micro-batches and all processes."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, int, int, int, int, int, int]:
+        """The numbers of a training over ``dataloader``; nothing is set.
+
+        Returns:
+            epochs begun, steps of an epoch, rows, rows of the whole training, rows of a step, micro-batches of an
+            epoch, steps of the whole training.
+        """
+        plan, rows_per_step = self._plan(dataloader), self.get_total_train_batch_size(args)  # type: ignore[attr-defined]
+        if not has_length(dataloader):
+            rows = plan.max_steps * rows_per_step
+            batches = plan.max_steps * args.gradient_accumulation_steps
+            return sys.maxsize, plan.max_steps, rows, rows, rows_per_step, batches, plan.max_steps
+        rows = self.num_examples(dataloader)
+        in_all = plan.max_steps * rows_per_step if args.max_steps > 0 else int(rows * args.num_train_epochs)
+        return (
+            plan.num_train_epochs, plan.steps_per_epoch, rows, in_all, rows_per_step, len(dataloader), plan.max_steps
+        )  # fmt: skip
+
     def num_tokens(self, train_dl: Any, max_steps: int | None = None) -> int:
         """Tokens of a loader, or of ``max_steps`` of its batches."""
         counts = (batch["input_ids"].numel() for batch in train_dl)

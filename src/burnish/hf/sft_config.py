@@ -14,7 +14,7 @@ import torch
 
 from burnish.core.options import option
 from burnish.engine.options import device_of, has_fast_bfloat16
-from burnish.hf.arguments import TrainingArguments, _for_argument_parser, _with_numbers
+from burnish.hf.arguments import TrainingArguments, _with_numbers, for_argument_parser
 
 RENAMED = {"max_seq_length": "max_length", "use_liger": "use_liger_kernel"}
 """A field's older name -> its name today."""
@@ -62,10 +62,10 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
     dataset_num_proc: int | None = option(None, "Processes that prepare the data.")
     eos_token: str | None = option(None, "The token that ends a text; the tokenizer's own by default.")
     max_length: int | None = option(1024, "Rows are cut to it, and packs filled up to it; None cuts nothing.")
-    truncation_mode: str = option("keep_start", "Which part of a long row is kept: keep_start or keep_end.")
+    truncation_mode: str = option("keep_start", "Which part of a long row is kept.", choices=("keep_start", "keep_end"))
     shuffle_dataset: bool = option(False, "Shuffle the data once, when it is prepared.")
     packing: bool = option(False, "Put several rows into one of max_length tokens.")
-    packing_strategy: str = option("bfd", "How packs are filled: bfd, bfd_split or wrapped.")
+    packing_strategy: str = option("bfd", "How packs are filled.", choices=("bfd", "bfd_split", "wrapped"))
     padding_free: bool = option(False, "Lay the rows of a micro-batch end to end instead of padding them.")
     pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of it; auto pads no further than needed.")
     eval_packing: bool | None = option(None, "Pack evaluation sets; as packing by default.")
@@ -73,7 +73,10 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
     # --- what is learned
     completion_only_loss: bool | None = option(None, "Learn completions only; by default where there are prompts.")
     assistant_only_loss: bool = option(False, "Learn what the assistant says, and nothing else.")
-    loss_type: str = option("nll", "nll, or dft: each token's loss times its probability (arXiv 2508.05629).")
+    loss_type: str = option(
+        "nll", "dft weights each token's loss by its probability (arXiv 2508.05629).",
+        choices=("nll", "dft", "chunked_nll"),
+    )  # fmt: skip
     activation_offloading: bool = option(False, "Keep what the backward pass needs in the memory of the machine.")
     pad_token: str | None = option(None, "Deprecated: set tokenizer.pad_token.")
 
@@ -129,4 +132,4 @@ def _multiple(given: int | str | None) -> int | None:
     return given
 
 
-_for_argument_parser(SFTConfig)
+for_argument_parser(SFTConfig)

@@ -68,6 +68,9 @@ class Trainer(
     ``compute_loss_context_manager``.
     """
 
+    arguments_class: type[TrainingArguments] = TrainingArguments
+    """What arguments of transformers are made into, by their names."""
+
     loss_is_scaled_for_ga: bool | None = None
     """True where ``compute_loss`` divides by the items of the whole step itself; see ``losses.py``."""
 
@@ -80,7 +83,8 @@ class Trainer(
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
-        self.args = args = own_arguments(args)
+        say_what_is_never_called(type(self))
+        self.args = args = own_arguments(args, self.arguments_class)
         set_seed(args.seed, args.full_determinism)
         take_accumulation(args)
         self._engine = create_engine(plain_options(args))
@@ -224,16 +228,39 @@ class Trainer(
         self.accelerator.end_training()
 
 
-def own_arguments(args: Any) -> Any:
-    """burnish's ``TrainingArguments``: as given, from transformers' by their names, or the defaults."""
+_NEVER_CALLED = (
+    "_clip_grad_norm", "_determine_best_metric", "_get_grad_norm", "_get_num_items_in_batch", "_init_training_state",
+    "_inner_training_loop", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_move_model_to_device", "_prepare_for_training",
+    "_run_epoch", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_track_num_input_tokens",
+    "_update_auto_batch_size", "_wrap_model", "create_accelerator_and_postprocess", "get_batch_samples",
+)  # fmt: skip
+"""Methods of transformers' inner loop, which subclasses override now and then. There is no such loop here."""
+
+
+def say_what_is_never_called(kind: type) -> None:
+    """One warning for overrides of methods that burnish's loop does not have."""
+    idle = [name for name in _NEVER_CALLED if hasattr(kind, name)]
+    if idle:
+        warnings.warn(
+            f"{kind.__name__} overrides {', '.join(idle)}: never called, because burnish trains with its own loop. "
+            "Override one of the methods that the docstring of burnish.Trainer names, or use a callback.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def own_arguments(args: Any, kind: type[TrainingArguments] = TrainingArguments) -> Any:
+    """burnish's arguments: as given, made into ``kind`` by their names where they are not, or its defaults."""
     if args is None:
-        logger.info("No TrainingArguments were given: output_dir is tmp_trainer.")
-        return TrainingArguments(output_dir="tmp_trainer")
-    if isinstance(args, TrainingArguments):
+        logger.info(f"No {kind.__name__} were given: output_dir is tmp_trainer.")
+        return kind(output_dir="tmp_trainer")
+    if isinstance(args, kind):
         return args
-    given = {name: value for name, value in vars(args).items() if name in TrainingArguments.__dataclass_fields__}
-    given["gradient_checkpointing"] = given["gradient_checkpointing_kwargs"] = None
-    return TrainingArguments(**given)
+    given = {name: value for name, value in vars(args).items() if name in kind.__dataclass_fields__}
+    if not isinstance(args, TrainingArguments):
+        given["gradient_checkpointing"] = given["gradient_checkpointing_kwargs"] = None
+    return kind(**given)
 
 
 def take_accumulation(args: Any) -> None:

@@ -1,0 +1,150 @@
+"""Seq2SeqTrainer: evaluation and prediction on what the model writes, beside transformers' own."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+import burnish
+from burnish import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, UserError
+from hf_toy import gpt2, parity
+
+PADDING, END = 0, 1
+
+
+def padded(rows, name, value):
+    longest = max(len(row[name]) for row in rows)
+    return torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
+
+
+def collator(model):
+    """Batches as a collator for sequence to sequence makes them: the decoder begins with the labels, shifted."""
+
+    def collate(rows):
+        ids, labels = padded(rows, "input_ids", PADDING), padded(rows, "labels", -100)
+        begun = model.prepare_decoder_input_ids_from_labels(labels)
+        return {
+            "input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels, "decoder_input_ids": begun
+        }  # fmt: skip
+
+    return collate
+
+
+class Tokenizer:
+    pad_token_id, eos_token_id = PADDING, END
+
+
+def pairs(number=7):
+    draw = torch.Generator().manual_seed(1)
+    sizes = torch.randint(3, 9, (number, 2), generator=draw).tolist()
+    return [
+        {"input_ids": torch.randint(2, 40, (i,), generator=draw).tolist(),
+         "labels": torch.randint(2, 40, (o,), generator=draw).tolist()} for i, o in sizes
+    ]  # fmt: skip
+
+
+def made(folder, library=burnish, trainer=None, **given):
+    """A trainer of burnish, or of transformers, on the same small T5."""
+    torch.manual_seed(0)
+    model = parity.t5()
+    usual = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "per_device_eval_batch_size": 3}
+    arguments = library.Seq2SeqTrainingArguments(str(folder), **{**usual, "predict_with_generate": True, **given})
+    usual = {"data_collator": collator(model), "processing_class": Tokenizer()}
+    return library.Seq2SeqTrainer(model, arguments, **{**usual, **(trainer or {})})
+
+
+def shape_of_predictions(prediction: EvalPrediction):
+    return {"rows": prediction.predictions.shape[0], "written": int((prediction.predictions > 0).sum())}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ({"per_device_eval_batch_size": 8}, {}),
+        ({"generation_max_length": 6}, {}),
+        ({"generation_max_length": 6, "generation_num_beams": 2}, {}),
+        ({"generation_max_length": 6}, {"max_new_tokens": 3}),
+        ({"generation_config": GenerationConfig(max_new_tokens=30, decoder_start_token_id=0, pad_token_id=0)}, {}),
+        ({"predict_with_generate": False}, {}),
+    ],
+)
+def test_predictions_and_metrics_are_those_of_transformers(tmp_path, arguments, call):
+    rows, found = pairs(), []
+    for library in (burnish, transformers):
+        trainer = made(tmp_path, library, **arguments)
+        found.append(trainer.predict(rows, **call))
+    ours, theirs = found
+    first = [result.predictions[0] if isinstance(result.predictions, tuple) else result.predictions for result in found]
+    np.testing.assert_allclose(first[0], first[1], atol=1e-5)
+    np.testing.assert_array_equal(ours.label_ids, theirs.label_ids)
+    assert ours.metrics.keys() | {"test_model_preparation_time"} == theirs.metrics.keys()
+
+
+def test_the_loss_beside_what_was_written_is_the_loss_of_the_labels(tmp_path):
+    written = made(tmp_path).evaluate(pairs())["eval_loss"]
+    assert written == pytest.approx(
+        made(tmp_path, predict_with_generate=False).evaluate(pairs())["eval_loss"], rel=1e-6
+    )
+
+
+def test_several_sequences_of_a_row_are_all_counted(tmp_path):
+    trainer = made(tmp_path, trainer={"compute_metrics": shape_of_predictions})
+    metrics = trainer.evaluate(pairs(7), num_beams=3, num_return_sequences=3, max_length=5)
+    assert metrics["eval_rows"] == 21
+
+
+def test_arguments_of_a_call_hold_for_every_set_of_a_dict_and_for_that_call_alone(tmp_path):
+    trainer = made(
+        tmp_path, trainer={"compute_metrics": shape_of_predictions, "eval_dataset": {"a": pairs(3), "b": pairs(4)}}
+    )
+    short = trainer.evaluate(min_new_tokens=1, max_new_tokens=1)
+    assert short["eval_a_written"] <= 3
+    assert short["eval_b_written"] <= 4
+    assert trainer.evaluate(min_new_tokens=9)["eval_b_written"] >= 9 * 4
+    assert trainer._gen_kwargs is None
+
+
+def test_an_evaluation_during_a_training_generates(tmp_path):
+    sets = {"train_dataset": pairs(), "eval_dataset": pairs(4)}
+    trainer = made(tmp_path, eval_strategy="steps", eval_steps=2, max_steps=2, generation_max_length=5,
+                   save_strategy="no", trainer={"compute_metrics": shape_of_predictions, **sets})  # fmt: skip
+    trainer.train()
+    assert [log["eval_rows"] for log in trainer.state.log_history if "eval_rows" in log] == [4]
+
+
+def test_arguments_of_transformers_keep_what_they_say_of_generation(tmp_path):
+    theirs = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, predict_with_generate=True, generation_max_length=7, report_to="none"
+    )
+    trainer = Seq2SeqTrainer(parity.t5(), theirs)
+    assert isinstance(trainer.args, Seq2SeqTrainingArguments)
+    assert (trainer.args.predict_with_generate, trainer.args.generation_max_length) == (True, 7)
+
+
+def test_a_generation_config_that_contradicts_itself_is_refused_at_once(tmp_path):
+    with pytest.raises(UserError, match="top_p"):
+        made(tmp_path, generation_config=GenerationConfig(do_sample=False, top_p=0.9))
+
+
+def test_a_generation_config_is_read_from_a_folder(tmp_path):
+    GenerationConfig(max_length=11).save_pretrained(tmp_path)
+    for place in (tmp_path, tmp_path / "generation_config.json", str(tmp_path)):
+        assert made(tmp_path, generation_config=place).model.generation_config.max_length == 11
+
+
+def test_a_decoder_alone_writes_behind_its_prompt_and_needs_to_know_its_padding(tmp_path):
+    rows = [{"input_ids": list(range(5, 9))}] * 2
+    model, arguments = gpt2(), Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, predict_with_generate=True)
+    trainer = Seq2SeqTrainer(model, arguments)
+    with pytest.raises(UserError, match="processing_class"):
+        trainer.predict(rows, max_length=6)
+    model.config.pad_token_id = 3
+    predictions = trainer.predict(rows, max_length=6).predictions
+    assert predictions[:, :4].tolist() == [[5, 6, 7, 8]] * 2
+    assert predictions[:, 6:].tolist() == [[3] * 14] * 2
+
+
+def test_sortish_sampler_says_that_it_has_no_effect(tmp_path):
+    with pytest.warns(UserWarning, match="group_by_length"):
+        Seq2SeqTrainingArguments(str(tmp_path), sortish_sampler=True)
