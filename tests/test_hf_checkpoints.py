@@ -278,6 +278,17 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path):
     assert all(torch.equal(best[name], weight) for name, weight in weights(trainer).items())
 
 
+def test_a_checkpoint_of_the_step_that_an_epoch_ends_with_is_known_as_the_best(tmp_path):
+    """It is saved when the step ends, and evaluated when the epoch does."""
+    trainer = make_trainer(
+        tmp_path, eval_strategy="epoch", save_strategy="steps", save_steps=1, metric_for_best_model="loss",
+        num_train_epochs=2, learning_rate=0.01, trainer={"eval_dataset": points(3)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == trainer.state.max_steps
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{trainer.state.max_steps}")
+
+
 def test_a_limit_of_one_leaves_the_best_alone(tmp_path):
     judged(tmp_path, save_total_limit=1)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]

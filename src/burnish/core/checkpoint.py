@@ -99,6 +99,7 @@ class Checkpoints:
         self.in_background = in_background
         self.rank = rank
         self.barrier = barrier
+        self.last_step: int | None = None  # of the last save in this process
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -114,6 +115,7 @@ class Checkpoints:
             OSError: of this or of the previous save, if the disk is full, say. What was there before is untouched.
         """
         self.wait()
+        self.last_step = step
         target = self.path(step)
         temporary = self.folder / f"{_TEMPORARY}{target.name}"
         if self.rank == 0:

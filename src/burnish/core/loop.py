@@ -215,6 +215,8 @@ def remember_best(run: Run, metrics: dict[str, float], options: Any) -> bool:
     if value != value:  # NaN would stay the best for ever, because nothing compares with it
         return False
     run.state.best_metric, run.state.best_global_step = value, run.state.global_step
+    if run.checkpoints.last_step == run.state.global_step:  # saved by steps, then evaluated at the end of the epoch
+        run.state.best_model_checkpoint = str(run.checkpoints.path(run.state.global_step))
     return True
 
 

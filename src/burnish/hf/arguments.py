@@ -41,7 +41,7 @@ from burnish.engine.base import EngineOptions, check_engine
 from burnish.engine.options import device_of
 from burnish.hf.argument_checks import check_arguments, say_what_has_no_effect
 from burnish.hf.argument_setters import Setters
-from burnish.hf.old_names import todays_names
+from burnish.hf.old_names import FLAGS, former_value, todays_names
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
@@ -158,6 +158,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     do_train: bool = option(False, "For the script; not read by the Trainer.")
     do_eval: bool = option(False, "For the script; not read by the Trainer.")
     do_predict: bool = option(False, "For the script; not read by the Trainer.")
+    overwrite_output_dir: bool = option(False, "For the script, before it writes; not read by the Trainer.")
     logging_dir: str | None = option(None, "The older way to say where TensorBoard's files go.")
     local_rank: int = option(-1, "This process on its node; the launcher says it.")
 
@@ -187,6 +188,10 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         self.fsdp = self.fsdp or None
         raise_if(check_engine(self))
         say_what_has_no_effect(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for what is not there: names of earlier versions, for the scripts that read them."""
+        return former_value(self, name)
 
     def _read_json_texts(self) -> None:
         """What a command line can only give as text: ``'{"num_cycles": 2}'``."""
@@ -417,12 +422,14 @@ _MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp"
 def for_argument_parser(cls: Any) -> None:
     """Reduce each field's metadata to what transformers' ``HfArgumentParser`` hands on to argparse."""
     for name, field in list(cls.__dataclass_fields__.items()):
-        if "aliases" not in field.metadata:  # done already, in the class that declares it
+        if "unit" not in field.metadata:  # done already, in the class that declares it
             continue
         own, choices = copy.copy(field), field.metadata["choices"]
         rest: dict[str, Any] = {"choices": list(choices)} if choices and not callable(choices) else {}
         if name in _MAY_STAND_ALONE and field.type != "bool":
             rest |= {"nargs": "?", "const": True}
+        if name in FLAGS:
+            rest["aliases"] = FLAGS[name]
         own.metadata = MappingProxyType({"help": field.metadata["help"].replace("%", "%%"), **rest})
         cls.__dataclass_fields__[name] = own
 

@@ -23,7 +23,6 @@ RENAMED = {
 """Old name -> the name of the same thing today."""
 
 WITHOUT_EFFECT = {
-    "overwrite_output_dir": "a run continues only where resume_from_checkpoint says so.",
     "save_safetensors": "weights are always written as safetensors.",
     "half_precision_backend": "there is one, torch's autocast.",
     "fp16_backend": "there is one, torch's autocast.",
@@ -44,6 +43,22 @@ WITHOUT_EFFECT = {
     "push_to_hub_organization": "it is the first half of hub_model_id.",
 }
 """Old name -> why nothing follows from it."""
+
+FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}
+"""Today's name -> the flags of a command line that mean it, from earlier versions."""
+
+
+def former_value(args: Any, name: str) -> Any:
+    """What a script finds that reads an old name.
+
+    Raises:
+        AttributeError: where it was never one.
+    """
+    if name in RENAMED:
+        return getattr(args, RENAMED[name])
+    if name in WITHOUT_EFFECT:
+        return None
+    raise AttributeError(f"{type(args).__name__!r} object has no attribute {name!r}")
 
 
 def todays_names(given: Arguments) -> Arguments:
