@@ -158,6 +158,37 @@ def test_checkpointing_of_a_model_that_has_none_is_refused():
         SingleEngine(options(gradient_checkpointing=True)).prepare(small_model(), None)
 
 
+def test_every_so_many_layers_are_checkpointed_where_that_is_asked_for():
+    from tiny_models import tiny_model
+
+    model = tiny_model()
+    asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+    SingleEngine(options(**asked)).prepare(model, None)
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"every_n_layer": 2}, 'Did you mean "every_n_layers"'),
+        ({"every_n_layers": 0}, "Received: 0"),
+        ({"every_n_layers": True}, "Received: True"),
+        ({"selective": True, "use_reentrant": True}, "requires non-reentrant"),
+    ],
+)
+def test_arguments_of_checkpointing_that_nobody_knows_are_refused(given, words):
+    (problem,) = check_engine(options(gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
+    assert words in str(problem)
+
+
+def test_arguments_of_checkpointing_without_checkpointing_are_said_to_have_no_effect():
+    (note,) = engine_notes(options(gradient_checkpointing_kwargs={"use_reentrant": False}))
+    assert "no effect" in note
+    given = {"offload": True}
+    (note,) = engine_notes(options(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
+    assert '"offload" has no effect on a CPU' in note
+
+
 def test_a_compiled_model_takes_the_same_steps():
     compiled = SingleEngine(options(torch_compile=True, torch_compile_backend="eager"))
     model = small_model()

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from burnish.adapters.base import ADAPTERS, ModelState, set_precision
 from burnish.core.errors import UserError
 from burnish.core.options import Given, build
+from burnish.engine.base import EngineOptions, SingleEngine
 from burnish.models.check import check_model
 from burnish.models.load import (
     check_context,
     context_length,
     count_parameters,
-    enable_checkpointing,
     find_non_finite,
     load_config,
     load_model,
@@ -246,7 +246,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
 # --- checkpointing and precision ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [None, {"use_reentrant": True}])
+@pytest.mark.parametrize("arguments", [None, {"use_reentrant": True}, {"selective": True}, {"offload": True}])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_checkpointing_gives_the_same_gradients(kind, arguments):
     from burnish.adapters.base import FinetuningOptions
@@ -262,7 +262,10 @@ def test_checkpointing_gives_the_same_gradients(kind, arguments):
             if "lora_B" in name:
                 parameter.data.normal_()
         if checkpointed:
-            enable_checkpointing(model, arguments)
+            engine = SingleEngine(
+                EngineOptions(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=arguments)
+            )
+            engine.prepare(model, None)
             assert all(layer.gradient_checkpointing for layer in model.model.layers)
         torch.manual_seed(1)
         model(token_ids(), labels=token_ids()).loss.backward()

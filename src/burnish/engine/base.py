@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from burnish.core.types import Batch, Engine, Stateful
+from burnish.engine.checkpointing import checkpoint_activations
 from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, uses_accelerate
 
 __all__ = ["EngineOptions", "SingleEngine", "check_engine", "create_engine", "set_seed"]
@@ -61,7 +62,8 @@ class SingleEngine:
         """The model on the device, checkpointed and compiled where asked, and the optimizer over its weights."""
         self.optimizer = optimizer
         model = model.to(self.device)
-        self._checkpoint_activations(model)
+        if self.options.gradient_checkpointing:
+            checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)
         return self._compiled(model), optimizer
 
     def to_device(self, batch: Batch) -> Batch:
@@ -131,23 +133,6 @@ class SingleEngine:
         """What was given to ``prepare``."""
         inner: nn.Module = getattr(model, "_orig_mod", model)
         return inner
-
-    def _checkpoint_activations(self, model: nn.Module) -> None:
-        if not self.options.gradient_checkpointing:
-            return
-        # Non-reentrant: it recomputes under the same autocast and random numbers, and needs no input that has a
-        # gradient, which frozen embeddings do not give.
-        arguments = {"use_reentrant": False, **(self.options.gradient_checkpointing_kwargs or {})}
-        able: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable")]
-        if not able:
-            raise ValueError(
-                f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
-                "Leave it out, or use a model of transformers."
-            )
-        # Later releases of transformers 5 have another name for it, and two arguments that are not torch's.
-        enable = getattr(able[0], "activation_checkpointing_enable", able[0].gradient_checkpointing_enable)
-        own = {name: arguments.pop(name) for name in ("every_n_layers", "offload") if name in arguments}
-        enable(arguments, **own)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         if not self.options.torch_compile:

@@ -17,6 +17,7 @@ import torch
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
+from burnish.engine.checkpointing import checkpointing_problems
 
 
 @dataclass
@@ -41,7 +42,7 @@ class EngineOptions:
         aliases=("activation_checkpointing",),
     )  # fmt: skip
     gradient_checkpointing_kwargs: dict[str, Any] | None = option(
-        None, "Arguments of torch.utils.checkpoint.", aliases=("activation_checkpointing_kwargs",)
+        None, "use_reentrant and torch.utils.checkpoint's other arguments; every_n_layers, offload; selective.", aliases=("activation_checkpointing_kwargs",)
     )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
     torch_compile_backend: str | None = option(None, "torch.compile's backend; inductor where nothing is given.")
@@ -55,7 +56,7 @@ class EngineOptions:
     ddp_find_unused_parameters: bool | None = option(None, "Look for weights that a forward pass did not use.")
     ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
     fsdp: bool | str | list[str] | None = option(None, "Shard weights over processes with FSDP; not here yet.")
-    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or the JSON file that holds them.")
+    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or the JSON file that holds them; refused with it.")
     deepspeed: dict[str, Any] | str | None = option(None, "DeepSpeed's settings, or the JSON file; not here yet.")
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file.",
@@ -70,7 +71,7 @@ class EngineOptions:
 
 def check_engine(options: Any) -> list[Problem]:
     """What the options ask for and this machine, or any machine, cannot give."""
-    return [*_formats(options), *_sharding(options), *_processes(options)]
+    return [*_formats(options), *checkpointing_problems(options), *_sharding(options), *_processes(options)]
 
 
 def _formats(options: Any) -> Iterator[Problem]:
@@ -133,6 +134,10 @@ def engine_notes(options: Any) -> list[str]:
         notes.append(f'"fp16" on a CPU runs in {instead}.')
     if options.bf16 and device.type == "cpu" and not has_fast_bfloat16():
         notes.append('"bf16" on this processor is emulated: it saves memory and costs time.')
+    if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
+        notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')
+    if device.type == "cpu" and (options.gradient_checkpointing_kwargs or {}).get("offload"):
+        notes.append('"gradient_checkpointing_kwargs": "offload" has no effect on a CPU.')
     if options.tf32 and device.type == "cpu":
         notes.append('"tf32" has no effect on a CPU.')
     return notes

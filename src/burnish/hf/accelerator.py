@@ -1,7 +1,7 @@
 """``trainer.accelerator``: the part of accelerate's ``Accelerator`` that overrides and scripts call, over the engine.
 
 It moves tensors, goes backward, clips and gathers; it decides nothing. Where accelerate itself runs below (several
-processes, FSDP), it does so inside the engine.
+processes), it does so inside the engine.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from burnish.engine.options import engine_notes
+
 LARGE = 1_000_000  # shares are compared as whole numbers of millionths
 
 
@@ -28,7 +30,7 @@ def check_arguments(args: Any) -> None:
             " when --dataloader_num_workers > 0."
         )
     if args.parallelism_config is not None:
-        raise ValueError("`parallelism_config` is not part of burnish; `fsdp` shards weights over processes.")
+        raise ValueError("`parallelism_config` is not part of burnish: each process has the whole model. Leave it out.")
 
 
 def _check_intervals(args: Any) -> None:
@@ -87,6 +89,8 @@ def say_what_has_no_effect(args: Any) -> None:
     for name, (usual, reason) in _NO_EFFECT.items():
         if getattr(args, name) not in usual:
             warnings.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
+    for note in engine_notes(args):
+        warnings.warn(note, UserWarning, stacklevel=5)
     usual = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
     given = args.accelerator_config.to_dict() | {"gradient_accumulation_kwargs": None}
     # transformers takes use_configured_state out of a configuration that it has seen.

@@ -97,9 +97,9 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     save_strategy: SaveStrategy | str = option("steps", "When to save a checkpoint.")
     gradient_checkpointing: bool | None = option(None, "The older name of activation_checkpointing.")
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "The older name, with _kwargs.")
-    fsdp: str | None = option(None, "Shard weights over processes.")
-    fsdp_config: dict[str, Any] | str | None = option(None, "Settings of FSDP, or a JSON file.")
-    deepspeed: dict | str | None = option(None, "DeepSpeed's settings, or a JSON file.")  # type: ignore[type-arg]
+    fsdp: str | None = option(None, "Shard weights over processes with FSDP; refused, it is not here yet.")
+    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or a JSON file; refused with it.")
+    deepspeed: dict | str | None = option(None, "DeepSpeed's settings, or a JSON file; refused.")  # type: ignore[type-arg]
     accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
 
     # --- fields that are the face's own
@@ -198,7 +198,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         for name in _MAY_BE_JSON:
             value = getattr(self, name)
             if isinstance(value, str) and value.startswith("{"):
-                setattr(self, name, _with_numbers(json.loads(value)))
+                setattr(self, name, with_numbers(json.loads(value)))
 
     def _mirror_activation_checkpointing(self) -> None:
         """Two names of one thing, kept equal so that whoever reads either is right."""
@@ -288,6 +288,15 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     @property
     def should_save(self) -> bool:
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    # What transformers' own Trainer asks of its arguments besides, so that it takes these: W&B's and DVCLive's callbacks
+    # make one to save the model (WANDB_LOG_MODEL).
+    deepspeed_plugin = None
+    fsdp_plugin_args = None
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return self.device
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -400,10 +409,10 @@ def _accelerator_config(given: Any) -> AcceleratorConfig:
     return AcceleratorConfig(**given) if isinstance(given, dict) else AcceleratorConfig.from_json_file(given)
 
 
-def _with_numbers(value: Any) -> Any:
+def with_numbers(value: Any) -> Any:
     """JSON in which numbers and truth values were quoted, as command lines do."""
     if isinstance(value, dict):
-        return {name: _with_numbers(item) for name, item in value.items()}
+        return {name: with_numbers(item) for name, item in value.items()}
     if isinstance(value, str):
         if value.lower() in {"true", "false"}:
             return value.lower() == "true"

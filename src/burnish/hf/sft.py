@@ -37,7 +37,6 @@ from burnish.hf.sft_setup import (
     attach_peft,
     finish_peft,
     ready_model,
-    select_what_is_kept,
     set_pad,
     sft_arguments,
     tokenizer_of,
@@ -85,7 +84,6 @@ class SFTTrainer(Trainer):
         args = sft_arguments(args, model)
         args, processing_class = with_old_arguments(args, processing_class, old)
         check_sets(train_dataset, args)
-        select_what_is_kept(args)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         sample = first_row(train_dataset)

@@ -14,7 +14,7 @@ import torch
 
 from burnish.core.options import option
 from burnish.engine.options import device_of, has_fast_bfloat16
-from burnish.hf.arguments import TrainingArguments, _with_numbers, for_argument_parser
+from burnish.hf.arguments import TrainingArguments, for_argument_parser, with_numbers
 
 RENAMED = {"max_seq_length": "max_length", "use_liger": "use_liger_kernel"}
 """A field's older name -> its name today."""
@@ -97,7 +97,7 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
         for name in ("model_init_kwargs", "dataset_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str):
-                setattr(self, name, _with_numbers(json.loads(value)))
+                setattr(self, name, with_numbers(json.loads(value)))
 
     def _lead_old_values(self) -> None:
         def warn(message: str) -> None:

@@ -7,14 +7,12 @@ adapter around the model. Refused, in TRL's words: what does not fit together.
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -38,31 +36,6 @@ def sft_arguments(args: Any, model: Any) -> SFTConfig:
     given = {name: value for name, value in vars(args).items() if name in known and known[name].init}
     config: SFTConfig = SFTConfig(**given)
     return config
-
-
-def select_what_is_kept(args: SFTConfig) -> None:
-    """``gradient_checkpointing_kwargs={"selective": True}``, a key of TRL's: products and attention are kept,
-    and only the cheap rest is computed again (torch's selective checkpointing)."""
-    given = args.gradient_checkpointing_kwargs
-    if not isinstance(given, dict) or "selective" not in given:
-        return
-    rest = {name: value for name, value in given.items() if name != "selective"}
-    if given["selective"]:
-        if not args.gradient_checkpointing:
-            raise ValueError(
-                "`gradient_checkpointing_kwargs={'selective': True}` requires `gradient_checkpointing=True`."
-            )
-        if rest.get("use_reentrant"):
-            raise ValueError(
-                "`gradient_checkpointing_kwargs={'selective': True}` requires non-reentrant gradient checkpointing. "
-                "Set `use_reentrant` to `False`, or leave it unset."
-            )
-        aten: Any = torch.ops.aten
-        kept = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention.default,
-                aten._scaled_dot_product_efficient_attention.default,
-                aten._scaled_dot_product_flash_attention_for_cpu.default]  # fmt: skip
-        rest["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
-    args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = rest
 
 
 def model_id(model: Any) -> str:

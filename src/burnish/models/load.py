@@ -149,21 +149,6 @@ def raise_if_not_finite(model: nn.Module, name: str) -> None:
         )
 
 
-def enable_checkpointing(model: nn.Module, arguments: Mapping[str, Any] | None = None) -> None:
-    """Keep only the inputs of layers and compute the rest again in the backward pass.
-
-    Args:
-        arguments: of ``torch.utils.checkpoint``. Not reentrant unless said: that one follows frozen inputs too, and
-            takes part in hooks. The reentrant one needs an input that requires a gradient, so it gets one.
-    """
-    chosen = {"use_reentrant": False, **(arguments or {})}
-    # transformers 5.23 renamed the method; 5.0 has the old name only.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(chosen)  # type: ignore[operator]
-    if chosen["use_reentrant"]:
-        model.enable_input_require_grads()  # type: ignore[operator]
-
-
 def context_length(config: PreTrainedConfig) -> int | None:
     """The longest sequence the model was made for, or None where the config does not say or sets no limit."""
     text = config.get_text_config()

@@ -1,0 +1,84 @@
+"""Activation checkpointing: a layer's input is kept, and the rest of it computed again in the backward pass.
+
+In: ``gradient_checkpointing`` and its arguments, which are torch's, those of transformers' models, and TRL's
+``selective``. Refuses arguments that none of them knows, before a model loads, and a model that has no checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from burnish.core.errors import Problem, did_you_mean
+
+_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+_OF_MODELS = {"every_n_layers": 1, "offload": False}
+"""What the models of transformers 5.23 take besides, and the value at which it does nothing."""
+
+
+def checkpointing_problems(options: Any) -> Iterator[Problem]:
+    """What is wrong with ``gradient_checkpointing_kwargs``."""
+    given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
+    for name in [name for name in given if name not in known]:
+        yield Problem(
+            f'"gradient_checkpointing_kwargs": there is no "{name}".{did_you_mean(name, known)}',
+            remedy=f"Known: {', '.join(known)}.",
+        )
+    layers = given.get("every_n_layers", 1)
+    if type(layers) is not int or layers < 1:
+        yield Problem(
+            f'"gradient_checkpointing_kwargs": "every_n_layers" is a whole number from 1 on. Received: {layers!r}.'
+        )
+    if given.get("selective") and not options.gradient_checkpointing:
+        yield Problem("`gradient_checkpointing_kwargs={'selective': True}` requires `gradient_checkpointing=True`.")
+    if given.get("selective") and given.get("use_reentrant"):
+        yield Problem(
+            "`gradient_checkpointing_kwargs={'selective': True}` requires non-reentrant gradient checkpointing.",
+            remedy="Set `use_reentrant` to `False`, or leave it unset.",
+        )
+
+
+def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> None:
+    """Let the layers of ``model`` keep their inputs only.
+
+    Args:
+        given: ``gradient_checkpointing_kwargs``.
+    Raises:
+        ValueError: where the model, or the transformers that is installed, cannot do it.
+    """
+    able: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable")]
+    if not able:
+        raise ValueError(
+            f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
+            "Leave it out, or use a model of transformers."
+        )
+    # Non-reentrant: it recomputes under the same autocast and random numbers, and needs no input that has a gradient,
+    # which frozen embeddings do not give.
+    arguments = {"use_reentrant": False, **(given or {})}
+    if arguments.pop("selective", False):
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _costly())
+    own = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
+    if next(model.parameters()).device.type == "cpu":  # they lie there already, in memory that cannot be pinned
+        own["offload"] = False
+    if hasattr(able[0], "activation_checkpointing_enable"):
+        able[0].activation_checkpointing_enable(arguments, **own)
+    elif own == _OF_MODELS:
+        able[0].gradient_checkpointing_enable(arguments)
+    else:
+        raise ValueError(
+            '"gradient_checkpointing_kwargs": every_n_layers and offload need a later transformers: '
+            'pip install "transformers>=5.23".'
+        )
+
+
+def _costly() -> list[Any]:
+    """Products and attention, whose results are kept under ``selective``: the cheap rest is computed again."""
+    aten: Any = torch.ops.aten
+    attention = (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+                 aten._scaled_dot_product_flash_attention_for_cpu)  # fmt: skip
+    return [operation.default for operation in (aten.mm, aten.addmm, aten.bmm, *attention)]
