@@ -181,7 +181,9 @@ _LAUNCH = "Start the run with torchrun or accelerate launch."
 _absent(_LAUNCH, use_mca=False, parallelism_config=None, ray_num_workers=1, ray_init_kwargs=None)
 _family("use_hyper_parallel", False, _LAUNCH, "hyper_parallel_args")
 _no_effect("the launcher says it.", "local_rank master_addr master_port")
-_no_effect("weights are not sharded over processes.", "sharded_ddp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap")
+_no_effect(
+    "weights are not sharded over processes.", "sharded_ddp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap"
+)
 _no_effect("burnish runs on CPUs and GPUs.", "tpu_num_cores tpu_metrics_debug use_mps_device mp_parameters")
 _no_effect("torch_compile_backend says it.", "torchdynamo")
 _no_effect("fp16 runs under torch's autocast.", "fp16_opt_level fp16_backend half_precision_backend")

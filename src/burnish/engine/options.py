@@ -42,7 +42,9 @@ class EngineOptions:
         aliases=("activation_checkpointing",),
     )  # fmt: skip
     gradient_checkpointing_kwargs: dict[str, Any] | None = option(
-        None, "use_reentrant and torch.utils.checkpoint's other arguments; every_n_layers, offload; selective.", aliases=("activation_checkpointing_kwargs",)
+        None,
+        "use_reentrant and torch.utils.checkpoint's other arguments; every_n_layers, offload; selective.",
+        aliases=("activation_checkpointing_kwargs",),
     )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
     torch_compile_backend: str | None = option(None, "torch.compile's backend; inductor where nothing is given.")
@@ -56,7 +58,9 @@ class EngineOptions:
     ddp_find_unused_parameters: bool | None = option(None, "Look for weights that a forward pass did not use.")
     ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
     fsdp: bool | str | list[str] | None = option(None, "Shard weights over processes with FSDP; not here yet.")
-    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or the JSON file that holds them; refused with it.")
+    fsdp_config: dict[str, Any] | str | None = option(
+        None, "FSDP's settings, or the JSON file that holds them; refused with it."
+    )
     deepspeed: dict[str, Any] | str | None = option(None, "DeepSpeed's settings, or the JSON file; not here yet.")
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file.",
