@@ -289,8 +289,8 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     def should_save(self) -> bool:
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
-    # What transformers' own Trainer asks of its arguments besides, so that it takes these: W&B's and DVCLive's callbacks
-    # make one to save the model (WANDB_LOG_MODEL).
+    # What transformers' own Trainer asks of its arguments besides, so that it takes these: the callbacks of W&B and
+    # DVCLive make one to save the model (WANDB_LOG_MODEL).
     deepspeed_plugin = None
     fsdp_plugin_args = None
 
