@@ -185,10 +185,18 @@ def test_every_option_is_read_or_says_why_not() -> None:
     readers = _readers(with_checks=True)
     unread = [name for name, spec in specs(RunOptions).items() if not spec.ignored and not readers[name]]
     assert not unread, f"declared, and read by nobody: {unread}"
+    inside = _readers(with_checks=False)
+    unused = [name for name, spec in specs(RunOptions).items() if not spec.ignored and not inside[name] - {"hf"}]
+    assert not set(unused) - READ_ELSEWHERE, f"declared, and looked at by checks or the face alone: {unused}"
     claimed = [name for name, spec in specs(RunOptions).items() if spec.ignored and readers[name] - {"app", "hf"}]
     assert not claimed, f"declared as without effect, and read all the same: {claimed}"
 
 
+READ_ELSEWHERE = {
+    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo",
+    "missing_control_tokens",
+}  # fmt: skip
+"""Options that transformers' trackers read from the ``args`` they are given, and one that decides what is refused."""
 SHARED = {
     "lr_scheduler_type": {"optim"},  # core knows the curves, optim makes torch's schedule of them
     "lr_scheduler_kwargs": {"optim"},

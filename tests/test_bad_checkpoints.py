@@ -169,6 +169,42 @@ def test_a_finished_run_is_not_taken_for_another(again: Path, capsys: pytest.Cap
     assert Path("out/model.safetensors").stat().st_mtime_ns == before
 
 
+def test_a_finished_run_that_kept_no_checkpoint_is_known_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "run.yaml", "save_strategy=no"]
+    assert cli.main(words) == 0
+    before = Path("out/model.safetensors").stat().st_mtime_ns
+    told(capsys)
+    assert cli.main(words) == 0
+    assert "finished at step 8: there is nothing to do." in told(capsys)[0]
+    assert cli.main([*words, "seed=1"]) == 2
+    assert "seed was 42, is 1" in told(capsys)[1]
+    assert cli.main([*words, "max_steps=9"]) == 2
+    assert "ended after 8 steps and kept no checkpoint" in told(capsys)[1]
+    assert Path("out/model.safetensors").stat().st_mtime_ns == before
+    assert cli.main([*words, "seed=1", "overwrite_output_dir=true"]) == 0
+    assert Path("out/model.safetensors").stat().st_mtime_ns > before
+
+
+def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_command_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("the format of the model is not known")
+
+    words = ["train", "run.yaml", "save_strategy=no"]
+    with monkeypatch.context() as patched:
+        patched.setattr("burnish.app.build.save_model", fails)
+        assert cli.main(words) == 1
+    assert "Safe: out/checkpoint-8. The same command goes on from there." in told(capsys)[1]
+    assert not Path("out/model.safetensors").exists()
+    assert cli.main(words) == 0
+    assert Path("out/model.safetensors").is_file()
+    (trained,) = [entry["train_loss"] for entry in history(Path("out")) if "train_loss" in entry][-1:]
+    assert trained > 0
+
+
 def test_fewer_steps_than_were_done_are_nothing_to_do(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 0

@@ -5,8 +5,8 @@ A file that was written for those tools often carries keys that ask for nothing:
 because a key that is dropped in silence gives a run that was not asked for. So is a choice of ``ABSENT_CHOICES``. A key
 of ``NO_EFFECT`` changes nothing that burnish does; that is said once.
 
-Names and defaults: LLaMA-Factory 0.9.5 (hparams), transformers 5.23 (TrainingArguments, Seq2SeqTrainingArguments) with
-those that older transformers had, TRL 1.16 (SFTConfig).
+Names and defaults: LLaMA-Factory 0.9.5 (hparams) with those of its older versions from 0.7.1 on, transformers 5.23
+(TrainingArguments, Seq2SeqTrainingArguments) with those that older transformers had, TRL 1.16 (SFTConfig).
 """
 
 from __future__ import annotations
@@ -84,7 +84,12 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
         "ppo": _ELSEWHERE.format("PPOTrainer"),
         "dpo": _ELSEWHERE.format("DPOTrainer"),
         "kto": _ELSEWHERE.format("KTOTrainer"),
+        "orpo": _ELSEWHERE.format("ORPOTrainer"),
     },
+    "flash_attn": {"off": "Set flash_attn: disabled, which is its name since LLaMA-Factory 0.8.1."},
+    "quantization_method": dict.fromkeys(
+        ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."
+    ),
 }
 """Values of options that burnish has, and not with this value -> a sentence."""
 
@@ -109,7 +114,7 @@ _no_effect(
     "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
     "simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters "
     "ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type "
-    "ld_alpha",
+    "ld_alpha dpo_beta dpo_loss dpo_ftx orpo_beta",
 )
 _CROSS_ENTROPY = "The loss of stage: sft and stage: pt is cross entropy; leave it out."
 _absent(_CROSS_ENTROPY, use_dft_loss=False, loss_type="nll")
@@ -117,16 +122,20 @@ _family("use_asft_loss", False, _CROSS_ENTROPY, "asft_alpha")
 _family("use_eaft_loss", False, _CROSS_ENTROPY, "eaft_alpha")
 _absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
 _no_effect("the answers are what is learned, unless train_on_prompt says otherwise.", "assistant_only_loss label_names")
-_absent("burnish trains on text; leave it out.", media_dir=None, freeze_language_model=False)
+_absent(
+    "burnish trains on text; leave it out.",
+    media_dir=None, image_dir=None, freeze_language_model=False, visual_inputs=False, train_mm_proj_only=False,
+)  # fmt: skip
 _no_effect(
     "burnish trains on text.",
     "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
-    "video_fps video_maxlen use_audio_in_video audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector",
+    "image_resolution video_resolution video_fps video_maxlen "
+    "use_audio_in_video audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector",
 )
 
 # --- how it is learned ------------------------------------------------------------------------------------------------
-_MEMORY = "To train with less memory: use_badam, finetuning_type: lora, or gradient_checkpointing."
-_absent(_MEMORY, use_adam_mini=False, activation_offloading=False)
+_absent("Optimizers that keep less than AdamW: use_badam, use_apollo, optim: adafactor.", use_adam_mini=False)
+_absent("Set gradient_checkpointing: true.", activation_offloading=False)
 _absent("Set optim: adafactor.", adafactor=False)
 _absent(
     "Leave it out: a weight that moves inside the backward pass moves before its gradient is added up and clipped.",
@@ -141,7 +150,8 @@ _no_effect(
 _family("fp8", False, "Use bf16: true.", "fp8_backend fp8_enable_fsdp_float8_all_gather")
 _family(
     "use_kt", False, "Use finetuning_type: lora.",
-    "kt_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size",
+    "kt_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size "
+    "kt_optimize_rule kt_maxlen kt_use_cuda_graph kt_mode kt_force_think cpu_infer chunk_size mode",
 )  # fmt: skip
 _absent("Use gradient_accumulation_steps: the update is the same however a step is cut.", auto_find_batch_size=False)
 _absent("Leave it out, or lower per_device_train_batch_size.", torch_empty_cache_steps=None)
@@ -151,6 +161,8 @@ _absent("Set it in the tokenizer of the model.", eos_token=None, pad_token=None)
 _absent("Give the folder in adapter_name_or_path.", adapter_folder=None)
 _absent("Set template: to its path.", chat_template_path=None)
 _absent("Set truncation or on_too_long.", truncation_mode="keep_start")
+_absent("Leave it out: a long row gives up part of its prompt, and keeps its answer.", reserved_label_len=1)
+_absent('Say it of the data set, in dataset_info.json: "split": "validation".', split="train")
 _absent("Set model_revision, flash_attn, trust_remote_code and their like directly.", model_init_kwargs=None)
 _absent("Set the options of the data directly.", dataset_kwargs=None)
 _absent("Set columns: {text: <name>}.", dataset_text_field="text")
@@ -179,6 +191,10 @@ _no_effect(
 # --- where it runs, and what is kept ----------------------------------------------------------------------------------
 _LAUNCH = "Start the run with torchrun or accelerate launch."
 _absent(_LAUNCH, use_mca=False, parallelism_config=None, ray_num_workers=1, ray_init_kwargs=None)
+_no_effect(
+    'it belongs to "ray_num_workers", which burnish does not have.',
+    "ray_run_name ray_storage_path ray_storage_filesystem resources_per_worker placement_strategy",
+)
 _family("use_hyper_parallel", False, _LAUNCH, "hyper_parallel_args")
 _no_effect("the launcher says it.", "local_rank master_addr master_port")
 _no_effect(
@@ -219,7 +235,7 @@ _no_effect("tokens per second are always shown.", "include_effective_tokens_per_
 _absent("Say how answers are generated with do_sample, temperature and their like.", generation_config=None)
 _no_effect(
     "answers are generated by the model that was trained, as it is in memory.",
-    "sortish_sampler use_kv_cache infer_backend offload_folder vllm_maxlen vllm_gpu_util vllm_enforce_eager "
+    "sortish_sampler use_kv_cache infer_backend offload_folder vllm_dtype vllm_maxlen vllm_gpu_util vllm_enforce_eager "
     "vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
 )
 _absent("Leave it out: weights are written as safetensors, never as pickles.", export_legacy_format=False)

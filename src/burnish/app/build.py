@@ -11,8 +11,8 @@ Everything a user can have done wrong is refused by ``prepare`` or before it; ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,18 @@ import torch
 from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_precision, trainable_summary
 from burnish.adapters.lora import learning_rates
 from burnish.app.callbacks import callbacks_of
-from burnish.app.checks import step_notes, trains
+from burnish.app.checks import FINISHED_NAME, step_notes, trains
 from burnish.app.failure import TRACEBACK_NAME
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
 from burnish.app.resources import check_disk, sizes_of
-from burnish.app.resume import accumulation_for, clear, resume, start_of
+from burnish.app.resume import accumulation_for, clear, resume, start_of, write_finished
 from burnish.core.checkpoint import Checkpoints, RngState, only_writer
 from burnish.core.errors import Problem, UserError
 from burnish.core.events import CallbackHandler
-from burnish.core.loop import TrainOutput, evaluate, evaluate_all, switch, train
+from burnish.core.loop import TrainOutput, evaluate, evaluate_all, save, switch, train
 from burnish.core.meter import Meter
 from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
@@ -119,7 +119,8 @@ def train_run(plan: Plan) -> Result:
         found = start.checkpoint
         if engine.rank == 0:
             Checkpoints(folder).sweep()
-            (folder / TRACEBACK_NAME).unlink(missing_ok=True)  # of a failure that this run makes good
+            for name in (TRACEBACK_NAME, FINISHED_NAME):  # of a failure that this run makes good, or of fewer steps
+                (folder / name).unlink(missing_ok=True)
             if found is None and options.overwrite_output_dir:
                 clear(folder)
         engine.barrier()
@@ -275,7 +276,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
         options.per_device_train_batch_size, accumulation, engine.world_size, steps.max_steps, trainable, total,
     )  # fmt: skip
     control = TrainerControl()
-    handler = CallbackHandler(
+    listeners = CallbackHandler(
         callbacks_of(options, facts, callbacks), options, state, control, model=model,
         processing_class=prepared.tokenizer, optimizer=optimizer, lr_scheduler=scheduler, train_dataloader=stream,
         eval_dataloader=None,
@@ -290,7 +291,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     }  # fmt: skip
     parts = {
         "model": ModelState(model, adapter), "optimizer": optimizer, "scheduler": scheduler, "stream": stream,
-        "state": state, "callbacks": handler, "meter": meter, "rng": RngState(), **getattr(engine, "parts", {}),
+        "state": state, "callbacks": listeners, "meter": meter, "rng": RngState(), **getattr(engine, "parts", {}),
     }  # fmt: skip
     if options.save_only_model:
         parts = {name: parts[name] for name in ("model", "state")}
@@ -302,10 +303,10 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
             adapter.save_config(model, str(target))
         prepared.tokenizer.save_pretrained(target)
 
-    handler.fire("on_init_end")
+    listeners.fire("on_init_end")
     return Run(
         model=wrapped, objective=objective, engine=engine, stream=stream, optimizer=optimizer, scheduler=scheduler,
-        state=state, control=control, callbacks=handler, meter=meter, parts=parts, eval_sets=eval_sets,
+        state=state, control=control, callbacks=listeners, meter=meter, parts=parts, eval_sets=eval_sets,
         evaluate=evaluate, flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
         checkpoints=Checkpoints(
             folder, fingerprints=prepared.fingerprints, write_extras=write_extras, limit=options.save_total_limit,
@@ -358,10 +359,11 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         model_state = run.parts["model"]
         assert isinstance(model_state, ModelState)
         adapter, model = model_state.adapter, model_state.model
-        save_model(
-            model, prepared.tokenizer, folder, adapter=None if adapter.saves_whole_model else adapter,
-            stop_token_ids=prepared.template.stop_token_ids(),
-        )  # fmt: skip
+        with nothing_lost(run):
+            save_model(
+                model, prepared.tokenizer, folder, adapter=None if adapter.saves_whole_model else adapter,
+                stop_token_ids=prepared.template.stop_token_ids(),
+            )  # fmt: skip
         results |= {**output.metrics, "epoch": run.state.epoch or 0.0}
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
@@ -377,7 +379,25 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     if run.engine.rank == 0:
         save_state(run.state, folder)
         describe(run, plan, prepared, results)
+        if output is not None:
+            write_finished(folder, run.state, prepared.fingerprints)
     return results
+
+
+@contextmanager
+def nothing_lost(run: Run) -> Iterator[None]:
+    """Where the model cannot be written, what was trained is kept as a checkpoint, from which the same command writes
+    it. The failure goes on its way."""
+    is_written = False
+    try:
+        yield
+        is_written = True
+    finally:
+        is_kept = run.checkpoints.path(run.state.global_step).is_dir()
+        if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks do not know, and would not save
+            switch(run, is_training=True)
+            save(run)
+            run.checkpoints.wait()
 
 
 def last_evaluation(run: Run, options: Any) -> dict[str, float]:

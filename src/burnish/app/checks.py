@@ -17,6 +17,8 @@ from burnish.core.schedule import FOLLOWS_METRIC, StepPlan, lr_factor
 from burnish.core.state import STATE_NAME
 from burnish.report.jsonl import LOG_NAME
 
+FINISHED_NAME = ".finished.json"
+"""Left by a run that has done all its steps: what it depended on, so that the same command knows it again."""
 _CHECKPOINTS = "checkpoint-*"
 _BEFORE_A_CHECKPOINT = re.compile(rf"\.lock|\.incomplete-.*|runs|{LOG_NAME}|{TRACEBACK_NAME}")
 """What a run that ended before its first checkpoint leaves: the same command begins anew, and writes over it."""
@@ -76,8 +78,8 @@ def _check_contents(folder: Path, options: Any) -> list[Problem]:
     if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
         return []
     has_checkpoints = any(folder.glob(_CHECKPOINTS))
-    if has_checkpoints and options.resume != "never":
-        return []  # the run goes on from there; the checkpoints themselves are verified when they are read
+    if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":
+        return []  # the run goes on from there, or is done; whether it is this run at all is found when that is read
     shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
     is_a_run = has_checkpoints or (folder / STATE_NAME).is_file()
     what = "an earlier run" if is_a_run else "other files"

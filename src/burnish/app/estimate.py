@@ -110,7 +110,7 @@ def _activations(shape: Shape, tokens: int, compute_bytes: int, recompute: bool)
         how = "the input of each layer, and one layer in full"
     else:
         per_token = shape.layers * in_a_layer
-        how = f"{shape.layers} layers x {in_a_layer / 1024:.1f} KiB"
+        how = f"{shape.layers} layer{'s' * (shape.layers != 1)} x {in_a_layer / 1024:.1f} KiB"
     return Term("activations", tokens * per_token, f"{tokens:,} tokens x {how}")
 
 

@@ -40,6 +40,7 @@ from burnish.data.batching import packs_rows
 from burnish.engine.options import device_of
 from burnish.models.load import context_length, meta_model
 from burnish.models.patches import PATCHES
+from burnish.report.pace import counted
 
 LOOKED_AT = 1000
 """Rows whose labels are counted; all lengths are."""
@@ -130,8 +131,8 @@ def _kind(options: Any, is_eval: bool = False) -> str:
 def _size_of(rows: Sequence[Row], kind: str) -> str:
     """``4,000 rows``, ``2,012 packs of 4,000 rows``."""
     if kind == "row":
-        return f"{len(rows):,} rows"
-    return f"{len(rows):,} packs of {sum(len(row.get('seq_lengths', [0])) for row in rows):,} rows"
+        return counted(len(rows), "row")
+    return f"{counted(len(rows), 'pack')} of {counted(sum(len(row.get('seq_lengths', [0])) for row in rows), 'row')}"
 
 
 def lengths_of(rows: Sequence[Row]) -> Sequence[int]:
@@ -174,7 +175,8 @@ def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool]]:
 
 def _steps(plan: Plan, prepared: Prepared) -> Section:
     options, steps = plan.options, prepared.steps
-    rows = f"{steps.rows_per_step:,} {_kind(options)}s a step"
+    kind = _kind(options)
+    rows = f"{counted(steps.rows_per_step, kind)} a step"
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
         Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
@@ -185,9 +187,9 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
         lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
     if steps.rows is not None:
         last = steps.rows % steps.rows_per_step
-        kinds = f"{_kind(options)}s"
-        rest = f", the last with {last:,} {kinds}" if last and not options.dataloader_drop_last else ""
-        text = f"{steps.rows:,} {kinds} / {steps.rows_per_step:,} = {steps.steps_per_epoch:,} steps{rest}"
+        rest = f", the last with {counted(last, kind)}" if last and not options.dataloader_drop_last else ""
+        in_steps = counted(steps.steps_per_epoch, "step")
+        text = f"{counted(steps.rows, kind)} / {steps.rows_per_step:,} = {in_steps}{rest}"
         lines.append(Line("an epoch", text))
     lines += [_total(plan, prepared), _start(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
     return Section("Steps", lines)
@@ -196,8 +198,9 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
 def _total(plan: Plan, prepared: Prepared) -> Line:
     options, steps = plan.options, prepared.steps
     if options.max_steps > 0:
-        return Line("in all", f"{steps.max_steps:,} steps", plan.where("max_steps"))
-    product = f"{steps.steps_per_epoch:,} x {options.num_train_epochs:g} epochs = {steps.max_steps:,} steps"
+        return Line("in all", counted(steps.max_steps, "step"), plan.where("max_steps"))
+    epochs = counted(options.num_train_epochs, "epoch")
+    product = f"{steps.steps_per_epoch:,} x {epochs} = {counted(steps.max_steps, 'step')}"
     return Line("in all", product, plan.where("num_train_epochs"))
 
 
@@ -205,7 +208,8 @@ def _start(plan: Plan, prepared: Prepared) -> Line:
     """Where the run begins; refused here where ``train`` would refuse to go on."""
     start = start_of(plan, prepared.fingerprints, prepared.steps)
     there = len(Checkpoints(plan.options.output_dir).all())
-    text = f"at step 0; {there} checkpoints in output_dir are removed" if there else "at step 0"
+    removed = f"{counted(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
+    text = f"at step 0; {removed}" if there else "at step 0"
     if start.checkpoint is not None:
         text = start.done or f"where {start.checkpoint} ended, at step {load_state(start.checkpoint).global_step:,}."
     return Line("begins", " ".join([text, *start.notes]), plan.where("resume_from_checkpoint"))
@@ -215,7 +219,7 @@ def _rate(plan: Plan, prepared: Prepared) -> Line:
     """The peak, the warm-up, the curve, and its picture."""
     options, total = plan.options, prepared.steps.max_steps
     warmup = warmup_steps_of(options, total)
-    rise = f" after {warmup:,} steps of warm-up" if warmup else ""
+    rise = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
     text = f"{options.learning_rate:g}{rise}, {options.lr_scheduler_type}  {curve_picture(options, total)}"
     return Line("learning rate", text.rstrip(), plan.where("learning_rate"))
 
@@ -244,7 +248,8 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
         where = plan.where(f"{name}_steps") if strategy == "steps" else plan.where(f"{name}_strategy")
         if strategy == "steps":
             steps = steps_of(interval, total, options.logging_steps)
-            yield Line(verb, f"every {steps:,} steps, {_times(verb, steps, total)}", where)
+            how_often = "every step" if steps == 1 else f"every {steps:,} steps"
+            yield Line(verb, f"{how_often}, {_times(verb, steps, total)}", where)
         else:
             yield Line(
                 verb, {"no": "never", "epoch": "after every epoch", "best": "at the best evaluation"}[strategy], where
@@ -254,7 +259,7 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
 def _times(verb: str, every: int, total: int) -> str:
     """The last step is evaluated and saved whether the interval divides it or not; it is not logged."""
     count = total // every if verb == "log" else math.ceil(total / every)
-    return f"{count:,} times"
+    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
 def _events(plan: Plan) -> Section:

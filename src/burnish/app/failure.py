@@ -49,7 +49,7 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
         found = explained(cause, output_dir)
         if found is not None:
             return _said(found, error, output_dir, debug)
-    return _said(_unexpected(error), error, output_dir, debug)
+    return _said(_unexpected(error, output_dir), error, output_dir, debug)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -137,7 +137,10 @@ def what_is_safe(output_dir: str | None) -> str:
     from burnish.core.manifest import MANIFEST_NAME
 
     whole = [path for path in Checkpoints(output_dir).all() if (path / MANIFEST_NAME).is_file()]
-    return f"Safe: {whole[-1]}." if whole else "No checkpoint had been saved."
+    return f"{_SAFE}{whole[-1]}." if whole else "No checkpoint had been saved."
+
+
+_SAFE = "Safe: "
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -229,17 +232,20 @@ def _nobody_listens() -> int:
     return 128 + signal.SIGPIPE
 
 
-def _unexpected(error: BaseException) -> Problem:
-    """The kind of error, the first line of its text, and the deepest place in burnish that it passed."""
+def _unexpected(error: BaseException, output_dir: str | None) -> Problem:
+    """The kind of error, the first line of its text, the deepest place in burnish that it passed, and what is safe."""
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {_cut(first, 300)}" if first else type(error).__name__
     inside = f"{os.sep}burnish{os.sep}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if inside in frame.filename]
+    safe = what_is_safe(output_dir)
+    remedy = f"{safe} The same command goes on from there." if safe.startswith(_SAFE) else ""
     if not frames:
-        return Problem(_sentence(what))
+        return Problem(_sentence(what), remedy=remedy)
     deepest = frames[-1]
     file = deepest.filename.rpartition(inside)[2]
-    return Problem(_sentence(what), why=f"It came up in burnish/{file}, line {deepest.lineno}, {deepest.name}().")
+    where = f"It came up in burnish/{file}, line {deepest.lineno}, {deepest.name}()."
+    return Problem(_sentence(what), why=where, remedy=remedy)
 
 
 def _sentence(text: str) -> str:

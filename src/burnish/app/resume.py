@@ -1,28 +1,30 @@
 """How a run goes on where it stopped: from which checkpoint, with which batches, and when there is nothing left to do.
 
 In: a plan, and ``output_dir``. Out: the checkpoint to continue from, and a run whose parts have its state.
-Refuses: a checkpoint that is asked for and is not there or not whole. Whether a checkpoint is this run's at all is
-``core.checkpoint.compare_fingerprints``' to say.
+Refuses: a checkpoint that is asked for and is not there or not whole; more steps than a finished run that kept no
+checkpoint. Whether what lies there is this run's at all is ``core.checkpoint.compare_fingerprints``' to say.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.app.checks import trains
+from burnish.app.checks import FINISHED_NAME, trains
 from burnish.app.plan import Plan
-from burnish.core.checkpoint import Checkpoints, compare_fingerprints, load, load_state, others_beside
+from burnish.core.checkpoint import Checkpoints, compare, compare_fingerprints, load, load_state, others_beside
 from burnish.core.errors import Problem, UserError
 from burnish.core.manifest import faults, read_manifest
 from burnish.core.options import raise_if
 from burnish.core.schedule import StepPlan
-from burnish.core.state import STATE_NAME
+from burnish.core.state import STATE_NAME, TrainerState
 from burnish.core.types import Run
 from burnish.report.console import note
+from burnish.report.pace import counted
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def start_of(plan: Plan, fingerprints: Mapping[str, Any], steps: StepPlan) -> St
     options = plan.options
     found, notes = checkpoint_to_resume(options)
     if found is None:
-        return Start(notes=tuple(notes))
+        return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
     notes += compare_fingerprints(found, fingerprints, options.resume_despite_changes)
     return Start(found, tuple(notes), nothing_left_to_do(Path(options.output_dir), found, steps))
 
@@ -61,12 +63,18 @@ def checkpoint_to_resume(options: Any) -> tuple[Path | None, list[str]]:
     if isinstance(asked, str):
         raise_if(check_checkpoint(Path(asked), checkpoints))
         return Path(asked), []
-    if asked is False or options.resume == "never" or options.overwrite_output_dir or not trains(options):
+    if not goes_on(options):
         return None, []
     found, skipped = checkpoints.newest()
     if found is None and (asked is True or options.resume == "must"):
         raise UserError(Problem(f'output_dir "{folder}" holds no whole checkpoint to resume from.'))
     return found, skipped
+
+
+def goes_on(options: Any) -> bool:
+    """Whether the run goes on with what it finds in ``output_dir``."""
+    begins_anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
+    return trains(options) and not begins_anew
 
 
 def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
@@ -84,13 +92,43 @@ def nothing_left_to_do(folder: Path, found: Path, steps: StepPlan) -> str:
     """Why the run that stands in ``folder`` need not go on, as a sentence; "" where it has to."""
     last = load_state(found).global_step
     if last > steps.max_steps:
-        return f"{found} has done {last} steps, and this run is to have {steps.max_steps}: there is nothing to do."
+        done = f"{found} has done {counted(last, 'step')}, and this run is to have {steps.max_steps}"
+        return f"{done}: there is nothing to do."
     if not ((folder / "train_results.json").is_file() and (folder / STATE_NAME).is_file()):
         return ""
     state = load_state(folder)  # by its last step, or early
     if state.max_steps < steps.max_steps:
         return ""
     return f"{folder} holds this run, finished at step {state.global_step}: there is nothing to do."
+
+
+def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any]) -> None:
+    """That the run in ``folder`` is done, and what it depended on: all that is known where it kept no checkpoint."""
+    done = {"global_step": state.global_step, "max_steps": state.max_steps, "fingerprints": dict(fingerprints)}
+    (folder / FINISHED_NAME).write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+
+
+def finished_before(options: Any, fingerprints: Mapping[str, Any], steps: StepPlan) -> str:
+    """Why a run without checkpoints has nothing left to do, as a sentence; "" where it has not begun.
+
+    Raises:
+        UserError: where it is another run, or is to go on after its last step.
+    """
+    folder = Path(options.output_dir)
+    if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
+        return ""
+    done = json.loads((folder / FINISHED_NAME).read_text(encoding="utf-8"))
+    compare(done["fingerprints"], fingerprints, folder, options.resume_despite_changes)
+    if done["max_steps"] < steps.max_steps:
+        raise UserError(
+            Problem(
+                f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot go "
+                f"on to step {steps.max_steps}.",
+                where=str(folder),
+                remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
+            )
+        )
+    return f"{folder} holds this run, finished at step {done['global_step']}: there is nothing to do."
 
 
 def resume(run: Run, found: Path) -> None:
@@ -118,7 +156,7 @@ def apply_rates(run: Run, rates: Sequence[float]) -> None:
 
 
 _LEFT_BY_A_RUN = (
-    "trainer_log.jsonl", "trainer_state.json", "traceback.txt", "*_results.json", "adapter_config.json",
+    FINISHED_NAME, "trainer_log.jsonl", "trainer_state.json", "traceback.txt", "*_results.json", "adapter_config.json",
     "adapter_model.safetensors", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 

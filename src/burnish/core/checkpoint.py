@@ -249,13 +249,17 @@ def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = F
     Raises:
         UserError: if something changed that makes it another run, unless ``despite``.
     """
-    before = read_manifest(folder)["fingerprints"]
+    return compare(read_manifest(folder)["fingerprints"], now, folder, despite)
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False) -> list[str]:
+    """``compare_fingerprints`` with those that a checkpoint or a finished run in ``folder`` was made with."""
     changed = {name: (before[name], now[name]) for name in now if name in before and before[name] != now[name]}
     fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}
     if fatal and not despite:
         raise UserError(
             Problem(
-                "this is another run than the checkpoint's: "
+                "this is another run than the one here: "
                 + "; ".join(_difference(name, old, new) for name, (old, new) in fatal.items())
                 + ".",
                 where=str(folder),

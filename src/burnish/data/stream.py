@@ -37,7 +37,9 @@ class StreamOptions:
     dataloader_num_workers: int = option(0, "Processes that collate ahead of the loop; 0 collates in the loop.", ge=0)
     dataloader_prefetch_factor: int | None = option(None, "Micro-batches each of them keeps ready.", ge=1)
     dataloader_pin_memory: bool = option(True, "Page-locked memory for the way to a GPU.")
-    dataloader_persistent_workers: bool = option(False, "Keep those processes between epochs.")
+    dataloader_persistent_workers: bool = option(
+        False, "Keep those processes between epochs.", ignored="each epoch is dealt to processes of its own."
+    )
 
 
 def stream_notes(options: StreamOptions) -> list[str]:
@@ -200,6 +202,7 @@ class RowStream:
                 collate_fn=self.collate,
                 num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
                 prefetch_factor=self.options.dataloader_prefetch_factor,
+                pin_memory=self.options.dataloader_pin_memory and torch.cuda.is_available(),
                 generator=torch.Generator(),  # its own, so that the global one is not drawn from
             )
         )

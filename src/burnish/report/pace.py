@@ -67,6 +67,12 @@ def short_time(seconds: float) -> str:
     return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
+def counted(number: float, noun: str, nouns: str = "") -> str:
+    """``1 step``, ``1,200 steps``, ``0.5 epochs``; ``nouns`` is the plural where it is not made with an s."""
+    words = noun if number == 1 else nouns or f"{noun}s"
+    return f"{number:,} {words}" if isinstance(number, int) else f"{number:g} {words}"
+
+
 def short_number(value: float) -> str:
     """``873``, ``12.3k``, ``4.56M``: three digits, for what changes while it is read."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

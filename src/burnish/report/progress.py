@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.core.events import TrainerCallback
 from burnish.report import console
 from burnish.report.options import ReportOptions
-from burnish.report.pace import Pace, short_loss, short_number, short_time
+from burnish.report.pace import Pace, counted, short_loss, short_number, short_time
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -49,12 +49,13 @@ class RunFacts:
     def sentences(self) -> list[str]:
         """The numbers of transformers' "Running training" banner, in three lines."""
         rows_per_step = self.per_device_batch_size * self.accumulation * self.world_size
-        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        processes = counted(self.world_size, "process", "processes")
         share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
-        of_rows = f": {self.num_train_epochs:g} epochs of {self.num_rows:,} rows" if self.num_rows is not None else ""
+        epochs = counted(self.num_train_epochs, "epoch")
+        of_rows = f": {epochs} of {counted(self.num_rows, 'row')}" if self.num_rows is not None else ""
         return [
-            f"Training for {self.max_steps:,} steps{of_rows}",
-            f"  {rows_per_step:,} rows a step = {self.per_device_batch_size} per device"
+            f"Training for {counted(self.max_steps, 'step')}{of_rows}",
+            f"  {counted(rows_per_step, 'row')} a step = {self.per_device_batch_size} per device"
             f" x {self.accumulation} accumulated x {processes}",
             f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g} %)",
         ]
@@ -247,7 +248,7 @@ class _LiveLine:
 
 
 def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
-    for line in facts.sentences() if facts else [f"Training for {state.max_steps:,} steps"]:
+    for line in facts.sentences() if facts else [f"Training for {counted(state.max_steps, 'step')}"]:
         console.note(line)
     if state.global_step:
         console.note(f"  continued after step {state.global_step:,}")
@@ -266,7 +267,7 @@ def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
 def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
     """How the run ended, in one or two lines."""
     summary, tokens_per_second = seen.summary, pace.tokens_per_second(state.num_input_tokens_seen)
-    end = f"Trained {state.global_step:,} steps"
+    end = f"Trained {counted(state.global_step, 'step')}"
     if state.global_step < state.max_steps:
         end = f"Stopped after step {state.global_step:,} of {state.max_steps:,}"
     words = [f"{end} in {short_time(summary.get('train_runtime', pace.elapsed_s))}"]
