@@ -2,8 +2,9 @@
 
     python bench/encode.py burnish|trl|llamafactory MATERIAL [--rows 2000]
 
-Each library prepares a few conversations first, then all of them, in one process and without a cache; the difference
-of the processor times is what it takes for the rest. Out: the line of ``gauge.py``.
+Each library prepares a few conversations twice, then all of them, in one process and without a cache. What the first
+time takes is left out: libraries are imported then. The difference of the other two is what the rest takes. Out: the
+line of ``gauge.py``.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         folder, prepare = Path(name), globals()[arguments.library]
         (folder / "conversations.json").write_text(json.dumps(conversations(arguments.rows)))
+        seconds(prepare, folder, arguments.material / "model", FEW)  # imports, and whatever else is done once
         few = seconds(prepare, folder, arguments.material / "model", FEW)
         taken = seconds(prepare, folder, arguments.material / "model", arguments.rows) - few
     found = {"rows_per_cpu_s": (arguments.rows - FEW) / taken, "peak_bytes": peak_bytes(), "versions": versions()}

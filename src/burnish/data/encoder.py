@@ -1,8 +1,8 @@
 """Text -> token ids, with control tokens from the template alone.
 
 In: texts in which the template has put its control strings around what a user wrote. Out: ids, and for those who ask,
-where a character falls among the tokens. A whole text is tokenised at once, so the ids are those of the tokenizer's
-own ``apply_chat_template`` on the same text.
+where a character falls among the tokens. A whole text is tokenised at once, or word by word where that is the same
+(``words.py``), so the ids are those of the tokenizer's own ``apply_chat_template`` on the same text.
 
 What a user wrote goes through ``hide`` first: a special token spelled out in it ("<|im_end|>") is swapped for two
 private characters, which no template touches, and becomes ordinary text again when the ids are made. So it can neither
@@ -15,7 +15,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
+
+from burnish.data.words import Words, any_of, words_of
 
 _MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; hidden itself should a text hold it
 _FIRST = 0xF0000  # private use: the character after the mark counts from here
@@ -37,16 +40,17 @@ class Encoder:
         self._specials = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._codes = {text: _MARK + chr(_FIRST + index) for index, text in enumerate([*self._specials, _MARK])}
         self._texts = {code: text for text, code in self._codes.items()}
-        hidden, kept = _any_of([*self._specials, _MARK]), _any_of(sorted(filter(None, keep), key=len, reverse=True))
+        self._hints = {text[0] for text in self._codes if text}
+        hidden, kept = any_of([*self._specials, _MARK]), any_of(list(filter(None, keep)))
         self._hidden, self._hidden_or_kept = re.compile(hidden), re.compile(f"({kept})|{hidden}")
-        self._control = re.compile(f"({_any_of(self._specials)})")
+        self._control = re.compile(f"({any_of(self._specials)})")
         self._shown = re.compile(f"{_MARK}.", re.DOTALL)
 
     def hide(self, text: str, *, assistant: bool = False) -> str:
         """The text with its special tokens made harmless; in an assistant's text the words of ``keep`` stay."""
-        pattern = self._hidden_or_kept if assistant else self._hidden
-        if not pattern.search(text):
+        if not any(hint in text for hint in self._hints):  # a tenth of the time of a search for all of them
             return text
+        pattern = self._hidden_or_kept if assistant else self._hidden
         return pattern.sub(lambda found: found[0] if assistant and found[1] else self._codes[found[0]], text)
 
     def show(self, text: str) -> str:
@@ -54,14 +58,17 @@ class Encoder:
         return self._shown.sub(lambda found: self._texts[found[0]], text)
 
     def encode(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Text -> ids: each distinct text once, all of them in one call of the tokenizer."""
-        distinct = dict.fromkeys(texts)
-        ordinary = [text for text in distinct if _MARK not in text]
-        ids = dict(zip(ordinary, self._batch(ordinary), strict=True)) if ordinary else {}
-        for text in distinct:
+        """Text -> ids: each distinct text once, what cannot be read by words in one call of the tokenizer."""
+        ids, whole = {}, []
+        words = self._words()
+        for text in dict.fromkeys(texts):
             if _MARK in text:
                 ids[text] = self._around_hidden(text)
-        return ids
+            elif words and (found := words.ids(text)) is not None:
+                ids[text] = found
+            else:
+                whole.append(text)
+        return ids | dict(zip(whole, self._batch(whole), strict=True)) if whole else ids
 
     def continued(self, text: str) -> list[int]:
         """The ids of plain text that goes on where other text ended: no space is put before it.
@@ -91,16 +98,29 @@ class Encoder:
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """The ids of each text, and the ``boundaries`` of its positions, in one call of the tokenizer."""
         found: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
-        with_offsets = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
+        ordinary = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
+        if words := self._words():
+            by_words = ((at, words.located(texts[at], positions[at])) for at in ordinary)
+            found = {at: both for at, both in by_words if both is not None}
+        with_offsets = [at for at in ordinary if at not in found]
         for at, encoding in zip(with_offsets, self._encodings([texts[at] for at in with_offsets]), strict=True):
             starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
             borders = [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions[at]]
             found[at] = encoding.ids, borders
-        for at in set(range(len(texts))) - set(with_offsets):
+        for at in set(range(len(texts))) - set(ordinary):
             beginnings = [texts[at][:position] for position in positions[at]]
             ids = self.encode([texts[at], *beginnings])
             found[at] = ids[texts[at]], [shared_start(ids[beginning], ids[texts[at]]) for beginning in beginnings]
         return [found[at] for at in range(len(texts))]
+
+    @cached_property
+    def _read_words(self) -> Words | None:
+        return words_of(self.tokenizer)
+
+    def _words(self) -> Words | None:
+        if self._read_words:
+            self._backend()  # as it is to be, whatever others asked of it in the meantime
+        return self._read_words
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         if not self.tokenizer.is_fast:
@@ -129,10 +149,6 @@ class Encoder:
                 shown = self.show(piece)
                 ids += self.continued(shown) if ids else self.plain(shown)
         return ids
-
-
-def _any_of(texts: Sequence[str]) -> str:
-    return "|".join(map(re.escape, texts)) or "(?!)"  # (?!) matches nowhere
 
 
 def shared_start(prefix: list[int], whole: list[int]) -> tuple[int, int]:

@@ -1,0 +1,190 @@
+"""Texts read word by word against the same texts read whole by the tokenizer: ids, and where characters fall."""
+
+import random
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from burnish.data import words
+from burnish.data.encoder import Encoder
+from burnish.data.words import Words, words_of
+
+CORPUS = [
+    "The quick brown fox doesn't jump over 12 lazy dogs; I'll say: \"no\", we've seen 2,345 of them!\n\n- one\n- two",
+    "def f(x):\n    return x + 1  # don't\n\n\tif  a == b:\r\n\t\tpass",
+    "the the the then there don't can't it's It'S THE end. end.\n the end",
+    "日本語のテキスト、naïve café élan 😀🏽 ٣ ½ e\u0301 <tool_call>",
+]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+SPLITS = {"gpt2": None, "qwen2": words._QWEN2, "llama3": words._LLAMA3, "qwen3.5": words._QWEN3_5}
+
+
+def byte_level(pattern=None, normalizer=None, **given):
+    backend = Tokenizer(models.BPE(**given))
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    backend.train_from_iterator(CORPUS * 3, trainer)
+    return backend
+
+
+def sentence_piece(kind="prepend", longest=None):
+    """BPE over "▁" for spaces. Args: longest: a token that is more than one word."""
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Replace(" ", "▁")
+    learner.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    unlearned = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    learner.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=600, special_tokens=unlearned))
+    vocabulary = learner.get_vocab()
+    merges = [tuple(merge) for merge in words._state(learner.model)["merges"]]
+    if longest:
+        vocabulary["".join(longest)] = len(vocabulary)
+        merges.append(longest)
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    if kind == "prepend":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif kind == "gemma":
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=kind, split=False)
+    return backend
+
+
+TOKENIZERS = {
+    **{name: lambda pattern=pattern: byte_level(pattern) for name, pattern in SPLITS.items()},
+    "qwen2, NFC": lambda: byte_level(words._QWEN2, normalizers.NFC()),
+    "llama3, whole words first": lambda: byte_level(words._LLAMA3, ignore_merges=True),
+    **{
+        f"▁, {kind}": lambda kind=kind: sentence_piece(kind)
+        for kind in ("prepend", "gemma", "first", "always", "never")
+    },
+}
+
+
+def fast(backend):
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+ASCII = "abcdeEST019 \n\t'.,!-_<>|\r\x0b\x1c\x00\x7f"
+UNICODE = ASCII + "éß日本語😀🏽\u0301\u00a0\u2003\u2028ſK٣½\u200d\x85≯;"
+PIECES = [*SPECIAL, "<|im_", " the", " don't", "'S", "  ", "   ", "\n\n", ".\n", " \n ", "12345", "<tool_call>", "end."]
+
+
+def texts(count, alphabet, seed=0):
+    drawn = random.Random(seed)
+    for _ in range(count):
+        of = [
+            drawn.choice(PIECES) if drawn.random() < 0.3 else drawn.choice(alphabet) for _ in range(drawn.randrange(40))
+        ]
+        yield "".join(of)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("alphabet", [ASCII, UNICODE], ids=["ascii", "unicode"])
+def test_a_text_read_by_words_has_the_ids_of_the_whole_text(name, alphabet):
+    backend = TOKENIZERS[name]()
+    found = words_of(fast(backend))
+    by_words = [(text, ids) for text in texts(800, alphabet) if (ids := found.ids(text)) is not None]
+    assert len(by_words) > 300
+    for text, ids in by_words:
+        assert ids == backend.encode(text, add_special_tokens=False).ids, repr(text)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_read_by_words_has_its_borders_where_the_whole_text_has_them(name):
+    tokenizer = fast(TOKENIZERS[name]())
+    by_words, whole = Encoder(tokenizer), Encoder(tokenizer)
+    whole.__dict__["_read_words"] = None
+    listed = [*texts(300, ASCII, seed=1), *texts(300, UNICODE, seed=1)]
+    drawn = random.Random(2)
+    positions = [[drawn.randint(0, len(text)) for _ in range(3)] for text in listed]
+    for text, *pair in zip(listed, by_words.located(listed, positions), whole.located(listed, positions), strict=True):
+        assert pair[0] == pair[1], repr(text)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_every_piece_of_real_text_is_read_by_words(name):
+    backend = TOKENIZERS[name]()
+    found = words_of(fast(backend))
+    for text in CORPUS:
+        assert found.ids(f"<s>{text}</s>") == backend.encode(f"<s>{text}</s>", add_special_tokens=False).ids
+
+
+def strips_spaces():
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken("<|user|>", rstrip=True)])
+    return backend
+
+
+def unigram():
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0)], 0, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", split=False)
+    return backend
+
+
+def with_prefix_space():
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return backend
+
+
+WHOLE = {
+    "an added token takes the spaces behind it": strips_spaces,
+    "a token is more than one word": lambda: sentence_piece(longest=("▁the", "▁")),
+    "a pattern that nobody looked at": lambda: byte_level(r"\S+\s|\s+|\S+"),
+    "another normalizer": lambda: byte_level(words._QWEN2, normalizers.NFKC()),
+    "chance in the merges": lambda: byte_level(dropout=0.5),
+    "no BPE": unigram,
+    "a space is put before a text": with_prefix_space,
+}
+
+
+@pytest.mark.parametrize("why", WHOLE)
+def test_a_tokenizer_that_may_look_across_spaces_reads_whole_texts(why):
+    assert words_of(fast(WHOLE[why]())) is None
+
+
+def test_a_token_looked_for_behind_the_normalizer_makes_a_text_whole():
+    backend = byte_level(words._QWEN2, normalizers.NFC())
+    backend.add_tokens([AddedToken("K1", normalized=True)])
+    found = words_of(fast(backend))
+    assert found.ids("a K1") is None
+    assert found.ids("a \u212a1") is None  # the Kelvin sign, K once normalised
+    assert found.ids("a K2") == backend.encode("a K2").ids
+
+
+def test_a_text_of_one_long_word_is_left_to_the_tokenizer():
+    backend = byte_level()
+    assert words_of(fast(backend)).ids("日本語のテキスト日本語のテキスト") is None
+    text = {"日本語のテキスト日本語のテキスト": None}
+    assert Encoder(fast(backend)).encode(text) == {t: backend.encode(t).ids for t in text}
+
+
+def test_words_are_forgotten_when_they_are_too_many(monkeypatch):
+    monkeypatch.setattr(words, "_KEPT_CHARACTERS", 50)
+    backend = byte_level()
+    found: Words = words_of(fast(backend))
+    for at in range(200):
+        text = f"<s>number {at} of {at * 7} is {at * 13} words</s>"
+        assert found.ids(text) == backend.encode(text).ids
+    assert len(found._inner) < 30
+
+
+def test_a_truncation_that_somebody_else_asked_for_is_not_ours():
+    tokenizer = fast(byte_level())
+    encoder = Encoder(tokenizer)
+    expected = encoder.encode(["one two"])
+    tokenizer("one two three", truncation=True, max_length=1)
+    assert encoder.encode(["one two", "seven doors"])["one two"] == expected["one two"]
+    assert len(encoder.encode(["seven doors"])["seven doors"]) > 1
