@@ -3,19 +3,24 @@ decays weights, and goes on from the middle of a run with the same bits. Those w
 name. Then what single families promise."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-import burnish.optim  # noqa: F401 (registers them all)
+from burnish.app.plan import RunOptions, component_notes
 from burnish.core.errors import MissingExtraError, UserError
-from burnish.core.options import specs
 from burnish.core.snapshot import join, split
-from burnish.optim import builtin, low_rank, refused
-from burnish.optim.builtin import OPTIMIZERS, OptimOptions, check_optimizer, create_optimizer, missing_library
+from burnish.optim import badam, builtin, low_rank, muon, refused
+from burnish.optim.builtin import (
+    OPTIMIZERS,
+    OptimOptions,
+    check_optimizer,
+    create_optimizer,
+    missing_library,
+    optimizer_notes,
+)
 
 HERE = [m.name for m in OPTIMIZERS if "refused" not in m.traits]
 WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quantise
@@ -23,15 +28,13 @@ WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quant
 
 def options_for(name, **given):
     """The defaults of every group, as the flat options object has them."""
-    groups = [OptimOptions, *OPTIMIZERS.option_groups()]
-    defaults = {field: spec.default for group in groups for field, spec in specs(group).items()}
-    extra = {"finetuning_type": "full", "seed": 1, "badam_switch_interval": 2}
+    extra = {"finetuning_type": "full", "seed": 1, "learning_rate": 1e-2}
     named = {} if name == "badam" else {"optim": name}
-    return SimpleNamespace(**{**defaults, **extra, "learning_rate": 1e-2, **SWITCHES.get(name, {}), **named, **given})
+    return RunOptions(**{**extra, **SWITCHES.get(name, {}), **named, **given})
 
 
 SWITCHES = {
-    "badam": {"use_badam": True},
+    "badam": {"use_badam": True, "badam_switch_interval": 2},
     "muon": {"use_muon": True},
     "galore_adamw": {"galore_rank": 4, "galore_update_interval": 3},
     "galore_adafactor": {"galore_rank": 4, "galore_update_interval": 3},
@@ -151,6 +154,58 @@ def test_weight_decay_shrinks_matrices(name):
     plain, decayed = (Training(name, weight_decay=rate).run(20).weights() for rate in (0.0, strength))
     matrix = "layers.0.weight"
     assert decayed[matrix].norm() < 0.999 * plain[matrix].norm()
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_each_of_adams_settings_is_read_or_said_to_be_left_out(name):
+    """A setting moves the weights elsewhere, or a note says that it does not."""
+    skip_if_missing(name)
+    plain = Training(name).run(8).weights()
+    for setting, value in (("adam_beta1", 0.5), ("adam_beta2", 0.6), ("adam_epsilon", 1.0)):
+        given = options_for(name, **{setting: value})
+        notes = " ".join(note for notes in component_notes() for note in notes(given))
+        other = Training(name, **{setting: value}).run(8).weights()
+        is_read = any(not torch.equal(plain[key], value) for key, value in other.items())
+        assert is_read != (f'"{setting}" has no effect' in notes), setting
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_an_argument_that_it_does_not_take_is_refused(name):
+    skip_if_missing(name)
+    with pytest.raises(UserError, match="does not take all of optim_args"):
+        Training(name, optim_args="no_such_thing=1")
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_parameter_that_got_no_gradient_stays_where_it_is(name):
+    """And has no state yet: a router's expert that no token went to."""
+    skip_if_missing(name)
+    training = Training(name, weight_decay=0.1)
+    training.model["layers"][0].unused = nn.Linear(WIDTH, WIDTH)
+    training.optimizer = create_optimizer(
+        training.model.named_parameters(), training.model, options_for(name, weight_decay=0.1)
+    )
+    training.scheduler = LambdaLR(training.optimizer, lambda step: 1.0)
+    if hasattr(training.optimizer, "train"):
+        training.optimizer.train()
+    before = training.weights()
+    after = training.run(8).weights()  # RAdam waits for six
+    assert torch.equal(after["layers.0.unused.weight"], before["layers.0.unused.weight"])
+    assert any(not torch.equal(after[key], before[key]) for key in before)
+
+
+def test_what_is_set_for_another_optimizer_is_said():
+    notes = " ".join(optimizer_notes(options_for("adamw_torch", badam_switch_interval=7, galore_rank=3)))
+    assert '"badam_switch_interval" has no effect' in notes
+    assert '"galore_rank" has no effect' in notes
+    assert optimizer_notes(options_for("badam", badam_switch_interval=7)) == []
+
+
+@pytest.mark.parametrize(("switch", "check"), [("use_badam", badam.check_badam), ("use_muon", muon.check_muon)])
+def test_two_optimizers_at_once_are_refused(switch, check):
+    (problem,) = check(options_for("adafactor", **{switch: True}))
+    assert "adafactor asks for another" in problem.what
+    assert check(options_for("adamw_torch", **{switch: True})) == []
 
 
 @pytest.mark.parametrize("name", sorted(refused._REFUSED))

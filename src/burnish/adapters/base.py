@@ -72,6 +72,12 @@ class FinetuningOptions:
     print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
 
 
+def finetuning_notes(options: Any) -> list[str]:
+    """What was set for another finetuning type than the one that runs."""
+    unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
+    return [f'"{name}" has no effect: it is not for finetuning_type {options.finetuning_type}.' for name in unread]
+
+
 class ModelState:
     """The weights as the part of a checkpoint that is called "model"."""
 
@@ -107,13 +113,6 @@ def _size(parameter: nn.Parameter) -> int:
     """Numbers in a parameter; bitsandbytes keeps two of 4 bits in a byte."""
     per_element = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
     return parameter.numel() * per_element
-
-
-def trainable_line(model: nn.Module) -> str:
-    """``trainable params: 8 || all params: 100 || trainable%: 8.0000``, the line that peft made known."""
-    trainable, total = trainable_summary(model)
-    share = 100 * trainable / total if total else 0.0
-    return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
 
 
 def parameter_lines(model: nn.Module, options: Any) -> list[str]:

@@ -37,7 +37,7 @@ from burnish.adapters.lora_model import (
     train_only,
 )
 from burnish.core.errors import Problem, UserError
-from burnish.core.options import option
+from burnish.core.options import option, set_without
 
 DEFAULT = "default"
 """The name, in memory, of the adapter that trains; peft's."""
@@ -74,6 +74,18 @@ class LoraOptions:
         None, "How many times faster B learns than A (LoRA+, https://arxiv.org/abs/2402.12354).", gt=0
     )
     loraplus_lr_embedding: float = option(1e-6, "The learning rate of an embedding's B, with LoRA+.", gt=0)
+
+
+def lora_notes(options: Any) -> list[str]:
+    """What was set for a part of LoRA that is off."""
+    if options.finetuning_type != "lora":
+        return []  # said for the whole group
+    switches = {
+        "pissa_iter": "pissa_init",
+        "loraplus_lr_embedding": "loraplus_lr_ratio",
+        "create_new_adapter": "adapter_name_or_path",
+    }
+    return set_without(options, switches)
 
 
 @ADAPTERS.register("lora", options=LoraOptions)

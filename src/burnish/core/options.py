@@ -239,6 +239,20 @@ def changed(options: Any) -> dict[str, Any]:
     return {n: getattr(options, n) for n, s in specs(options.__class__).items() if getattr(options, n) != s.default}
 
 
+def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
+    """A sentence for each option that was set and does nothing, because the one that it belongs to was not.
+
+    Args:
+        switches: option -> the option that it belongs to.
+    """
+    given = changed(options)
+    return [
+        f'"{name}" has no effect without "{switch}".'
+        for name, switch in switches.items()
+        if name in given and switch not in given
+    ]
+
+
 def _open_text(spec: Spec) -> bool:
     # "str | Literal[...]": the choices are suggestions, any text is allowed.
     return str in _members(spec.type) and spec.raw_choices is None

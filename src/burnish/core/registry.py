@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.options import changed, specs
 
 T = TypeVar("T")
 
@@ -93,6 +94,11 @@ class Registry(Generic[T]):
     def option_groups(self) -> list[type]:
         """The option groups of all members, each once, in order of registration."""
         return list(dict.fromkeys(member.options for member in self if member.options is not None))
+
+    def unread(self, chosen: Member[T], options: Any) -> list[str]:
+        """The options, not at their default, that members of the family read and the chosen one does not."""
+        of_others = {name for group in self.option_groups() if group is not chosen.options for name in specs(group)}
+        return [name for name in changed(options) if name in of_others]
 
     def _load_plugins(self) -> None:
         if self._looked_for_plugins:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,21 +28,6 @@ if TYPE_CHECKING:
 
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 """flash_attn -> what transformers calls it; None leaves the choice to the model."""
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """Sizes of a model, from its shapes.
-
-    Args:
-        total: all parameters, a tied weight once.
-        embedding: those of them that are looked up and not multiplied with.
-        head: those of the output layer, tied or not.
-    """
-
-    total: int
-    embedding: int
-    head: int
 
 
 def load_config(options: Any, max_length: int | None = None, notes: list[str] | None = None) -> PreTrainedConfig:
@@ -119,14 +103,6 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     if config.name_or_path and (Path(config.name_or_path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
     return model
-
-
-def count_parameters(config: PreTrainedConfig, trust_remote_code: bool = False) -> ParameterCount:
-    """How large the model of that config is; no weight is read or made."""
-    model = meta_model(config, trust_remote_code)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    sizes = [0 if module is None else module.weight.numel() for module in (embedding, head)]
-    return ParameterCount(sum(p.numel() for p in model.parameters()), *sizes)
 
 
 def find_non_finite(model: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from burnish.core.errors import MissingExtraError, Problem
-from burnish.core.options import option, raise_if
+from burnish.core.options import changed, option, raise_if, set_without
 
 EXTRA = "quantization"
 LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
@@ -81,6 +81,14 @@ def check_quantization(options: Any) -> list[Problem]:
             Problem('"quantization_bit" and "train_from_scratch" contradict: random weights have to train.')
         )
     return problems
+
+
+def quantization_notes(options: Any) -> list[str]:
+    switches = dict.fromkeys(("quantization_type", "double_quantization"), "quantization_bit")
+    notes = set_without(options, switches)
+    if options.quantization_bit == 8:
+        notes += [f'"{name}" has no effect: it is for 4 bits.' for name in switches if name in changed(options)]
+    return notes
 
 
 def quantization_arguments(options: Any, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, arguments_of
 
 
-@OPTIMIZERS.register("adafactor")
+@OPTIMIZERS.register("adafactor", leaves_out=ADAM_ONLY)
 def adafactor(groups: Groups, options: Any) -> Optimizer:
     """Adafactor at a given learning rate."""
     from transformers.optimization import Adafactor

@@ -25,12 +25,16 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups
+from burnish.core.options import changed, option
+from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, only_adamw
 
 logger = logging.getLogger(__name__)
 _IN_A_LAYER = re.compile(r"^(.*?\.\d+)\.")
-NEVER = -1
+_NOT_FOR = {
+    "layer": ("badam_update_ratio", "badam_mask_mode"),
+    "ratio": ("badam_start_block", "badam_switch_mode", "badam_verbose"),
+}
+"""Mode -> the options that it does not read."""
 
 
 @dataclass
@@ -56,9 +60,9 @@ class BadamOptions:
 
 
 def check_badam(options: Any) -> list[Problem]:
-    if not options.use_badam:
+    if not _is_chosen(options):
         return []
-    problems = []
+    problems = only_adamw(options, "use_badam", "badam")
     if options.finetuning_type != "full":
         problems.append(
             Problem(
@@ -70,6 +74,18 @@ def check_badam(options: Any) -> list[Problem]:
     if options.badam_switch_interval == 0:
         problems.append(Problem('"badam_switch_interval" must be at least 1, or -1 to stay on one block. Received: 0.'))
     return problems
+
+
+def badam_notes(options: Any) -> list[str]:
+    """What was set for the other mode of BAdam."""
+    if not _is_chosen(options):
+        return []  # said for the whole group
+    unread = [name for name in changed(options) if name in _NOT_FOR[options.badam_mode]]
+    return [f'"{name}" has no effect: it is not for badam_mode {options.badam_mode}.' for name in unread]
+
+
+def _is_chosen(options: Any) -> bool:
+    return bool(options.use_badam) or options.optim == "badam"
 
 
 @OPTIMIZERS.register("badam", options=BadamOptions, when=lambda options: options.use_badam, keeps_load_precision=True)
@@ -103,14 +119,13 @@ class _BlockAdam(Optimizer):
 
     def _start(self, per_group: Sequence[Sequence[Tensor]]) -> None:
         """AdamW from fresh moments over the active tensors, with each group's weight decay."""
-        options = self.options
         self.inner = AdamW(
             [
                 {"params": list(tensors), "weight_decay": group["weight_decay"], "lr": group["lr"]}
                 for tensors, group in zip(per_group, self.param_groups, strict=True)
             ],
-            lr=options.learning_rate, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_epsilon,
-        )  # fmt: skip
+            **adam_arguments(self.options),
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, adam_arguments, arguments_of
 
 LIBRARY = "bitsandbytes"
+LEAVES_OUT = {"Lion": ("adam_epsilon",), "RMSprop": ADAM_ONLY}
 
 
 def _adam(options: Any) -> dict[str, Any]:
@@ -64,7 +65,8 @@ def _register() -> None:
             bits, is_paged = (8 if "8bit" in name else 32), name.startswith("paged_")
             fixed = {"optim_bits": bits} | ({"is_paged": True} if is_paged else {})
             summary = f"{title}, moments in {bits} bits{', paged to main memory' if is_paged else ''} (bitsandbytes)."
-            OPTIMIZERS.register(name, library=LIBRARY)(_member(class_name, arguments, summary, **fixed))
+            leaves_out = LEAVES_OUT.get(class_name, ())
+            OPTIMIZERS.register(name, library=LIBRARY, leaves_out=leaves_out)(_member(class_name, arguments, summary, **fixed))
 
 
 _register()

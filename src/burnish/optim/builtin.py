@@ -4,7 +4,8 @@
 ``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay,
 and with ``lr`` where a learning rate is not the run's. What its ``state_dict`` holds is tensors and plain data, so that
 a checkpoint can hold it (core/snapshot.py). Traits of a member: ``library``, what it cannot do without; ``refused``,
-why a name that others know is not here, and what to use instead.
+why a name that others know is not here, and what to use instead; ``leaves_out``, those of ``OptimOptions`` that it does
+not read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from burnish.core.errors import MissingExtraError, Problem, UserError
-from burnish.core.options import option, raise_if
+from burnish.core.options import changed, option, raise_if
 from burnish.core.registry import Registry
 from burnish.core.schedule import CurveOptions, lr_factor
 
@@ -54,6 +55,22 @@ def check_optimizer(options: Any) -> list[Problem]:
     if refused:
         return [Problem(f'optim "{options.optim}" is not part of burnish: {refused[0]}.', remedy=refused[1])]
     return missing_library(member.name)
+
+
+def optimizer_notes(options: Any) -> list[str]:
+    """What was set for another optimizer than the one that runs, or for one of another kind."""
+    member = OPTIMIZERS.choose(options.optim, options)
+    return _no_effect(member.name, OPTIMIZERS.unread(member, options)) + left_out(member.name, options)
+
+
+def left_out(name: str, options: Any) -> list[str]:
+    """What was set of ``OptimOptions`` that the optimizer ``name`` does not read."""
+    given = changed(options)
+    return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in given])
+
+
+def _no_effect(optimizer: str, unread: Iterable[str]) -> list[str]:
+    return [f'"{name}" has no effect: optimizer {optimizer} does not read it.' for name in unread]
 
 
 def missing_library(name: str) -> list[Problem]:
@@ -155,6 +172,22 @@ def adam_arguments(options: Any) -> dict[str, Any]:
     }
 
 
+ADAM_ONLY = ("adam_beta1", "adam_beta2", "adam_epsilon")
+"""What an optimizer without Adam's moments leaves out; its own settings come in ``optim_args``."""
+
+
+def only_adamw(options: Any, switch: str, name: str) -> list[Problem]:
+    """A problem where ``switch`` asks for the optimizer ``name``, made of AdamW, and ``optim`` for another one."""
+    if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
+        return []
+    return [
+        Problem(
+            f'"{switch}" is an optimizer made of AdamW, and "optim" {options.optim} asks for another.',
+            remedy=f"Leave optim out, or {switch}.",
+        )
+    ]
+
+
 @OPTIMIZERS.register("adamw_torch_fused")
 def adamw_fused(groups: Groups, options: Any) -> Optimizer:
     """AdamW, all parameters in one kernel."""
@@ -167,19 +200,19 @@ def adamw(groups: Groups, options: Any) -> Optimizer:
     return torch.optim.AdamW(groups, **adam_arguments(options))
 
 
-@OPTIMIZERS.register("sgd")
+@OPTIMIZERS.register("sgd", leaves_out=ADAM_ONLY)
 def sgd(groups: Groups, options: Any) -> Optimizer:
     """Stochastic gradient descent."""
     return torch.optim.SGD(groups, lr=options.learning_rate, **arguments_of(options))
 
 
-@OPTIMIZERS.register("adagrad")
+@OPTIMIZERS.register("adagrad", leaves_out=ADAM_ONLY)
 def adagrad(groups: Groups, options: Any) -> Optimizer:
     """Adagrad."""
     return torch.optim.Adagrad(groups, lr=options.learning_rate, **arguments_of(options))
 
 
-@OPTIMIZERS.register("rmsprop")
+@OPTIMIZERS.register("rmsprop", leaves_out=ADAM_ONLY)
 def rmsprop(groups: Groups, options: Any) -> Optimizer:
     """RMSprop."""
     return torch.optim.RMSprop(groups, lr=options.learning_rate, **arguments_of(options))

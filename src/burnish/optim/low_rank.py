@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, missing_library
+from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, left_out, missing_library
 from burnish.optim.delegating import Delegating, copied
 
 WITHIN = {
@@ -41,6 +41,9 @@ WITHIN = {
     "apollo_adamw": "adamw_torch",
 }  # fmt: skip
 """``optim`` -> the optimizer that moves the small matrices."""
+GALORE_ARGUMENTS = ("rank", "update_proj_gap", "scale", "proj_type")
+APOLLO_ARGUMENTS = (*GALORE_ARGUMENTS, "proj", "scale_type")
+"""What transformers' users write in ``optim_args``."""
 GROWTH_LIMIT = 1.01  # Fira, Chen et al. 2024, section 3.3, https://arxiv.org/abs/2410.01623
 _IN_A_LAYER = re.compile(r"\.\d+\.")
 
@@ -93,6 +96,12 @@ def check_low_rank(options: Any) -> list[Problem]:
     return problems
 
 
+def low_rank_notes(options: Any) -> list[str]:
+    """What the optimizer of the small matrices does not read."""
+    member = OPTIMIZERS.choose(options.optim, options)
+    return left_out(WITHIN[options.optim], options) if member.options is LowRankOptions else []
+
+
 def _check_within(options: Any) -> list[Problem]:
     """Whether ``optim`` can move the small matrices."""
     switch = "use_galore" if options.use_galore else "use_apollo"
@@ -134,7 +143,7 @@ def apollo(groups: Groups, options: Any) -> Optimizer:
 
 def _galore_method(options: Any) -> Method:
     """LLaMA-Factory's options, or under ``optim: galore_*`` transformers' ``optim_args`` and defaults."""
-    given, is_named = arguments_of(options), not options.use_galore
+    given, is_named = _given(options, GALORE_ARGUMENTS), not options.use_galore
     return Method(
         targets=_targets(options.optim_target_modules, options.galore_target),
         rank=given.get("rank", options.galore_rank or (128 if is_named else 16)),
@@ -146,7 +155,7 @@ def _galore_method(options: Any) -> Method:
 
 
 def _apollo_method(options: Any) -> Method:
-    given, is_named = arguments_of(options), not options.use_apollo
+    given, is_named = _given(options, APOLLO_ARGUMENTS), not options.use_apollo
     return Method(
         targets=_targets(options.optim_target_modules, options.apollo_target),
         rank=given.get("rank", options.apollo_rank or (128 if is_named else 16)),
@@ -157,6 +166,15 @@ def _apollo_method(options: Any) -> Method:
         growth=given.get("scale_type", options.apollo_scale_type),
         scale_front=options.apollo_scale_front,
     )
+
+
+def _given(options: Any, known: tuple[str, ...]) -> dict[str, Any]:
+    """``optim_args``. Raises TypeError, as any optimizer does, for a name that it has no use for."""
+    given = arguments_of(options)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise TypeError(f"there is no {unknown[0]}, only {', '.join(known)}")
+    return given
 
 
 def _targets(modules: str | list[str] | None, names: list[str]) -> str | list[str]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of
+from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, only_adamw
 from burnish.optim.delegating import Delegating, copied
 from burnish.optim.low_rank import in_layers, split_groups
 
@@ -29,9 +29,10 @@ class MuonOptions:
 
 def check_muon(options: Any) -> list[Problem]:
     others = [name for name in ("use_badam", "use_galore", "use_apollo") if getattr(options, name, False)]
-    if not options.use_muon or not others:
+    if not options.use_muon:
         return []
-    return [Problem(f'"use_muon" and "{others[0]}" are two optimizers; set one of them.')]
+    both = [Problem(f'"use_muon" and "{name}" are two optimizers; set one of them.') for name in others]
+    return both or only_adamw(options, "use_muon", "muon")
 
 
 @OPTIMIZERS.register("muon", options=MuonOptions, when=lambda options: getattr(options, "use_muon", False))

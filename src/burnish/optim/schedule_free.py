@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from burnish.core.errors import Problem
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, adam_arguments, arguments_of
 
 LIBRARY = "schedulefree"
 
@@ -49,7 +49,7 @@ def schedule_free_radam(groups: Groups, options: Any) -> Optimizer:
     return made
 
 
-@OPTIMIZERS.register("schedule_free_sgd", library=LIBRARY)
+@OPTIMIZERS.register("schedule_free_sgd", library=LIBRARY, leaves_out=ADAM_ONLY)
 def schedule_free_sgd(groups: Groups, options: Any) -> Optimizer:
     """Stochastic gradient descent without a falling learning rate (schedulefree)."""
     from schedulefree import SGDScheduleFree
