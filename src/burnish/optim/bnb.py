@@ -66,7 +66,9 @@ def _register() -> None:
             fixed = {"optim_bits": bits} | ({"is_paged": True} if is_paged else {})
             summary = f"{title}, moments in {bits} bits{', paged to main memory' if is_paged else ''} (bitsandbytes)."
             leaves_out = LEAVES_OUT.get(class_name, ())
-            OPTIMIZERS.register(name, library=LIBRARY, leaves_out=leaves_out)(_member(class_name, arguments, summary, **fixed))
+            OPTIMIZERS.register(name, library=LIBRARY, leaves_out=leaves_out)(
+                _member(class_name, arguments, summary, **fixed)
+            )
 
 
 _register()
