@@ -15,7 +15,6 @@ from burnish.core.snapshot import join, split
 from burnish.optim import badam, builtin, low_rank, muon, refused
 from burnish.optim.builtin import (
     OPTIMIZERS,
-    OptimOptions,
     check_optimizer,
     create_optimizer,
     missing_library,
