@@ -22,7 +22,7 @@ import torch
 from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_precision, trainable_summary
 from burnish.adapters.lora import learning_rates
 from burnish.app.callbacks import callbacks_of
-from burnish.app.checks import FINISHED_NAME, step_notes, trains
+from burnish.app.checks import FINISHED_NAME, may_run_ahead, step_notes, trains
 from burnish.app.failure import TRACEBACK_NAME
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.interrupt import InterruptCallback
@@ -39,8 +39,10 @@ from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine, Example, Row, Run
+from burnish.data.ahead import AheadRows, encode_ahead, going_ahead
 from burnish.data.batching import collator, lengths_of, packed, packs_rows, splits_rows
 from burnish.data.budget import Budget, check_budget
+from burnish.data.examples import LazyExamples
 from burnish.data.prepare import prepare as prepare_rows
 from burnish.data.rows import Template
 from burnish.data.sources import DataSets, load_datasets
@@ -64,6 +66,9 @@ from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
 from burnish.report.results import parameters_without_embeddings, save_metrics, save_state
 
+LOOKED_AT = 256
+"""Rows that are encoded before the first step of a set that is encoded while the loop runs."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -73,7 +78,8 @@ class Prepared:
     template: Template
     config: Any
     objective: Any
-    rows: Sequence[Row]
+    rows: Sequence[Row | None]  # None where an example gives no row, which is met while the loop runs
+    sample: Sequence[Row]  # what is known of them before: all, or some where they are encoded while the loop runs
     eval_rows: Mapping[str, Sequence[Row]]
     steps: StepPlan
     tally: Tally
@@ -97,12 +103,18 @@ def train_run(plan: Plan) -> Result:
     Raises:
         UserError: for what the user gave; before anything is written, but for a model whose weights do not fit.
     """
-    options, folder = plan.options, Path(plan.options.output_dir)
     prepared = prepare(plan)
     for sentence in (*plan.notes, *prepared.notes):
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
+    with going_ahead(prepared.rows):
+        return run_prepared(plan, prepared)
+
+
+def run_prepared(plan: Plan, prepared: Prepared) -> Result:
+    """From the engine to the last file."""
+    options, folder = plan.options, Path(plan.options.output_dir)
     engine = create_engine(options)
     set_log_levels(options, engine.rank == 0, engine.rank == 0)
 
@@ -129,7 +141,10 @@ def train_run(plan: Plan) -> Result:
             resume(run, found)
         if options.profile:
             watch(run, folder / "profile", options)
-        output = train(run, options) if trains(options) else None
+        try:
+            output = train(run, options) if trains(options) else None
+        finally:
+            run.checkpoints.wait()  # one that is under way is whole before the folder is let go
         if interrupt.exit_code is not None:
             return Result(output, folder, exit_code=interrupt.exit_code)
         return Result(output, folder, finish(run, plan, prepared, output))
@@ -153,20 +168,24 @@ def prepare(plan: Plan) -> Prepared:
     raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config)]))
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
-    rows = encode(sets.train, objective, tally, options)
+    if isinstance(sets.train, LazyExamples):
+        rows: Sequence[Row | None] = encode_while_training(sets.train, objective, config, options)
+        sample: Sequence[Row] = sample_of(rows)
+    else:
+        rows = sample = encode(sets.train, objective, tally, options)
     eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
-    if not len(rows) and trains(options):
+    if not len(sample) and trains(options):
         raise UserError(nothing_to_learn(tally, options))
-    longest = max((length for some in (rows, *eval_rows.values()) for length in row_lengths(some)), default=0)
+    longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     sizes = sizes_of(options, config)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
-    largest = max((length for some in (rows, *eval_rows.values()) for length in item_lengths(some)), default=0)
+    largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
     problems += check_budget(options.max_tokens_per_batch, largest)
     raise_if(plan.placed([*problems, *check_disk(options, config, sizes, steps)]))
     notes += [*sets.notes, *step_notes(options, steps)]
     fingerprints = fingerprints_of(plan, sets.fingerprint, template.form_fingerprint, steps)
-    return Prepared(tokenizer, template, config, objective, rows, eval_rows, steps, tally, fingerprints, notes)
+    return Prepared(tokenizer, template, config, objective, rows, sample, eval_rows, steps, tally, fingerprints, notes)
 
 
 def load_data(plan: Plan, tally: Tally) -> DataSets:
@@ -174,7 +193,7 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
     options = plan.options
     problems = plan.placed(check_model(options))
     try:
-        sets = load_datasets(options, options.seed, tally)
+        sets = load_datasets(options, options.seed, tally, may_run_ahead(options))
     except UserError as error:
         raise UserError([*problems, *plan.placed(error.problems)]) from error
     raise_if(problems)
@@ -206,6 +225,25 @@ def item_lengths(rows: Sequence[Row]) -> Sequence[int]:
     """Tokens of each row, or of each pack."""
     lengths = getattr(rows, "lengths", None)
     return lengths if lengths is not None else [len(row["input_ids"]) for row in rows]
+
+
+def encode_while_training(examples: LazyExamples, objective: Any, config: Any, options: Any) -> AheadRows:
+    """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when it
+    is met."""
+
+    def check(row: Row) -> None:
+        raise_if(check_context(config, len(row["input_ids"])))
+
+    return encode_ahead(
+        examples, objective.encode, options=options, check=check,
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": True},
+    )  # fmt: skip
+
+
+def sample_of(rows: Sequence[Row | None]) -> list[Row]:
+    """Some rows from all over a set, for what has to be known or said before the first step."""
+    some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // LOOKED_AT)))
+    return [row for row in some if row is not None]
 
 
 def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
@@ -262,7 +300,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     )  # fmt: skip
     stream = RowStream(
         prepared.rows, objective.collate, cut, seed=options.seed if options.data_seed is None else options.data_seed,
-        options=options, lengths=item_lengths(prepared.rows),
+        options=options, lengths=item_lengths(prepared.sample) if prepared.sample is prepared.rows else None,
     )  # fmt: skip
     state = TrainerState(
         max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
@@ -377,6 +415,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     if options.do_predict:
         results |= predict_all(run, prepared, plan)
     if run.engine.rank == 0:
+        count_late(prepared)
         save_state(run.state, folder)
         describe(run, plan, prepared, results)
         if output is not None:
@@ -408,6 +447,14 @@ def last_evaluation(run: Run, options: Any) -> dict[str, float]:
     found = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
     is_whole = all(f"eval_{name}_loss".replace("__", "_") in found for name in run.eval_sets)
     return found if is_whole else {}
+
+
+def count_late(prepared: Prepared) -> None:
+    """Say what happened to rows that were encoded while the loop ran."""
+    if isinstance(prepared.rows, AheadRows):
+        prepared.tally.merge(prepared.rows.counted())
+        for sentence in prepared.tally.sentences():
+            warn(sentence)
 
 
 def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float]) -> None:

@@ -15,6 +15,7 @@ from burnish.app.failure import TRACEBACK_NAME
 from burnish.core.errors import Problem, UserError
 from burnish.core.schedule import FOLLOWS_METRIC, StepPlan, lr_factor
 from burnish.core.state import STATE_NAME
+from burnish.data.batching import packs_rows
 from burnish.report.jsonl import LOG_NAME
 
 FINISHED_NAME = ".finished.json"
@@ -170,6 +171,33 @@ def step_notes(options: Any, steps: StepPlan) -> list[str]:
         f"The training set has {steps.rows:,} rows and a step takes {steps.rows_per_step:,}: every epoch is one step. "
         "Lower per_device_train_batch_size or gradient_accumulation_steps for more of them."
     ]
+
+
+def may_run_ahead(options: Any) -> bool:
+    """Whether rows can be encoded while the loop runs: nothing needs all of them, or all lengths, before it."""
+    return trains(options) and not _needs_all_rows(options)
+
+
+def check_encode_ahead(options: Any) -> list[Problem]:
+    if options.encode_ahead is not True or not (why := _needs_all_rows(options)):
+        return []
+    return [
+        Problem(
+            f'"encode_ahead" is true, and {why} needs all rows before the first step.',
+            remedy="Leave one of the two out.",
+        )
+    ]
+
+
+def _needs_all_rows(options: Any) -> str:
+    """The option that needs them; "" where none does."""
+    if packs_rows(options, options.stage):
+        return f"packing (stage {options.stage})" if options.packing is None else "packing"
+    if options.group_by_length or options.train_sampling_strategy == "group_by_length":
+        return "group_by_length"
+    if options.max_tokens_per_batch is not None:
+        return "max_tokens_per_batch"
+    return "tokenized_path" if options.tokenized_path else ""
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

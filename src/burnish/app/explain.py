@@ -100,20 +100,23 @@ def _name(dtype: Any) -> str:
 
 
 def _data(plan: Plan, prepared: Prepared) -> Section:
-    options, rows = plan.options, prepared.rows
+    options, rows = plan.options, prepared.sample
     kind = _kind(options)
     lines = [
         Line("data sets", ", ".join(map(str, options.dataset or [])) or "none", plan.where("dataset")),
         Line("template", prepared.template.name, plan.where("template")),
         Line("records", f"{prepared.tally.seen:,} read" + (", for evaluation too" if prepared.eval_rows else "")),
-        Line("training set", _size_of(rows, kind)),
+        Line("training set", _size_of(prepared.rows, kind)),
     ]
     eval_kind = _kind(options, is_eval=True)
     lines += [Line("evaluation", f"{_size_of(found, eval_kind)} {name}") for name, found in prepared.eval_rows.items()]
     if len(rows):
         lengths = lengths_of(rows)
         mean = sum(lengths) / len(lengths)
-        lines.append(Line("tokens", f"{sum(lengths):,}; {mean:.1f} in a {kind}, {max(lengths):,} in the longest"))
+        is_all = rows is prepared.rows
+        known = f"{sum(lengths):,}; " if is_all else ""
+        among = "" if is_all else f" of {len(rows):,} that were looked at; the rest is encoded while training"
+        lines.append(Line("tokens", f"{known}{mean:.1f} in a {kind}, {max(lengths):,} in the longest{among}"))
         lines.append(Line("trained", _trained_share(rows)))
         if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f} %"
@@ -128,11 +131,12 @@ def _kind(options: Any, is_eval: bool = False) -> str:
     return "pack" if packs_rows(options, options.stage, is_eval) else "row"
 
 
-def _size_of(rows: Sequence[Row], kind: str) -> str:
+def _size_of(rows: Sequence[Row | None], kind: str) -> str:
     """``4,000 rows``, ``2,012 packs of 4,000 rows``."""
     if kind == "row":
         return counted(len(rows), "row")
-    return f"{counted(len(rows), 'pack')} of {counted(sum(len(row.get('seq_lengths', [0])) for row in rows), 'row')}"
+    num_rows = sum(len(row.get("seq_lengths", [0])) for row in rows if row)
+    return f"{counted(len(rows), 'pack')} of {counted(num_rows, 'row')}"
 
 
 def lengths_of(rows: Sequence[Row]) -> Sequence[int]:
@@ -152,9 +156,9 @@ def _trained_share(rows: Sequence[Row]) -> str:
 
 def samples(prepared: Prepared) -> Iterator[Sample]:
     """The first row, and the one in the middle."""
-    count = len(prepared.rows)
+    count = len(prepared.sample)
     for index in sorted({0, count // 2} if count else set()):
-        row = _first_of_pack(prepared.rows[index])
+        row = _first_of_pack(prepared.sample[index])
         yield Sample(f"Row {index + 1:,} of {count:,}", pieces_of(row, prepared.tokenizer))
 
 
@@ -281,7 +285,7 @@ def _options(plan: Plan) -> Section:
 
 def _resources(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
     options = plan.options
-    tokens = tokens_of_largest_batch(prepared.rows, options)
+    tokens = tokens_of_largest_batch(prepared.sample, options)
     terms = memory_of(options, prepared.config, sizes, tokens)
     total, free = sum(term.num_bytes for term in terms), available_memory(options)
     lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]

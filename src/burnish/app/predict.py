@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from burnish.adapters.base import ModelState
+from burnish.app.checks import may_run_ahead
 from burnish.app.metrics import scores
 from burnish.core.loop import switch
 from burnish.core.meter import Clock
@@ -52,7 +53,9 @@ def predict_all(run: Run, prepared: Any, plan: Any) -> dict[str, float]:
     switch(run, is_training=False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        sets: Mapping[str, Sequence[Example]] = load_datasets(options, options.seed, Tally()).eval
+        sets: Mapping[str, Sequence[Example]] = load_datasets(
+            options, options.seed, Tally(), may_run_ahead(options)
+        ).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
     else:

@@ -131,6 +131,10 @@ def text(record: Record) -> Example:
     return record.example(text=record.text("text"))
 
 
+Bad: TypeAlias = "list[tuple[Record, BadRecord]]"
+"""Records that break their format, and how."""
+
+
 def convert(
     records: Iterable[tuple[Values, str, int]], layout: Layout, tally: Tally, on_bad_record: str = "raise"
 ) -> list[Example]:
@@ -139,28 +143,35 @@ def convert(
     Raises:
         UserError: for records that break the format, unless they are dropped and some are left.
     """
+    bad: Bad = []
+    examples = [e for e in converted(records, layout, tally, on_bad_record, bad) if e is not None]
+    if bad and (on_bad_record != "drop" or not examples):
+        raise UserError(bad_records(bad, are_all=not examples))
+    return examples
+
+
+def converted(
+    records: Iterable[tuple[Values, str, int]], layout: Layout, tally: Tally, on_bad_record: str, bad: Bad
+) -> Iterator[Example | None]:
+    """The example of each record, None for one that breaks the format, which is added to ``bad``."""
     read = FORMATS[layout.format]
-    examples: list[Example] = []
-    bad: list[tuple[Record, BadRecord]] = []
     for values, source, number in records:
-        record = Record(values, source, number, layout)
+        record, example = Record(values, source, number, layout), None
         tally.seen += 1
         layout.awaited.difference_update(values)
         try:
             record.refuse_media()
-            examples.append(read(record))
+            example = read(record)
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":
                 tally.add(f"dropped: {error.reason}", record.example())
         while layout.losses:
             tally.add(layout.losses.pop(), record.example())
-    if bad and (on_bad_record != "drop" or not examples):
-        raise UserError(_bad_records(bad, are_all=not examples))
-    return examples
+        yield example
 
 
-def _bad_records(bad: Sequence[tuple[Record, BadRecord]], are_all: bool) -> list[Problem]:
+def bad_records(bad: Bad, are_all: bool) -> list[Problem]:
     """A problem for each kind of fault, at the first record that has it; the last one names the way out."""
     kinds: dict[str, list[tuple[Record, BadRecord]]] = {}
     for record, error in bad:

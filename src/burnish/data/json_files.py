@@ -20,7 +20,7 @@ from burnish.core.errors import Problem, UserError
 Values: TypeAlias = Mapping[str, Any]
 """One record as read: column -> value."""
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN = 5
 """Broken lines named in one error; the rest is counted."""
@@ -30,7 +30,7 @@ _RECORD_KEYS = {"messages", "conversations", "conversation", "instruction", "pro
 
 def read_json(path: Path) -> Iterator[Values]:
     """A JSON list of records, or JSON Lines, whichever the file holds: its name does not decide."""
-    if _first_character(path) == "[":
+    if first_character(path) == "[":
         yield from _json_list(path)
     else:
         yield from _json_lines(path)
@@ -51,7 +51,7 @@ def _json_list(path: Path) -> Iterator[Values]:
             )
         ) from None
     for number, record in enumerate(records, start=1):
-        yield record if isinstance(record, dict) else _refuse(path, number, record)
+        yield record if isinstance(record, dict) else refuse(path, number, record)
 
 
 def _json_lines(path: Path) -> Iterator[Values]:
@@ -68,10 +68,10 @@ def _json_lines(path: Path) -> Iterator[Values]:
         except json.JSONDecodeError as error:
             if number == 1:
                 _refuse_document(path)
-            broken.append(_broken_line(path, line, text, error))
+            broken.append(broken_line(path, line, text, error))
             continue
         if not isinstance(record, dict):
-            _refuse(path, number, record)
+            refuse(path, number, record)
         if number == 1 and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
             raise UserError(_unwrap(path, key, record[key]))
         if not broken:
@@ -80,7 +80,7 @@ def _json_lines(path: Path) -> Iterator[Values]:
         raise UserError(_first_of(broken, path, last_line=line))
 
 
-def _broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
+def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
     return Problem(
         f"the line is not whole JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}",
         where=f"{path}, line {line}",
@@ -132,7 +132,7 @@ def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
     )
 
 
-def _refuse(path: Path, number: int, record: Any) -> Values:
+def refuse(path: Path, number: int, record: Any) -> Values:
     raise UserError(
         Problem(
             f"expected an object with named columns. Received: {shortened(record)}",
@@ -157,7 +157,7 @@ def _starts(text: str) -> Iterator[int]:
 
 
 def json_places(path: Path) -> Iterator[int]:
-    if _first_character(path) != "[":
+    if first_character(path) != "[":
         yield from (line for line, text in enumerate(text_lines(path), start=1) if text.strip())
         return
     text, line, counted = whole_text(path), 1, 0
@@ -175,7 +175,7 @@ def text_lines(path: Path) -> Iterator[str]:
     offset = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            shown = raw.removeprefix(_BOM) if number == 1 else raw
+            shown = raw.removeprefix(BOM) if number == 1 else raw
             try:
                 yield shown.decode("utf-8").removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError as error:
@@ -201,16 +201,16 @@ def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDeco
 def whole_text(path: Path) -> str:
     raw = path.read_bytes()
     try:
-        return raw.removeprefix(_BOM).decode("utf-8")
+        return raw.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError:
         deque(text_lines(path), maxlen=0)  # finds the line, and raises
         raise
 
 
-def _first_character(path: Path) -> str:
+def first_character(path: Path) -> str:
     """The first character of the file that is not white space."""
     with path.open("rb") as file:
-        start = file.read(len(_BOM)).removeprefix(_BOM)
+        start = file.read(len(BOM)).removeprefix(BOM)
         while chunk := start or file.read(4096):
             if seen := chunk.lstrip():
                 return chr(seen[0])

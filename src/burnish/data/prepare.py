@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from errno import EACCES
 from hashlib import blake2b
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
@@ -28,8 +29,8 @@ from typing import Any, TypeAlias
 import burnish
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import Example, Row
+from burnish.data.examples import content_hash
 from burnish.data.row_store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
-from burnish.data.sources import content_hash
 from burnish.data.tally import Tally
 
 Encode: TypeAlias = Callable[[Sequence[Example], Tally], list[Row | None]]
@@ -77,7 +78,7 @@ def _make(
     """Encode, and put the rows in their place when they are whole."""
     tally = Tally()
     size, workers = options.preprocessing_batch_size, _num_workers(options, len(examples))
-    with _replacing(folder) as partial:
+    with replacing(folder) as partial:
         writer = RowWriter(partial)
         _encode_all(examples, encode, tally, writer, size, workers, progress)
         writer.close(made_from=made_from, tally=tally.to_json())
@@ -89,6 +90,15 @@ def _make(
 def cache_home() -> Path:
     """The folder of everything that can be made again."""
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
+
+
+def place_ahead(examples: Sequence[Example], fingerprint: Mapping[str, Any], options: Any) -> Path:
+    """The folder of rows that are encoded while the loop runs; an old one is emptied where the options ask for it."""
+    key = blake2b(json.dumps(_made_from(examples, fingerprint), sort_keys=True).encode(), digest_size=16).hexdigest()
+    folder = cache_home() / "ahead" / key
+    if options.overwrite_cache and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def _made_from(examples: Sequence[Example], fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -162,23 +172,29 @@ def _difference(key: str, before: Any, now: Any) -> str:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Hold the place of a folder; who comes later waits. The lock goes with the process, however that ends."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = (folder.parent / f".{folder.name}.lock").open("w")
-    except OSError as error:
-        raise UserError(
-            Problem(
-                f'encoded rows cannot be kept in "{folder.parent}": {error.strerror}.',
-                remedy="Set the environment variable BURNISH_CACHE to a folder that can be written.",
-            )
-        ) from error
-    with lock:
+    begin_place(folder.parent)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
+def begin_place(folder: Path) -> None:
+    """Make a folder that rows can be kept in. Raises UserError where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+    except OSError as error:
+        raise UserError(
+            Problem(
+                f'encoded rows cannot be kept in "{folder}": {error.strerror}.',
+                remedy="Set the environment variable BURNISH_CACHE to a folder that can be written.",
+            )
+        ) from error
+
+
 @contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder`` that takes its place if the block ends well, and is gone if it does not."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed: nobody else writes here
@@ -223,7 +239,7 @@ def _batches(
         if num_workers <= 1:
             yield from (_taken(_encode_batch(start)) for start in starts)
             return
-        with _no_tokenizer_threads(), ProcessPoolExecutor(num_workers, get_context("fork")) as pool:
+        with without_tokenizer_threads(), ProcessPoolExecutor(num_workers, get_context("fork")) as pool:
             yield from map(_taken, pool.map(_encode_batch, starts))
     finally:
         _job = None
@@ -260,7 +276,7 @@ def _num_workers(options: Any, num_examples: int) -> int:
 
 
 @contextmanager
-def _no_tokenizer_threads() -> Iterator[None]:
+def without_tokenizer_threads() -> Iterator[None]:
     """Each process encodes with one thread: the processes are the threads, and a forked pool of threads is dead."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

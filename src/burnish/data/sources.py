@@ -9,37 +9,38 @@ and ``formats.py`` cannot convert; data sets without a record, and those whose a
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any
 
 from burnish.core.errors import MissingExtraError, Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.types import Example
 from burnish.data.dataset_info import INFO_NAME, Source, find_sources
+from burnish.data.examples import AnySet, IndexedSet, LazyExamples, Located, content_hash, empty_problem, with_answers
 from burnish.data.files import data_files, read_records
-from burnish.data.formats import convert, place, same_in
+from burnish.data.formats import convert
 from burnish.data.json_files import Values
 from burnish.data.layouts import layout_of, missing_columns
 from burnish.data.mixing import merged, sampled, split
 from burnish.data.options import DataOptions, check_data
+from burnish.data.record_index import RecordIndex, index_of
+from burnish.data.records import Layout
 from burnish.data.tally import Tally
 
-__all__ = ["DataOptions", "DataSets", "check_data", "content_hash", "load_datasets"]
-
-Located: TypeAlias = tuple[Values, str, int]
-"""A record, its source as an error names it, and its number in it from 1."""
+__all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 
 PEEKED = 20
 """First records that a layout is recognised from and held against."""
-EMPTY = "dropped: all its answers are empty"
-EMPTY_KEPT = "kept: an answer in it is empty"
+LOOKED_AT = 1000
+"""First records of a set that stays in its files in which a column is looked for."""
+LARGE = 100_000
+"""Records above which a set stays in its files, where encode_ahead is auto: they take seconds to read and encode."""
 
 
 @dataclass
@@ -62,53 +63,55 @@ class DataSets:
         return content_hash(self.train)
 
 
-def content_hash(examples: Sequence[Example]) -> str:
-    """A hash of what the examples say, in their order; where they were read does not count."""
-    hashed = blake2b(digest_size=16)
-    for example in examples:
-        parts = [example.system, example.tools, example.text, example.prompt, example.completion]
-        for turn in example.messages:
-            parts += (turn.role, turn.content, str(turn.train), str(turn.weight))
-        if example.extra:
-            parts.append(json.dumps(example.extra, sort_keys=True, default=str))
-        # With its length before it, no part can be taken for the end of one and the beginning of another.
-        text = "".join("-" if part is None else f"{len(part)}:{part}" for part in (str(len(parts)), *parts))
-        hashed.update(text.encode(errors="surrogatepass"))
-    return hashed.hexdigest()
-
-
-def load_datasets(options: Any, seed: int, tally: Tally) -> DataSets:
+def load_datasets(options: Any, seed: int, tally: Tally, may_run_ahead: bool = False) -> DataSets:
     """The training and evaluation examples that the options name.
 
     Args:
         seed: decides the rows of ``num_samples``, the order of interleaved sets, and the split.
+        may_run_ahead: large training sets may stay in their files (``LazyExamples``), as ``encode_ahead`` says.
 
     Raises:
         UserError: with the problems of all data sets.
     """
     raise_if(check_data(options))
     loading = _Loading(options, seed, tally)
-    train = loading.named(options.dataset or [])
+    train = loading.named(options.dataset or [], may_stay=may_run_ahead and options.encode_ahead is not False)
     others = loading.named(options.eval_dataset or [])
     raise_if(loading.problems)
 
-    sets = DataSets(_merge(list(train.values()), options, seed), notes=loading.notes)
+    stays = (may_run_ahead and options.encode_ahead is True) or any(isinstance(s, IndexedSet) for s in train.values())
+    merge = _lazily_merged if stays else _merge
+    sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
         learned, held_out = split(len(sets.train), options.val_size, seed)
-        sets.eval[""] = [sets.train[row] for row in held_out]
-        sets.train = [sets.train[row] for row in learned]
+        whole = sets.train
+        if isinstance(whole, LazyExamples):
+            sets.eval[""] = whole.chosen(held_out).held(tally)
+            sets.train = whole.chosen(learned)
+        else:
+            sets.eval[""] = [whole[row] for row in held_out]
+            sets.train = [whole[row] for row in learned]
     elif options.eval_on_each_dataset:
         sets.eval.update(others)
     elif others:
         sets.eval[""] = _merge(list(others.values()), options, seed)
-    sets.train = _with_answers(sets.train, options.on_empty_target, tally)
-    sets.eval = {name: _with_answers(examples, options.on_empty_target, tally) for name, examples in sets.eval.items()}
+    if not isinstance(sets.train, LazyExamples):
+        sets.train = _answered(sets.train, options, tally)
+    sets.eval = {name: _answered(examples, options, tally) for name, examples in sets.eval.items()}
     return sets
 
 
 def _merge(sets: Sequence[Sequence[Example]], options: Any, seed: int) -> list[Example]:
     order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
     return [sets[index][row] for index, row in order]
+
+
+def _lazily_merged(sets: Sequence[AnySet], options: Any, seed: int) -> LazyExamples:
+    import numpy
+
+    order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
+    flat = numpy.fromiter(chain.from_iterable(order), dtype=numpy.int64)
+    return LazyExamples(sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target)
 
 
 class _Loading:
@@ -123,16 +126,22 @@ class _Loading:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
-    def named(self, names: Sequence[str]) -> dict[str, list[Example]]:
-        """Name -> examples, in the order named; a path goes by the name of its file."""
-        found: dict[str, list[Example]] = {}
+    def named(self, names: Sequence[str], may_stay: bool = False) -> dict[str, Any]:
+        """Name -> examples, in the order named; a path goes by the name of its file.
+
+        Args:
+            may_stay: a large set may stay in its files, as an ``IndexedSet``.
+        """
+        found: dict[str, AnySet] = {}
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             self.notes.append(f'The data set "{name}" is named {names.count(name)} times; its records count as often.')
         for source in self._sources(names):
             is_path = source.kind == "file" and not source.is_described
             name = Path(source.name).stem if is_path else source.name
             try:
-                found[_unused(name, found)] = self._examples(source)
+                indexes = self._indexes(source) if may_stay else None
+                examples = self._examples(source) if indexes is None else self._indexed(source, indexes)
+                found[_unused(name, found)] = examples
             except UserError as error:
                 self.problems += error.problems
         return found
@@ -158,6 +167,27 @@ class _Loading:
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         return examples
 
+    def _indexes(self, source: Source) -> list[RecordIndex] | None:
+        """The indexes of the source's files, where it is to stay in them."""
+        indexes = index_of(data_files(source.location)) if source.kind == "file" else None
+        limits = (source.num_samples or sys.maxsize, self.options.max_samples or sys.maxsize)
+        num_records = min(sum(map(len, indexes or [])), *limits)
+        is_wanted = num_records > (0 if self.options.encode_ahead is True else LARGE)
+        return indexes if is_wanted else None
+
+    def _indexed(self, source: Source, files: list[RecordIndex]) -> IndexedSet:
+        total = sum(map(len, files))
+        chosen: Sequence[int] = range(total)
+        if source.num_samples is not None:
+            chosen = sampled(total, source.num_samples, self.generator)
+        found = IndexedSet(files, chosen[: self.options.max_samples], Layout("", {}))
+        first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
+        layout = layout_of(source, first, _named(source))
+        never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
+        layout.notes |= {f'none of the first {LOOKED_AT:,} records has the column "{name}"': None for name in never}
+        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        return replace(found, layout=layout)
+
     def _chosen(self, source: Source) -> Iterator[Located]:
         """The records of a source, sampled and cut as its entry and the options say."""
         records: Iterable[Located] = _records(source)
@@ -180,38 +210,12 @@ def _named(source: Source) -> str:
     return f"{source.location} ({source.where})" if source.is_described else str(source.location)
 
 
-def _with_answers(examples: Sequence[Example], on_empty_target: str, tally: Tally) -> list[Example]:
-    """The examples that have something to learn. Examples without an answer at all are the template's to count."""
-    kept: list[Example] = []
-    empty: list[Example] = []
-    for example in examples:
-        answers = _answers(example)
-        if not answers or all(answer.strip() for answer in answers):
-            kept.append(example)
-        elif any(answer.strip() for answer in answers) or on_empty_target == "keep":
-            tally.add(EMPTY_KEPT, example)
-            kept.append(example)
-        else:
-            tally.add(EMPTY, example)
-            empty.append(example)
-    if empty and (on_empty_target == "raise" or not kept):
-        raise UserError(_empty_problem(empty, len(examples)))
+def _answered(examples: Sequence[Example], options: Any, tally: Tally) -> list[Example]:
+    """The examples that have something to learn. Raises UserError where there are examples, and none has."""
+    kept = [e for e in with_answers(examples, options.on_empty_target, tally) if e is not None]
+    if examples and not kept:
+        raise UserError(empty_problem(examples, are_all=True))
     return kept
-
-
-def _answers(example: Example) -> list[str]:
-    if example.completion is not None:
-        return [example.completion]
-    return [turn.content for turn in example.messages if turn.role in ("assistant", "function")]
-
-
-def _empty_problem(empty: Sequence[Example], num_examples: int) -> Problem:
-    others = same_in([example.number for example in empty[1:]])
-    what = "the assistant turn is empty, so nothing would be learned from it."
-    remedy = "Fill in the answers, or set on_empty_target: drop."
-    if len(empty) == num_examples:
-        remedy = "Every record is like that: is it the right column that is read as the answer?"
-    return Problem(f"{what} {others}".strip(), where=place(empty[0].source, empty[0].number), remedy=remedy)
 
 
 # --- where records come from ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ another number of ranks sees the same items in the same steps, and to resume is 
 
 In:  items (rows or packs) that can be indexed, a function that collates some of them.
 Out: ``Group``s. A rank that the last, incomplete group leaves without items gets a blank batch, which weighs nothing.
+     So does a micro-batch all of whose examples give no row (None), where rows are encoded while the loop runs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from burnish.core.options import option
-from burnish.core.types import IGNORE_INDEX, Batch, Group
+from burnish.core.types import IGNORE_INDEX, Batch, Group, Row
 from burnish.data.budget import Budget
 
 
@@ -147,12 +148,16 @@ class RowStream:
         """From the cursor to the end of the epoch."""
         epoch, size = self.epoch, len(self)
         order = self.order(epoch)[:size]
+        if isinstance(self.items, GoesAhead):
+            self.items.follow(order[self.position :] + order[: self.position])
         starts = range(self.position, size, self.cut.rows_per_step)
-        dealt = [
-            self.cut.micro_batches(order[start : start + self.cut.rows_per_step], self.lengths) for start in starts
-        ]
-        batches = self._batches([part or order[:1] for group in dealt for part in group])
-        for start, group in zip(starts, dealt, strict=True):
+
+        def dealt() -> Iterator[list[Sequence[int]]]:  # one step after the other: of a long epoch, few are made
+            cut, lengths = self.cut, self.lengths
+            return (cut.micro_batches(order[start : start + cut.rows_per_step], lengths) for start in starts)
+
+        batches = self._batches(part or order[:1] for group in dealt() for part in group)
+        for start, group in zip(starts, dealt(), strict=True):
             end = min(start + self.cut.rows_per_step, size)
             made = [_blank(next(batches)) if not part else next(batches) for part in group]
             yield Group(
@@ -190,15 +195,20 @@ class RowStream:
         across = self.cut.batch_size * self.cut.world_size
         return -(-end // across) / -(-size // across)
 
-    def _batches(self, parts: list[Sequence[int]]) -> Iterator[Batch]:
-        if self.options.dataloader_num_workers == 0:
-            return (self.collate([self.items[index] for index in part]) for part in parts)
+    def _collated(self, part: Sequence[int]) -> Batch:
+        if not isinstance(self.items, GoesAhead):
+            return self.collate([self.items[index] for index in part])
+        return collate_present(self.items.take(part), self.collate)
+
+    def _batches(self, parts: Iterator[Sequence[int]]) -> Iterator[Batch]:
+        if self.options.dataloader_num_workers == 0 or isinstance(self.items, GoesAhead):
+            return (self._collated(part) for part in parts)
         from torch.utils.data import DataLoader
 
         return iter(
             DataLoader(
                 self.items,  # type: ignore[arg-type]
-                batch_sampler=parts,  # type: ignore[arg-type]
+                batch_sampler=list(parts),  # type: ignore[arg-type]
                 collate_fn=self.collate,
                 num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
                 prefetch_factor=self.options.dataloader_prefetch_factor,
@@ -206,6 +216,27 @@ class RowStream:
                 generator=torch.Generator(),  # its own, so that the global one is not drawn from
             )
         )
+
+
+@runtime_checkable
+class GoesAhead(Protocol):
+    """Items that are made while the loop runs; an example that gives none is a gap."""
+
+    def take(self, items: Sequence[int], /) -> list[Row | None]: ...
+    def follow(self, order: Sequence[int], /) -> None:
+        """The order in which they will be wanted."""
+        ...
+
+
+_NOTHING: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0]}
+"""What stands in a micro-batch without rows; blanked. One position has a label, since nothing is to be computed of
+nothing, and every rank has to take part in a backward pass."""
+
+
+def collate_present(rows: Sequence[Row | None], collate: Callable[[Sequence[Any]], Batch]) -> Batch:
+    """A micro-batch of the rows that are there; a blank one where none is."""
+    present = [row for row in rows if row is not None]
+    return collate(present) if present else _blank(collate([_NOTHING]))
 
 
 class EvalBatches:

@@ -1,0 +1,216 @@
+"""A JSON or JSON Lines file as a sequence of records, each parsed when it is asked for.
+
+In: a file. Out: ``RecordIndex``, which holds where each record begins and ends, and a hash of the bytes: a million
+records take sixteen megabytes, and the time to read the file once. Indexing looks for line ends, or for the borders of
+a list's elements; what a record holds is found out when it is asked for.
+
+Refuses, with the sentences of ``json_files.py``: a list whose JSON is broken; when they are asked for, broken lines and
+records that are not objects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, overload
+
+from burnish.core.errors import UserError
+from burnish.data.json_files import (
+    BOM,
+    Values,
+    broken_line,
+    first_character,
+    json_places,
+    read_json,
+    refuse,
+    text_lines,
+)
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+INDEXED = (".json", ".jsonl")
+"""The file types that can be indexed."""
+_BLOCK = 1 << 22
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class RecordIndex(Sequence[Values]):
+    """The records of one file. It stays open: a file that is renamed or replaced meanwhile does not change them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        is_list = first_character(path) == "["
+        if not is_list:
+            next(read_json(path), None)  # refuses what is no JSON Lines at all
+        self._file = path.open("rb")
+        hashed = blake2b(digest_size=16)
+        spans = _element_spans if is_list else _line_spans
+        self._starts, self._ends = spans(path, _Hashing(self._file, hashed))
+        self.content_hash = hashed.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Values: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Values]: ...
+    def __getitem__(self, index: int | slice) -> Values | list[Values]:
+        if isinstance(index, slice):
+            return [self._record(at) for at in range(*index.indices(len(self)))]
+        return self._record(range(len(self))[index])
+
+    def _record(self, index: int) -> Values:
+        begin, end = int(self._starts[index]), int(self._ends[index])
+        # pread moves no position: processes that were forked off read the same open file.
+        raw = os.pread(self._file.fileno(), end - begin, begin)
+        try:
+            record = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError:
+            deque(text_lines(self.path), maxlen=0)  # finds the line, and raises
+            raise
+        except json.JSONDecodeError as error:
+            line = next(islice(json_places(self.path), index, None))
+            raise UserError(broken_line(self.path, line, raw.decode("utf-8").rstrip("\r\n"), error)) from None
+        return record if isinstance(record, dict) else refuse(self.path, index + 1, record)
+
+
+class _Hashing:
+    """A file that is read from its beginning to its end, and hashed on the way."""
+
+    def __init__(self, file: BinaryIO, hashed: Any) -> None:
+        self._file, self._hashed = file, hashed
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size)
+        self._hashed.update(block)
+        return block
+
+
+def _line_spans(path: Path, file: _Hashing) -> tuple[ndarray[Any, Any], ndarray[Any, Any]]:
+    """(begin, end) in bytes of every line that is not blank."""
+    import numpy
+
+    ends, firsts, offset, is_new_line = [], [], 0, True
+    while block := file.read(_BLOCK):
+        read = numpy.frombuffer(block, dtype=numpy.uint8)
+        line_ends = numpy.flatnonzero(read == ord("\n"))
+        ends.append(line_ends + (offset + 1))
+        begins = numpy.concatenate([[0] if is_new_line else [], line_ends + 1]).astype(numpy.int64)
+        firsts.append(read[begins[begins < len(read)]])  # a line's first byte tells whether it may be blank
+        is_new_line = block.endswith(b"\n")
+        offset += len(block)
+    if not is_new_line:
+        ends.append(numpy.array([offset]))
+    if not ends:
+        return numpy.zeros(0, numpy.int64), numpy.zeros(0, numpy.int64)
+    all_ends, all_firsts = numpy.concatenate(ends), numpy.concatenate(firsts)
+    begins = numpy.concatenate([[0], all_ends[:-1]])
+    keep = numpy.ones(len(begins), dtype=bool)
+    with path.open("rb") as again:
+        for index in numpy.flatnonzero(all_firsts != ord("{")):
+            again.seek(begins[index])
+            line = again.read(int(all_ends[index] - begins[index]))
+            if index == 0 and line.startswith(BOM):
+                begins[0] += len(BOM)
+                line = line.removeprefix(BOM)
+            keep[index] = bool(line.strip())
+    return begins[keep], all_ends[keep]
+
+
+def _element_spans(path: Path, file: _Hashing) -> tuple[ndarray[Any, Any], ndarray[Any, Any]]:
+    """(begin, end) in bytes of every element of a JSON list."""
+    import numpy
+
+    starts, ends = array("q"), array("q")
+    try:
+        for begin, end in _elements(file):
+            starts.append(begin)
+            ends.append(end)
+    except ValueError:
+        deque(read_json(path), maxlen=0)  # says what is broken, and where
+        raise
+    while file.read(_BLOCK):  # what follows the list is white space; it belongs to the hash
+        pass
+    return numpy.array(starts, numpy.int64), numpy.array(ends, numpy.int64)
+
+
+def _elements(file: _Hashing) -> Iterator[tuple[int, int]]:
+    """Where each element of a list begins and ends, in a window that moves over the file.
+
+    The bytes are read as Latin-1: a character is a byte then, and JSON's own characters are the same.
+
+    Raises:
+        ValueError: where the JSON is broken.
+    """
+    window = _Window(file)
+    window.skip_space(past=BOM.decode("latin-1"))
+    window.take("[")
+    if window.next() == "]":
+        return
+    while True:
+        yield window.element()
+        if window.next() == "]":
+            return
+        window.take(",")
+
+
+class _Window:
+    """A part of the file as text, and the place in it that is looked at."""
+
+    def __init__(self, file: _Hashing) -> None:
+        self._file, self._text, self._at, self._base = file, "", 0, 0
+        self._decoder = json.JSONDecoder()
+
+    def _more(self) -> bool:
+        """Whether there was more to read; what lies behind is let go."""
+        read = self._file.read(max(_BLOCK, len(self._text) - self._at)).decode("latin-1")
+        self._text, self._base, self._at = self._text[self._at :] + read, self._base + self._at, 0
+        return bool(read)
+
+    def skip_space(self, past: str = "") -> None:
+        if not self._text and self._more() and past and self._text.startswith(past):
+            self._at += len(past)
+        while True:
+            found = _SPACE.match(self._text, self._at)
+            self._at = found.end() if found else self._at
+            if self._at < len(self._text) or not self._more():
+                return
+
+    def next(self) -> str:
+        self.skip_space()
+        return self._text[self._at : self._at + 1]
+
+    def take(self, character: str) -> None:
+        if self.next() != character:
+            raise ValueError(f"expected {character}")
+        self._at += 1
+
+    def element(self) -> tuple[int, int]:
+        self.skip_space()
+        while True:
+            try:
+                _, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError:
+                if not self._more():
+                    raise
+                continue
+            if end < len(self._text) or not self._more():  # a number may go on behind the window
+                break
+        begin, self._at = self._base + self._at, end
+        return begin, self._base + end
+
+
+def index_of(files: Sequence[Path]) -> list[RecordIndex] | None:
+    """The indexes of the files of a data set, or None where they are of a type that cannot be indexed."""
+    if not files or any(path.suffix.lower() not in INDEXED for path in files):
+        return None
+    return [RecordIndex(path) for path in files]

@@ -1,0 +1,251 @@
+"""Rows that are encoded while the loop runs: the same weights as from rows that were encoded before it, whoever encodes
+them, wherever the run is cut; records are read where they lie."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from burnish.cli import main
+from burnish.core.errors import UserError
+from burnish.core.types import IGNORE_INDEX
+from burnish.data import record_index
+from burnish.data.ahead import AheadRows
+from burnish.data.files import read_records
+from burnish.data.record_index import RecordIndex
+from burnish.data.stream import Cut, RowStream
+from burnish.data.tally import Tally
+from data_sets import load, qa, write
+from small_run import as_words, make_user, records
+from test_train_run import KILLS_ITSELF_AFTER_STEP_FIVE, same_weights
+
+# --- records where they lie -------------------------------------------------------------------------------------------
+
+LINES = [json.dumps({"text": f"line {number} é", "n": [number]}, ensure_ascii=False) for number in range(12)]
+FILES = {
+    "lines": "\n".join(LINES),
+    "a line end behind the last": "\n".join(LINES) + "\n",
+    "blank lines and Windows line ends": "\r\n \r\n".join(LINES) + "\r\n\r\n",
+    "a byte order mark": "\ufeff" + "\n".join(LINES),
+    "a list": "[" + ", ".join(LINES) + "]",
+    "a list over lines": json.dumps([json.loads(line) for line in LINES], indent=2) + "\n\n",
+    "a list behind a byte order mark": "\ufeff \n[" + ",\n".join(LINES) + "\n]",
+    "an empty list": "[ ]",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("block", [3, 50, 1 << 20])
+@pytest.mark.parametrize("text", FILES.values(), ids=FILES)
+def test_an_index_gives_the_records_that_reading_gives(tmp_path, monkeypatch, text, block):
+    monkeypatch.setattr(record_index, "_BLOCK", block)
+    path = write(tmp_path / "a.json", text)
+    index = RecordIndex(path)
+    assert list(index) == list(read_records(path))
+
+
+def test_an_index_names_the_broken_line_it_meets(tmp_path):
+    index = RecordIndex(write(tmp_path / "a.jsonl", "\n".join([*LINES[:5], "", '{"text": "cut', *LINES[5:]])))
+    assert index[4] == json.loads(LINES[4])
+    assert index[6] == json.loads(LINES[5])
+    with pytest.raises(UserError, match=r"a.jsonl, line 7: the line is not whole JSON"):
+        index[5]
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1} {"a": 2}]', '[{"a": 1}, {"a": ', '[{"a": 1},]', "[1"])
+def test_a_broken_list_is_refused_as_reading_refuses_it(tmp_path, text):
+    path = write(tmp_path / "a.json", text)
+    with pytest.raises(UserError) as read:
+        list(read_records(path))
+    with pytest.raises(UserError) as indexed:
+        RecordIndex(path)
+    assert indexed.value.problems == read.value.problems
+
+
+def lazily(**given):
+    options = {"encode_ahead": True, **given}
+    from burnish.data.sources import load_datasets
+    from data_sets import data_options
+
+    return load_datasets(data_options(**options), 7, Tally(), may_run_ahead=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"max_samples": 3}, {"val_size": 2}, {"mix_strategy": "interleave_over"},
+     {"mix_strategy": "interleave_under", "interleave_probs": [0.3, 0.7]}],
+    ids=str,
+)  # fmt: skip
+def test_sets_that_stay_in_their_files_have_the_examples_of_those_that_are_loaded(tmp_path, given):
+    a = write(tmp_path / "a.jsonl", [qa(number) for number in range(7)])
+    b = write(tmp_path / "b.json", [qa(number) for number in range(100, 104)])
+    info = {"a": {"file_name": str(a)}, "b": {"file_name": str(b), "num_samples": 6}}
+    named = {"dataset": ["a", "b"], "dataset_dir": info, **given}
+    stays, loaded = lazily(**named), load(seed=7, **named)
+    assert list(stays.train) == list(loaded.train)
+    assert stays.eval == loaded.eval
+    assert stays.notes == loaded.notes
+
+
+def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
+    path = write(tmp_path / "a.jsonl", [qa(number, 5 if number == 30 else "yes") for number in range(40)])
+    train = lazily(dataset=str(path)).train
+    assert len(train.take(range(30), Tally())) == 30
+    with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be text'):
+        train.take([30], Tally())
+    tally = Tally()
+    assert lazily(dataset=str(path), on_bad_record="drop").train.take([29, 30], tally)[1] is None
+    assert tally.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 rows ({path}: 31)"]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def number_rows(count, folder, fails=()):
+    """Rows that hold their number, none for every fifth; who encoded them is counted."""
+    asked = []
+
+    def encode(numbers):
+        asked.extend(numbers)
+        if set(numbers) & set(fails):
+            raise UserError("broken")
+        return [None if n % 5 == 0 else {"input_ids": [n] * (n % 3 + 1), "labels": [n]} for n in numbers], Tally()
+
+    return AheadRows(encode, count, folder, batch_size=8), asked
+
+
+def wait_for(rows, count):
+    import time
+
+    end = time.monotonic() + 20
+    while rows.num_encoded < count and time.monotonic() < end:
+        time.sleep(0.01)
+    assert rows.num_encoded == count
+
+
+def test_rows_are_the_same_whether_they_are_encoded_before_or_where_they_are_wanted(tmp_path):
+    alone, _ = number_rows(100, tmp_path / "alone")
+    expected = alone.take(range(100))
+    rows, asked = number_rows(100, tmp_path / "rows")
+    order = list(reversed(range(100)))
+    with rows.going_ahead():
+        rows.follow(order)
+        wait_for(rows, 100)
+        assert rows.take(order) == [expected[number] for number in order]
+    assert asked == [], "the loop encoded what another process had"
+    again, asked = number_rows(100, tmp_path / "rows")
+    assert list(again) == expected
+    assert asked == []
+
+
+def test_what_a_stopped_run_encoded_is_not_encoded_again(tmp_path):
+    rows, _ = number_rows(60, tmp_path)
+    rows._write_segment(list(range(20, 40)), lambda: True)
+    again, asked = number_rows(60, tmp_path)
+    assert [row and row["labels"] for row in again.take([19, 20, 21, 41])] == [[19], None, [21], [41]]
+    assert asked == [19, 41]
+
+
+def test_an_example_that_cannot_be_encoded_is_left_to_the_loop(tmp_path):
+    rows, _ = number_rows(40, tmp_path, fails=[17])
+    with rows.going_ahead():
+        rows.follow(range(40))
+        wait_for(rows, 32)  # without the batch that holds it
+        assert rows.take([16])[0] == {"input_ids": [16, 16], "labels": [16]}
+        with pytest.raises(UserError, match="broken"):
+            rows.take([17])
+
+
+def test_a_gap_weighs_nothing_and_moves_no_other_row_into_another_step(tmp_path):
+    rows, _ = number_rows(12, tmp_path)
+    flat = RowStream(rows, lambda some: batch_of(some), Cut(2, 2), seed=0)
+    flat.options.train_sampling_strategy = "sequential"
+    groups = list(flat.groups())
+    labels = [[learned(batch) for batch in group.batches] for group in groups]
+    assert labels == [[[1], [2, 3]], [[4], [6, 7]], [[8, 9], [11]]]
+    assert [group.cursor["position"] for group in groups] == [4, 8, 12]
+
+
+def test_a_micro_batch_of_gaps_is_blank(tmp_path):
+    rows, _ = number_rows(6, tmp_path)
+    stream = RowStream(rows, lambda some: batch_of(some), Cut(1, 1), seed=0)
+    stream.options.train_sampling_strategy = "sequential"
+    assert [learned(group.batches[0]) for group in stream.groups()] == [[], [1], [2], [3], [4], []]
+
+
+def batch_of(rows):
+    from burnish.data.batching import collate_padded
+
+    return collate_padded([{**row, "labels": row["labels"] + row["input_ids"][1:]} for row in rows], pad_id=0)
+
+
+def learned(batch):
+    return [row[0] for row in batch["labels"].tolist() if row[0] != IGNORE_INDEX]
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    return make_user(tmp_path, dropout=0.1, save_steps=4, plot_loss=False)
+
+
+def run(given, folder=None, **more):
+    given = {**given, **more}
+    return main(["train", *as_words(given if folder is None else {**given, "output_dir": str(folder)})])
+
+
+def test_the_weights_are_those_of_rows_encoded_before_with_and_without_a_kill(tmp_path, user):
+    assert run(user, tmp_path / "before", encode_ahead=False) == 0
+    assert run(user, tmp_path / "ahead", encode_ahead=True) == 0
+    assert same_weights(tmp_path / "before", tmp_path / "ahead")
+    words = as_words({**user, "encode_ahead": True, "output_dir": str(tmp_path / "cut"), "overwrite_cache": True})
+    child = subprocess.Popen([sys.executable, "-c", KILLS_ITSELF_AFTER_STEP_FIVE, *words], stdout=subprocess.DEVNULL)
+    assert child.wait() == -signal.SIGKILL
+    assert run(user, tmp_path / "cut", encode_ahead=True) == 0
+    assert same_weights(tmp_path / "before", tmp_path / "cut")
+
+
+def test_rows_that_are_dropped_are_counted_and_the_cache_changes_nothing(tmp_path, user, capsys):
+    some = records(24)
+    some[3]["output"] = some[7]["output"] = ""
+    write(tmp_path / "data.json", some)
+    assert run(user, tmp_path / "first", encode_ahead=True) == 0
+    assert "dropped: all its answers are empty: 2 of 24 rows" in "".join(capsys.readouterr())
+    assert run(user, tmp_path / "second", encode_ahead=True) == 0
+    assert same_weights(tmp_path / "first", tmp_path / "second")
+
+
+def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys):
+    some = records(24)
+    some[23]["output"] = 5
+    write(tmp_path / "data.json", some)
+    given = {**user, "encode_ahead": True, "train_sampling_strategy": "sequential", "preprocessing_batch_size": 1}
+    import burnish.app.build
+
+    burnish.app.build.LOOKED_AT, before = 2, burnish.app.build.LOOKED_AT
+    try:
+        assert run(given) == 2
+    finally:
+        burnish.app.build.LOOKED_AT = before
+    said = "".join(capsys.readouterr())
+    assert "data.json, record 24 (line " in said
+    assert '"output" must be text. Received: 5' in said
+    assert (tmp_path / "out" / "checkpoint-4").is_dir()
+
+
+def test_explain_says_that_the_rest_is_encoded_while_training(user, capsys):
+    assert main(["explain", *as_words({**user, "encode_ahead": True})]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "24 rows" in said
+    assert "the rest is encoded while training" in said
+
+
+@pytest.mark.parametrize("other", [{"packing": True}, {"group_by_length": True}, {"tokenized_path": "rows"}])
+def test_what_needs_all_rows_first_is_refused(user, capsys, other):
+    assert run(user, encode_ahead=True, **other) == 2
+    assert f'"encode_ahead" is true, and {next(iter(other))} needs all rows' in "".join(capsys.readouterr())
