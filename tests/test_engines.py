@@ -13,7 +13,7 @@ from torch import nn
 
 from burnish.core.options import check
 from burnish.engine import options as engine_options
-from burnish.engine.base import EngineOptions, SingleEngine, create_engine, set_seed
+from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, create_engine, set_seed
 from burnish.engine.options import autocast_dtype, check_engine, engine_notes, full_eval_dtype
 
 CPU = torch.device("cpu")
@@ -191,11 +191,41 @@ def test_arguments_of_checkpointing_without_checkpointing_are_said_to_have_no_ef
 
 def test_a_compiled_model_takes_the_same_steps():
     compiled = SingleEngine(options(torch_compile=True, torch_compile_backend="eager"))
-    model = small_model()
-    wrapped, _ = compiled.prepare(model, None)
-    assert wrapped is not model
-    assert compiled.unwrap(wrapped) is model
     assert torch.allclose(take_steps(compiled, 8), take_steps(SingleEngine(options()), 8), atol=1e-6)
+
+
+def test_layers_that_are_alike_are_compiled_once_and_keep_their_names():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, rows):
+            return self.linear(rows).tanh()
+
+    def stacked():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(3))})
+
+    def through(model, rows):
+        for layer in model["layers"]:
+            rows = layer(rows)
+        return rows
+
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    plain, model = stacked(), stacked()
+    torch._dynamo.reset()
+    compile_layers(model, backend=count)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for num_rows in (3, 5, 7, 9):  # the first length, then any
+        rows = torch.randn(num_rows, 4, requires_grad=True)
+        assert torch.equal(through(model, rows), through(plain, rows))
+    assert 1 <= len(graphs) <= 2
 
 
 def test_a_seed_seeds_every_generator():

@@ -135,7 +135,6 @@ _no_effect(
 
 # --- how it is learned ------------------------------------------------------------------------------------------------
 _absent("Optimizers that keep less than AdamW: use_badam, use_apollo, optim: adafactor.", use_adam_mini=False)
-_absent("Set gradient_checkpointing: true.", activation_offloading=False)
 _absent("Set optim: adafactor.", adafactor=False)
 _absent(
     "Leave it out: a weight that moves inside the backward pass moves before its gradient is added up and clipped.",
@@ -172,7 +171,7 @@ _no_effect("every process reads the data, and finds what another has encoded in 
 _absent("Leave it out: a run goes on at its place at once, without reading what came before.", ignore_data_skip=False)
 _no_effect(
     "burnish has a fused loss and unpadded batches of its own.",
-    "use_unsloth use_unsloth_gc enable_liger_kernel use_liger_kernel liger_kernel_config use_v1_kernels use_ipex "
+    "use_unsloth enable_liger_kernel use_liger_kernel liger_kernel_config use_v1_kernels use_ipex "
     "jit_mode_eval block_diag_attn",
 )
 _no_effect("the loss is computed in float32.", "upcast_lmhead_output")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from burnish.core.types import Batch, Engine, Stateful
 from burnish.engine.checkpointing import checkpoint_activations
+from burnish.engine.offloading import Offloading
 from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, uses_accelerate
 
 __all__ = ["EngineOptions", "SingleEngine", "check_engine", "create_engine", "set_seed"]
@@ -50,6 +51,7 @@ class SingleEngine:
         self.scaler = torch.amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
         self.scales_loss = self.scaler is not None
         self.optimizer: Any = None
+        self._offloading: Offloading | None = None
         if options.tf32 is not None and self.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
 
@@ -64,7 +66,12 @@ class SingleEngine:
         model = model.to(self.device)
         if self.options.gradient_checkpointing:
             checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)
-        return self._compiled(model), optimizer
+        if self.options.activation_offloading and self.device.type != "cpu":
+            self._offloading = Offloading(model, self.device)
+        if self.options.torch_compile:
+            backend = self.options.torch_compile_backend or "inductor"
+            compile_layers(model, backend=backend, mode=self.options.torch_compile_mode)
+        return model, optimizer
 
     def to_device(self, batch: Batch) -> Batch:
         return {
@@ -76,9 +83,15 @@ class SingleEngine:
         """Around forward and backward of one micro-batch; one process has nobody to sync with."""
         return nullcontext()
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """Around a forward pass: autocast where the run has it."""
-        return torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Around a forward pass: autocast where the run has it, and what is kept goes where it is to be kept."""
+        with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
+            if self._offloading is None:
+                yield
+            else:
+                with self._offloading.forward():
+                    yield
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss) if self.scaler else loss)
@@ -134,13 +147,19 @@ class SingleEngine:
         inner: nn.Module = getattr(model, "_orig_mod", model)
         return inner
 
-    def _compiled(self, model: nn.Module) -> nn.Module:
-        if not self.options.torch_compile:
-            return model
-        compiled: nn.Module = torch.compile(  # type: ignore[assignment]
-            model, backend=self.options.torch_compile_backend or "inductor", mode=self.options.torch_compile_mode
-        )
-        return compiled
+
+def compile_layers(model: nn.Module, **arguments: Any) -> None:
+    """Compile each layer of the model's stacks in place: layers that are alike are compiled once, however many there
+    are, and the names of the weights stay. A model without a stack is compiled whole.
+
+    Args:
+        arguments: of ``torch.compile``.
+    """
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = {id(module) for stack in stacks for layer in stack for module in layer.modules()}  # experts in a layer
+    layers = [layer for stack in stacks if id(stack) not in inside for layer in stack]
+    for module in layers or [model]:
+        module.compile(**arguments)
 
 
 def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from burnish.core.errors import Problem, did_you_mean
 
@@ -61,10 +60,12 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
     # which frozen embeddings do not give.
     arguments = {"use_reentrant": False, **(given or {})}
     if arguments.pop("selective", False):
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _costly())
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_costly)
     own = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
     if next(model.parameters()).device.type == "cpu":  # they lie there already, in memory that cannot be pinned
         own["offload"] = False
+    if arguments["use_reentrant"]:
+        able[0].enable_input_require_grads()  # that kind of it goes back only through an input that asks for it
     if hasattr(able[0], "activation_checkpointing_enable"):
         able[0].activation_checkpointing_enable(arguments, **own)
     elif own == _OF_MODELS:
@@ -76,9 +77,11 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
         )
 
 
-def _costly() -> list[Any]:
-    """Products and attention, whose results are kept under ``selective``: the cheap rest is computed again."""
-    aten: Any = torch.ops.aten
-    attention = (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
-                 aten._scaled_dot_product_flash_attention_for_cpu)  # fmt: skip
-    return [operation.default for operation in (aten.mm, aten.addmm, aten.bmm, *attention)]
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_int_mm"}
+
+
+def _keep_what_is_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Under ``selective`` the results of products and attention are kept: the cheap rest is computed again."""
+    name: str = operation.name().split(".")[0]  # attention of torch, of flash-attn, of whatever a model brings
+    is_costly = name in _PRODUCTS or "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE

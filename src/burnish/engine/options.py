@@ -46,7 +46,11 @@ class EngineOptions:
         "use_reentrant and torch.utils.checkpoint's other arguments; every_n_layers, offload; selective.",
         aliases=("activation_checkpointing_kwargs",),
     )
-    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    activation_offloading: bool = option(
+        False, "Keep what the backward pass needs in the memory of the machine rather than on the GPU.",
+        aliases=("use_unsloth_gc",),
+    )  # fmt: skip
+    torch_compile: bool = option(False, "Compile the layers of the model with torch.compile.")
     torch_compile_backend: str | None = option(None, "torch.compile's backend; inductor where nothing is given.")
     torch_compile_mode: str | None = option(None, 'torch.compile\'s mode, such as "reduce-overhead".')
     ddp_backend: str | None = option(None, "nccl, gloo, ...; chosen by the device where nothing is given.")
@@ -142,6 +146,8 @@ def engine_notes(options: Any) -> list[str]:
         notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')
     if device.type == "cpu" and (options.gradient_checkpointing_kwargs or {}).get("offload"):
         notes.append('"gradient_checkpointing_kwargs": "offload" has no effect on a CPU.')
+    if options.activation_offloading and device.type == "cpu":
+        notes.append('"activation_offloading" has no effect on a CPU, whose memory is the machine\'s.')
     if options.tf32 and device.type == "cpu":
         notes.append('"tf32" has no effect on a CPU.')
     return notes

@@ -8,7 +8,6 @@ handed in ``sft_setup.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,12 +241,6 @@ class SFTTrainer(Trainer):
             loss = loss + self.router_aux_loss_coef * aux
         self._measure(sums, learned.weights.sum(), aux, self._weight(inputs) if model.training else None)
         return (loss, outputs) if return_outputs else loss
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As the Trainer's, with what the backward pass needs kept in the machine's memory where that is asked for."""
-        offload = self.args.activation_offloading and self._engine.device.type != "cpu"
-        with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext():
-            return super().training_step(model, inputs, num_items_in_batch)
 
     def _head(self) -> Head | None:
         """How the model makes its logits, asked once for each model; None where they have to be made whole."""

@@ -1,0 +1,107 @@
+"""What is kept for the backward pass may be made again or kept elsewhere; the gradient stays the same."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burnish.engine.base import EngineOptions, SingleEngine
+from burnish.engine.checkpointing import checkpoint_activations
+from burnish.engine.offloading import Offloading
+from burnish.engine.options import engine_notes
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def batch():
+    ids = torch.arange(48).reshape(2, 24) % 64
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def trained(model, around=None):
+    model.train()
+    with around or torch.enable_grad():
+        loss = model(**batch()).loss
+    loss.backward()
+    return gradients(model)
+
+
+def kept_bytes(model):
+    """What autograd holds after a forward pass, weights left out."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen = {}
+
+    def keep(tensor):
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.train()
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**batch())
+    return sum(size for place, size in seen.items() if place not in weights)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"selective": True}, {"use_reentrant": True}, {"every_n_layers": 2}])
+def test_what_is_computed_again_gives_the_same_gradient(arguments):
+    plain = trained(llama())
+    model = llama()
+    checkpoint_activations(model, arguments)
+    found = trained(model)
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+def test_less_is_kept_and_products_are_not_made_again_where_that_is_asked_for():
+    whole, selective, plain = llama(), llama(), llama()
+    checkpoint_activations(whole, None)
+    checkpoint_activations(selective, {"selective": True})
+    assert kept_bytes(whole) < kept_bytes(plain) / 2
+    assert products(selective) == products(plain) < products(whole)
+
+
+def products(model):
+    """Floating point operations in products and attention, of a forward and a backward pass."""
+    with FlopCounterMode(display=False) as counter:
+        trained(model)
+    return counter.get_total_flops()
+
+
+def test_what_is_moved_away_comes_back_and_weights_stay():
+    plain = trained(llama())
+    model = llama()
+    offloading = Offloading(model, torch.device("cpu"), smallest=0)
+    found = trained(model, offloading.forward())
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert offloading.moved_bytes > 0
+    small = Offloading(model, torch.device("cpu"))
+    trained(model, small.forward())
+    assert small.moved_bytes == 0
+
+
+def test_under_checkpointing_only_the_inputs_of_layers_are_moved():
+    model, every = llama(), llama()
+    checkpoint_activations(model, None)
+    some, all_of_them = (Offloading(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
+    plain = trained(every, all_of_them.forward())
+    found = trained(model, some.forward())
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert 0 < some.moved_bytes < all_of_them.moved_bytes / 3
+
+
+def test_an_engine_offloads_on_a_gpu_only_and_says_so():
+    options = EngineOptions(use_cpu=True, activation_offloading=True)
+    assert any("activation_offloading" in note for note in engine_notes(options))
+    engine = SingleEngine(options)
+    model, _ = engine.prepare(llama(), None)
+    with engine.precision():
+        trained(model)
