@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
 
 from burnish import Trainer
+from burnish.hf import reporting
 from hf_toy import (
     Regression,
     arguments,
@@ -358,11 +359,18 @@ def test_floating_point_operations_are_counted(tmp_path):
     assert trainer.state.total_flos == 6 * 8 * 12 * trainer.model.num_parameters(exclude_embeddings=True)
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_left_out_of_the_log(tmp_path):
+def test_a_step_that_is_not_finite_is_skipped_said_and_left_out_of_the_log(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(reporting.logger, "warning", said.append)
     rows = points()
     rows[5] = {"x": torch.tensor(float("nan")), "labels": torch.tensor(0.0)}
     filtered = make_trainer(tmp_path, train=rows)
     filtered.train()
+    assert [words.split(":")[0] for words in said] == [
+        f"1 of the last steps up to step {entry['step']} was not applied"
+        for entry in filtered.state.log_history if "skipped_steps" in entry
+    ]  # fmt: skip
+    assert len(said) == 2  # once in each epoch
     assert np.isfinite(losses(filtered)).all()
     assert all(torch.isfinite(w) for w in weights(filtered).values())
     shown = make_trainer(tmp_path, train=rows, logging_nan_inf_filter=False)

@@ -136,6 +136,7 @@ def test_a_step_that_is_not_finite_can_be_skipped_and_is_left_out_of_the_log(tmp
     run, options = make_run(tmp_path, [Spoil()], on_non_finite="skip", logging_steps=4, max_steps=8)
     train(run, options)
     assert all(math.isfinite(e["loss"]) for e in run.state.log_history if "loss" in e)
+    assert [e.get("skipped_steps") for e in run.state.log_history if "loss" in e] == [1, None]
     assert all(torch.isfinite(value).all() for value in weights(run).values())
     assert run.state.global_step == 8
 

@@ -82,6 +82,13 @@ def test_a_log_file_gets_few_lines_however_often_a_run_logs(capsys, log_every):
     assert len(lines) <= 30
 
 
+def test_steps_that_were_not_applied_are_a_warning(capsys):
+    progress, state = ProgressCallback(FACTS), TrainerState(max_steps=8, global_step=4)
+    progress.on_train_begin(ReportOptions(), state, None)
+    progress.on_log(None, state, None, logs={"loss": 1.0, "learning_rate": 0.1, "skipped_steps": 2})
+    assert "warning: 2 of the last steps up to step 4 were not applied" in capsys.readouterr().err
+
+
 def test_a_plain_line_says_step_loss_time_left_rate_and_tokens_per_second(capsys):
     clock = Clock()
     fake_run(ProgressCallback(FACTS, Pace(clock)), 40, 10, clock=clock)

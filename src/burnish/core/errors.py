@@ -63,6 +63,14 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; the weights are those of the last finite step."""
 
 
+def skipped_sentence(num_steps: int, step: int) -> str:
+    """What a person is told of steps that were not applied, wherever it is printed."""
+    return (
+        f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the loss or "
+        "the gradient was not finite. A lower learning_rate or a look at the data may help."
+    )
+
+
 def did_you_mean(name: str, known: Iterable[str], limit: int = 1) -> str:
     """`` Did you mean "lora_rank"?``, or the empty string where nothing is near."""
     near = get_close_matches(name, list(known), n=limit, cutoff=0.6)

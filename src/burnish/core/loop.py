@@ -147,11 +147,13 @@ def answer(run: Run, options: Any) -> None:
 def log_step(run: Run, options: Any) -> None:
     """The means since the last log, with the learning rate that the last step used."""
     learning_rate = run.meter.learning_rate
+    before = run.meter.run_non_finite
     means = run.meter.read(run.state, run.engine, run.flos_per_token)
     if not means:
         return
-    log(run, {**means, "learning_rate": learning_rate})
-    if run.meter.run_non_finite and options.on_non_finite == "stop" and not run.engine.scales_loss:
+    skipped = 0 if run.engine.scales_loss else run.meter.run_non_finite - before
+    log(run, {**means, "learning_rate": learning_rate} | ({"skipped_steps": skipped} if skipped else {}))
+    if skipped and options.on_non_finite == "stop":
         raise NonFiniteError(f"{run.meter.run_non_finite} steps up to step {run.state.global_step} were not finite.")
 
 

@@ -49,7 +49,7 @@ class Meter:
     ) -> None:
         """One step: ``loss`` () this rank's part of the mean loss, ``weight`` () items of the step over all ranks."""
         finite = torch.isfinite(loss)
-        self.non_finite_steps += ~finite
+        self.non_finite_steps += ~(finite & torch.isfinite(grad_norm))
         if self.filter_non_finite:
             loss = torch.where(finite, loss, (self.loss / (1 + self.steps)).to(loss.dtype))
         self.loss += loss

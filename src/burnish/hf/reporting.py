@@ -8,12 +8,17 @@ from typing import Any
 
 from transformers.trainer_pt_utils import metrics_format
 from transformers.trainer_utils import speed_metrics
+from transformers.utils import logging
 
+from burnish.core.errors import skipped_sentence
 from burnish.core.meter import Meter
 from burnish.core.state import TrainerState
 from burnish.core.types import Engine
 from burnish.hf.face import Face
 from burnish.report import results
+
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
 class FaceMeter(Meter):
@@ -56,6 +61,8 @@ class ReportMethods(Face):
     def _log_from_loop(self, values: dict[str, Any]) -> None:
         """What the loop has to say, by way of ``log``."""
         is_step = "loss" in values and self._started is not None
+        if "skipped_steps" in values:
+            logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
         if "train_runtime" in values:
             self._finalize_training(values)
         if is_step:

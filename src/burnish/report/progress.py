@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from burnish.core.errors import skipped_sentence
 from burnish.core.events import TrainerCallback
 from burnish.report import console
 from burnish.report.options import ReportOptions
@@ -106,6 +107,8 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
+        if "skipped_steps" in logs:
+            console.warn(skipped_sentence(logs["skipped_steps"], state.global_step))
         if "train_runtime" in logs:
             self.seen.summary = dict(logs)
         elif "loss" in logs:
