@@ -514,3 +514,26 @@ def test_the_numbers_of_a_training_are_those_of_transformers(tmp_path, given):
         trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader()) for trainer in (ours, theirs)
     ]
     assert values[0] == values[1]
+
+
+def test_a_search_gives_up_trials_that_are_pruned_and_keeps_the_files_of_each_apart(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    given = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4}
+    trainer = Trainer(args=arguments(tmp_path, **given), train_dataset=points(), eval_dataset=points(8),
+                      model_init=lambda trial: Regression())  # fmt: skip
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-6, 0.3])}, n_trials=4,
+        hp_name=lambda trial: f"trial-{trial.number}", study_name="a study", storage=f"sqlite:///{tmp_path}/study.db",
+        sampler=optuna.samplers.GridSampler({"learning_rate": [1e-6, 0.3]}),
+        pruner=optuna.pruners.ThresholdPruner(upper=10.5),
+    )  # fmt: skip
+    trials = optuna.load_study(study_name="a study", storage=f"sqlite:///{tmp_path}/study.db").trials
+    states = {trial.params["learning_rate"]: trial.state.name for trial in trials}
+    assert states == {1e-6: "PRUNED", 0.3: "COMPLETE"}
+    (finished,) = (trial for trial in trials if trial.state.name == "COMPLETE")
+    assert (best.run_id, best.objective) == (str(finished.number), finished.value)
+    assert (tmp_path / f"trial-{finished.number}" / "checkpoint-8").is_dir()
+    assert not trainer.is_in_train
+    trainer.train()  # outside of the search again
+    assert not trainer.state.is_hyper_param_search
+    assert (tmp_path / "checkpoint-8").is_dir()

@@ -66,8 +66,8 @@ class NonFiniteError(RuntimeError):
 def skipped_sentence(num_steps: int, step: int) -> str:
     """What a person is told of steps that were not applied, wherever it is printed."""
     return (
-        f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the loss or "
-        "the gradient was not finite. A lower learning_rate or a look at the data may help."
+        f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the "
+        "loss or the gradient was not finite. A lower learning_rate or a look at the data may help."
     )
 
 

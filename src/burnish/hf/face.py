@@ -65,4 +65,4 @@ class Face:
     _created_lr_scheduler: bool
     _trial: Any
     _ignore_keys_for_eval: list[str] | None
-    _push: Any
+    _pushes: list[Any]  # uploads that nobody waits for

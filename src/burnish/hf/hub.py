@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,36 +41,46 @@ class HubMethods(Face):
         kwargs.setdefault("model_name", Path(self.args.output_dir).name)
         self.create_model_card(**kwargs)  # type: ignore[attr-defined]
         self.callback_handler.call_event("on_push_begin", self.args, self.state, self.control)
+        self._finish_current_push()
         return self._upload(self.args.output_dir, commit_message, blocking, token, revision, [".*", "checkpoint-*"])
 
     def _upload(
         self, folder: str, message: str, blocking: bool, token: str | None = None, revision: str | None = None,
         ignore: list[str] | None = None, into: str | None = None,
     ) -> Any:  # fmt: skip
-        from huggingface_hub import HfApi
-
-        api: Any = HfApi()
-        return api.upload_folder(
+        return self._hub.upload_folder(
             repo_id=self.hub_model_id, folder_path=folder, path_in_repo=into, commit_message=message,
             token=token or self.args.hub_token, run_as_future=not blocking, ignore_patterns=ignore,
             revision=revision or self.args.hub_revision,
         )  # fmt: skip
 
+    @cached_property
+    def _hub(self) -> Any:
+        """One for all uploads: those that nobody waits for are made one after another."""
+        from huggingface_hub import HfApi
+
+        return HfApi()
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As ``hub_strategy`` says, without waiting; a push that goes on is not joined by another."""
+        """As ``hub_strategy`` says, without waiting; a push that goes on is not joined by another.
+
+        The model goes to the top of the repository. A checkpoint goes into a folder of its own, with all that a run
+        needs to go on from it.
+        """
         strategy = self.args.hub_strategy.value
         if strategy == "end" or not self.is_world_process_zero():  # type: ignore[attr-defined]
             return
-        if self._push is not None and not self.args.hub_always_push and not self._push.done():
+        if not self.args.hub_always_push and not all(push.done() for push in self._pushes):
             return
-        step = self.state.global_step
+        message = f"Training in progress, step {self.state.global_step}"
         self.callback_handler.call_event("on_push_begin", self.args, self.state, self.control)
-        self._push = self._upload(
-            checkpoint_folder, f"Training in progress, step {step}", blocking=False,
-            ignore=None if strategy == "all_checkpoints" else [f"{part}*" for part in _ONLY_TO_CONTINUE],
-            into={"checkpoint": "last-checkpoint", "all_checkpoints": Path(checkpoint_folder).name}.get(strategy),
-        )  # fmt: skip
+        without = [f"{part}*" for part in _ONLY_TO_CONTINUE]
+        self._pushes.append(self._upload(checkpoint_folder, message, blocking=False, ignore=without))
+        into = {"checkpoint": "last-checkpoint", "all_checkpoints": Path(checkpoint_folder).name}.get(strategy)
+        if into is not None:
+            self._pushes.append(self._upload(checkpoint_folder, message, blocking=False, into=into))
 
     def _finish_current_push(self) -> None:
-        if self._push is not None and not self._push.done():
-            self._push.result()
+        """Wait for the uploads, and raise what went wrong with one."""
+        while self._pushes:
+            self._pushes.pop(0).result()

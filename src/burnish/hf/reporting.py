@@ -17,7 +17,6 @@ from burnish.core.types import Engine
 from burnish.hf.face import Face
 from burnish.report import results
 
-
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 

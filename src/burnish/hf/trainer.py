@@ -202,11 +202,11 @@ class Trainer(
         )
         self.control = TrainerControl()
         self.is_in_train = False
-        self.hp_name = self.hp_search_backend = self.hub_model_id = self._push = self._trial = self._run = None
+        self.hp_name = self.hp_search_backend = self.hub_model_id = self._trial = self._run = None
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._signature_columns = self._ignore_keys_for_eval = self._step_weight = None
         self._created_lr_scheduler = False
-        self._sums = {}
+        self._sums, self._pushes = {}, []
         self._train_batch_size = self.args.train_batch_size
         self._accumulation = self.args.gradient_accumulation_steps
 

@@ -1,0 +1,134 @@
+"""Pushing: what a hub receives, seen from a small hub on this machine that speaks huggingface_hub's protocol."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+from hf_toy import bert, classes, make_trainer
+
+
+class Hub(ThreadingHTTPServer):
+    """Keeps repositories and commits in memory.
+
+    ``made``: repository -> whether it is private; ``commits``: message and files of each.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.made, self.commits, self.tokens = {}, [], set()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def files(self):
+        return {name: content for _, files in self.commits for name, content in files.items()}
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_POST(self):
+        hub, path = self.server, self.path.split("?")[0].removeprefix("/api/")
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        hub.tokens.add(self.headers.get("Authorization"))
+        if path == "repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization'] or 'me'}/{asked['name']}"
+            hub.made[name] = asked.get("visibility")
+            self.answer({"url": f"{hub.url}/{name}", "name": name})
+        elif path == "validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
+        else:
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = {
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines
+                if line["key"] == "file"
+            }
+            hub.commits.append((lines[0]["value"]["summary"], files))
+            repository = path.removeprefix("models/").split("/commit/")[0]
+            self.answer({"commitUrl": f"{hub.url}/{repository}/commit/1", "commitOid": "1", "success": True})
+
+    def answer(self, content):
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+def pushing(folder, **given):
+    usual = {"max_steps": 2, "push_to_hub": True, "hub_model_id": "us/tiny", "hub_token": "hf_secret"}
+    return make_trainer(folder, model=bert(), train=classes(), **{**usual, **given})
+
+
+def test_a_pushed_model_can_be_loaded_and_has_a_card_that_the_hub_reads(hub, tmp_path):
+    trainer = pushing(tmp_path / "out", hub_private_repo=True)
+    trainer.train()
+    trainer.push_to_hub(commit_message="Done", dataset="rows of our own", tags=["tiny"])
+    assert hub.made == {"us/tiny": "private"}
+    assert hub.tokens == {"Bearer hf_secret"}
+    message, files = hub.commits[-1]
+    assert message == "Done"
+    _, header, text = files["README.md"].decode().split("---", 2)
+    assert {"tiny", "generated_from_trainer"} <= set(yaml.safe_load(header)["tags"])
+    assert "rows of our own" in text
+    assert not any(b"hf_secret" in content for content in files.values())
+    for name, content in files.items():
+        (tmp_path / "fetched").mkdir(exist_ok=True)
+        (tmp_path / "fetched" / name).write_bytes(content)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "fetched")
+    for name, parameter in trainer.model.named_parameters():
+        assert loaded.get_parameter(name).equal(parameter), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "folders"),
+    [
+        ("end", set()),
+        ("every_save", {""}),
+        ("checkpoint", {"", "last-checkpoint"}),
+        ("all_checkpoints", {"", "checkpoint-1", "checkpoint-2"}),
+    ],
+)
+def test_checkpoints_are_pushed_as_the_strategy_says(hub, tmp_path, strategy, folders):
+    trainer = pushing(
+        tmp_path / "out", hub_strategy=strategy, save_strategy="steps", save_steps=1, hub_always_push=True
+    )
+    trainer.train()
+    assert {name.rpartition("/")[0] for name in hub.files()} == folders
+    assert all(message.startswith("Training in progress, step ") for message, _ in hub.commits)
+    for folder in folders:
+        there = {name.rpartition("/")[2] for name in hub.files() if name.rpartition("/")[0] == folder}
+        assert "model.safetensors" in there
+        assert {"optimizer.safetensors", "manifest.json"} <= there if folder else "optimizer.safetensors" not in there
+
+
+def test_a_saved_model_is_pushed(hub, tmp_path):
+    trainer = pushing(tmp_path / "out")
+    trainer.save_model()
+    ((message, files),) = hub.commits
+    assert message == "Model save"
+    assert "model.safetensors" in files
