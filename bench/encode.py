@@ -10,6 +10,7 @@ line of ``gauge.py``.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -74,6 +75,8 @@ def llamafactory(folder: Path, model: Path, count: int) -> Any:
 
 
 def seconds(prepare: Callable[[Path, Path, int], Any], folder: Path, model: Path, count: int) -> float:
+    gc.collect()
+    gc.freeze()  # else a collection of all that was imported falls into one measurement or another by chance
     begin = time.process_time()
     made = prepare(folder, model, count)
     assert made == count, f"Expected {count} rows. Received: {made}."

@@ -53,14 +53,14 @@ class Words:
     Args:
         backend: the tokenizer proper.
         added: the content of each added token, and its id.
-        refused: texts that hold this cannot be cut at their added tokens.
+        refused: a text that holds one of these cannot be cut at its added tokens.
         ascii_only: refuse all other texts too.
         piece: the ids of what stands between two cuts: a space and a word.
         is_free: whether a text at the beginning, or behind an added token, is read as any other piece.
     """
 
     def __init__(
-        self, backend: Any, added: dict[str, int], refused: re.Pattern[str], ascii_only: bool,
+        self, backend: Any, added: dict[str, int], refused: Sequence[str], ascii_only: bool,
         piece: Callable[[str], list[int]], is_free: bool,
     ) -> None:  # fmt: skip
         self._backend = backend
@@ -106,11 +106,12 @@ class Words:
         return _numbers(b"".join(found)).tolist(), borders
 
     def _is_cut_well(self, text: str) -> bool:
+        if any(word in text for word in self._refused):
+            return False
         if text.isascii():
-            return not self._refused.search(text)
+            return True
         # A script without spaces is one long word after the other, and none comes again.
-        has_words = len(text) < _LONG_WORD * (1 + text.count(" "))
-        return has_words and not self._ascii_only and not self._refused.search(text)
+        return not self._ascii_only and len(text) < _LONG_WORD * (1 + text.count(" "))
 
     def _by_segment(self, segments: Sequence[str]) -> list[bytes]:
         """The ids of each segment; every second one is an added token."""
@@ -265,16 +266,15 @@ def words_of(tokenizer: Any) -> Words | None:
         return None
     normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
     # Tokens with ``normalized`` are looked for in another pass, behind the normalizer.
-    late = any_of([token.content for token in added.values() if token.normalized])
+    late = [token.content for token in added.values() if token.normalized]
     ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
-    has_late = any(token.normalized for token in added.values())
     if pattern := _byte_level_pattern(normalizer, pre_tokenizer):
-        ascii_only = normalizer is not None and has_late
-        return Words(backend, ids, re.compile(late), ascii_only, _ByteLevelPiece(backend, model, pattern), True)
+        ascii_only = normalizer is not None and bool(late)
+        return Words(backend, ids, late, ascii_only, _ByteLevelPiece(backend, model, pattern), True)
     is_spaced = _writes_spaces(normalizer, pre_tokenizer) and not model.ignore_merges
-    if has_late or not is_spaced or not _parts_words(backend):
+    if late or not is_spaced or not _parts_words(backend):
         return None
-    return Words(backend, ids, re.compile(_SPACE), False, _spaced_piece(model), False)
+    return Words(backend, ids, [_SPACE], False, _spaced_piece(model), False)
 
 
 def _state(part: Any) -> Any:
