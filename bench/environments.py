@@ -12,8 +12,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"trl": "trl", "transformers": "trl", "llamafactory": "llamafactory"}
 _REQUIRED = {
-    "trl": ["trl==1.16.0", "transformers==5.23.0"],
-    "llamafactory": ["llamafactory==0.9.5"],
+    "trl": ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"],
+    "llamafactory": [
+        "llamafactory==0.9.5",
+        "transformers==5.6.0",
+        "trl==0.24.0",
+        "accelerate==1.11.0",
+        "datasets==4.0.0",
+        "peft==0.18.1",
+    ],
 }
 
 
@@ -23,14 +30,17 @@ def interpreter(library: str) -> str:
         return sys.executable
     folder = ROOT / ".bench" / _ENVIRONMENT[library]
     ready = folder / "ready"
-    if not ready.exists():
+    wanted = " ".join([pinned_torch(), *_REQUIRED[folder.name]])
+    if not ready.exists() or ready.read_text() != wanted:
         make(folder, _REQUIRED[folder.name])
-        ready.touch()
+        ready.write_text(wanted)
     return str(folder / "bin" / "python")
 
 
 def make(folder: Path, required: list[str]) -> None:
     """A virtual environment with what is required, and the very torch that burnish is measured with."""
+    if folder.is_symlink():  # --clear would empty what it points to, which is somebody else's
+        raise RuntimeError(f"{folder} is a link to {folder.resolve()}, and is not made anew. Take the link away.")
     print(f"Installing {', '.join(required)} into {folder} (once; some minutes) ...", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -29,6 +29,8 @@ class Gauge:
         self.labels = 0
         self.steps: list[tuple[float, float, int]] = []  # processor seconds, wall seconds, labels so far
         self.save_waits_s: list[float] = []
+        self.save_waits_cpu_s: list[float] = []  # of the thread that trains
+        self.step_ended_cpu_s = 0.0
         self.ready: tuple[float, float] | None = None  # when the first step begins
 
     def count(self, labels: Any) -> None:
@@ -41,9 +43,11 @@ class Gauge:
 
     def on_step_end(self) -> None:
         self.steps.append((time.process_time(), time.perf_counter(), self.labels))
+        self.step_ended_cpu_s = time.thread_time()
 
     def on_save(self) -> None:
         self.save_waits_s.append(time.perf_counter() - self.steps[-1][1])
+        self.save_waits_cpu_s.append(time.thread_time() - self.step_ended_cpu_s)
 
     def listen(self, model: Any) -> None:
         """Count the labels that are handed to a model of transformers as the argument ``labels``."""
@@ -60,7 +64,8 @@ class Gauge:
         found = {
             "labels": last_labels - labels, "cpu_s": last_cpu - cpu, "wall_s": last_wall - wall,
             "steps": len(self.steps) - WARM_UP, "peak_bytes": peak_bytes(), "ready_cpu_s": self.ready[0],
-            "ready_wall_s": self.ready[1], "save_waits_s": self.save_waits_s, "versions": versions(), **more,
+            "ready_wall_s": self.ready[1], "save_waits_s": self.save_waits_s,
+            "save_waits_cpu_s": self.save_waits_cpu_s, "versions": versions(), **more,
         }  # fmt: skip
         print(MARK + json.dumps(found), flush=True)
 

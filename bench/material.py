@@ -1,37 +1,76 @@
 """What every measurement is made on: a model with random weights, a tokenizer, conversations, and their rows of ids.
 
-    python bench/material.py FOLDER [--rows 96]
+    python bench/material.py FOLDER [--family qwen2] [--size small] [--layers 8] [--rows 40] [--longest 1024]
 
-Out come, in FOLDER: ``model`` (a 30M Qwen2 shape, with a tokenizer of its own), ``conversations.json`` (alpaca records)
-and ``rows.json`` (the same as token ids and labels, so that every trainer gets the very same tokens). All of it follows
-from ``SEED``: no download, and the same bytes wherever the versions of the libraries are the same.
+Out come, in FOLDER: ``model`` (with a tokenizer of its own), ``conversations.json`` (alpaca records), ``rows.json``
+(the same as token ids and labels, so that every trainer gets the very same tokens) and ``facts.json`` (what a report
+says about them). All of it follows from ``SEED``: no download, and the same bytes wherever the versions of the
+libraries are the same.
 
 The words are made of syllables and drawn by Zipf's law; the lengths of questions and answers are drawn from log-normal
-distributions like those of instruction sets: most rows are short, a few fill the context.
+distributions like those of instruction sets: most rows are short, a few fill the context. No row is longer than
+``--longest``, so that nobody's way to cut a row changes what is learned.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice, product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 SEED = 17
-VOCABULARY = 32_000
-LONGEST = 1024  # tokens of a row
+WORDS = 32_000  # of the tokenizer
 TEMPLATE = "chatml"
 _CHAT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+# The 30M shape, and the width and the vocabulary of Qwen2-0.5B, which has 24 layers.
+SIZES: dict[str, dict[str, int]] = {
+    "small": {"vocab_size": WORDS, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8,
+              "num_attention_heads": 6, "num_key_value_heads": 2},
+    "large": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 4,
+              "num_attention_heads": 14, "num_key_value_heads": 2},
 }  # fmt: skip
+HEAD = 64  # width of an attention head, in both
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gpt2")
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is asked for.
+
+    Args:
+        layers: instead of the size's own number.
+        longest, median: tokens of the longest row; words of a typical one.
+    """
+
+    family: str = "qwen2"
+    size: str = "small"
+    layers: int | None = None
+    rows: int = 40
+    longest: int = 1024
+    median: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values() if value is not None)
+
+
+def shape(asked: Material) -> dict[str, Any]:
+    """The numbers of the model's config. GPT-2 knows most of them under older names, which transformers maps."""
+    found: dict[str, Any] = SIZES[asked.size] | {"max_position_embeddings": max(4096, asked.longest)}
+    found |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    if asked.layers:
+        found["num_hidden_layers"] = asked.layers
+    if asked.family == "gpt2":
+        return {**found, "n_inner": found["intermediate_size"]}
+    return {**found, "head_dim": HEAD}
 
 
 def words(random: Random) -> list[str]:
@@ -58,13 +97,26 @@ class Writer:
         return " ".join(self.random.choices(self.words, self.weights, k=count)).capitalize() + "."
 
 
-def conversations(count: int, seed: int = SEED) -> list[dict[str, str]]:
-    """``count`` alpaca records; with a seed of their own, others of the same kind."""
-    writer = Writer(seed)
-    return [
-        {"instruction": writer.text(30, 0.8, 250), "input": "", "output": writer.text(90, 0.9, 700)}
-        for _ in range(count)
-    ]
+def conversations(count: int, seed: int = SEED, median: int = 120) -> list[dict[str, str]]:
+    """``count`` alpaca records of ``median`` words, a quarter of them asked; with another seed, others of the kind."""
+    return list(islice(drawn(Writer(seed), median), count))
+
+
+def drawn(writer: Writer, median: int) -> Iterator[dict[str, str]]:
+    while True:
+        question, answer = writer.text(median / 4, 0.8, 2 * median), writer.text(3 * median / 4, 0.9, 6 * median)
+        yield {"instruction": question, "input": "", "output": answer}
+
+
+def fitting(asked: Material, tokenizer: Any) -> list[dict[str, str]]:
+    """Conversations whose rows are no longer than asked."""
+    found: list[dict[str, str]] = []
+    for record in drawn(Writer(SEED), asked.median or max(4, asked.longest // 8)):
+        if len(row(record, tokenizer)["input_ids"]) <= asked.longest:
+            found.append(record)
+        if len(found) == asked.rows:
+            break
+    return found
 
 
 def make_tokenizer(folder: Path) -> Any:
@@ -76,7 +128,7 @@ def make_tokenizer(folder: Path) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+        vocab_size=WORDS, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     texts = ("\n".join([c["instruction"], c["output"], "user assistant system"]) for c in conversations(800, SEED + 1))
@@ -88,43 +140,69 @@ def make_tokenizer(folder: Path) -> Any:
     return fast
 
 
-def make_model(folder: Path) -> None:
+def make_model(asked: Material, folder: Path) -> int:
+    """Write the model; the number of its weights, without tables that are only looked up."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(SEED)
-    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(asked.family, **shape(asked)))
+    model.save_pretrained(folder)
+    positions = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("wpe.weight"))
+    return model.num_parameters() - positions
 
 
-def rows(records: list[dict[str, str]], tokenizer: Any) -> list[dict[str, list[int]]]:
+def row(record: dict[str, str], tokenizer: Any) -> dict[str, list[int]]:
     """ChatML by hand: what precedes an answer is not learned, the answer and its end token are."""
-    found = []
-    for record in records:
-        question = f"<|im_start|>user\n{record['instruction']}<|im_end|>\n<|im_start|>assistant\n"
-        prompt = tokenizer(question, add_special_tokens=False)["input_ids"]
-        answer = tokenizer(record["output"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
-        row = {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
-        found.append({name: ids[:LONGEST] for name, ids in row.items()})
+    question = f"<|im_start|>user\n{record['instruction']}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = tokenizer(question, add_special_tokens=False)["input_ids"]
+    answer = tokenizer(record["output"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+
+
+def make(asked: Material, folder: Path) -> None:
+    """Everything, unless it is there."""
+    if (folder / "facts.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(folder / "model")
+    weights = make_model(asked, folder / "model")
+    records = fitting(asked, tokenizer)
+    rows = [row(record, tokenizer) for record in records]
+    (folder / "conversations.json").write_text(json.dumps(records))
+    (folder / "rows.json").write_text(json.dumps(rows))
+    lengths = [len(row["input_ids"]) for row in rows]
+    numbers = shape(asked)
+    facts = {
+        "family": asked.family, "weights": weights, "layers": numbers["num_hidden_layers"],
+        "width": numbers["hidden_size"], "vocabulary": numbers["vocab_size"], "rows": len(rows),
+        "tokens": sum(lengths), "labels": sum(label != -100 for row in rows for label in row["labels"]),
+        "longest_row": max(lengths), "longest": asked.longest,
+    }  # fmt: skip
+    (folder / "facts.json").write_text(json.dumps(facts, indent=2))
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return found
 
 
-def make(folder: Path, count: int) -> None:
-    """Everything, unless it is there."""
-    made = folder / f"rows-{count}"
-    if made.exists():
-        return
-    tokenizer = make_tokenizer(folder / "model")
-    make_model(folder / "model")
-    records = conversations(count)
-    (folder / "conversations.json").write_text(json.dumps(records))
-    (folder / "rows.json").write_text(json.dumps(rows(records, tokenizer)))
-    made.touch()
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2")
+    parser.add_argument("--size", choices=tuple(SIZES), default="small")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--rows", type=int, default=40)
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest row, 32 to 4096")
+    parser.add_argument("--median", type=int, help="words of a typical row; an eighth of --longest if not given")
+
+
+def asked_for(arguments: argparse.Namespace) -> Material:
+    return Material(**{name: getattr(arguments, name) for name in Material.__dataclass_fields__})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=96)
+    add_flags(parser)
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    make(arguments.folder, arguments.rows)
+    make(asked_for(arguments), arguments.folder)

@@ -6,7 +6,6 @@ written by hand and stays.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from settings import BASE, OURS, Setting
+
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-BASE = "TRL, default"
 GB = 1e9
 _PRODUCTS = """
 import time, torch
@@ -47,62 +47,110 @@ def rate_of_products() -> tuple[float, float]:
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def train_section(rounds: Sequence[Round], rate: tuple[float, float], num_rows: int, material: Path) -> str:
-    """Labels per processor second, memory and MFU of each setting."""
-    rows = json.loads((material / "rows.json").read_text())
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    labels = sum(label != -100 for row in rows for label in row["labels"])
-    config = json.loads((material / "model" / "config.json").read_text())
-    weights = num_weights(config)
-    state = 16 * weights  # weights, gradients and AdamW's two moments, all float32
-
-    def mfu(figures: Figures, name: str) -> float:
-        """6 operations per weight and token (Kaplan et al. 2020, section 2.1, https://arxiv.org/abs/2001.08361); the
-        head counts for every token, whoever leaves some out."""
-        made = 6 * weights * speed(figures) * tokens / labels
-        return made / rate[0 if "float32" in name else 1]
-
+def train_section(
+    rounds: Sequence[Round], settings: Sequence[Setting], rate: tuple[float, float], facts: Figures, method: str,
+    part: str,
+) -> str:  # fmt: skip
+    """Labels per processor second, memory and MFU of each setting, and burnish beside the best of each peer."""
     lines = [
-        "| setting | labels / processor s | ratio to TRL's default | peak memory, GB | above weights, gradients, "
-        "optimizer, GB | MFU | mean loss |",
+        "| setting | labels / processor s | ratio to TRL's default | peak memory, GB | above what must be there, GB | "
+        "MFU | mean loss |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name in rounds[0]:
-        each = [found[name] for found in rounds]
-        ratios = [speed(found[name]) / speed(found[BASE]) for found in rounds]
+        each = [found[name] for found in whole(rounds, name)]
+        if not each:
+            lines.append(f"| {name} | failed | | | | | |")
+            continue
         peak = max(figures["peak_bytes"] for figures in each)
+        used = middle(each, lambda figures, name=name: mfu(figures, rate["float32" not in name], facts, method))
         losses = [figures["loss"] for figures in each if figures.get("loss") is not None]
         lines.append(
-            f"| {name} | {middle(each, speed):.0f} | {spread(ratios)} | {peak / GB:.2f} | {(peak - state) / GB:.2f} | "
-            f"{100 * middle(each, lambda figures, name=name: mfu(figures, name)):.0f} % | "
+            f"| {name} | {middle(each, speed):.0f} | {ratios(rounds, name, BASE, speed)} | {peak / GB:.2f} | "
+            f"{(peak - state_bytes(facts, method)) / GB:.2f} | {100 * used:.0f} % | "
             f"{f'{losses[0]:.2f}' if losses else '-'} |"
         )
-    loop = middle([found["burnish, bf16"] for found in rounds], lambda figures: figures["loop_share"])
     return "\n".join(
-        [
-            f"A Qwen2 shape of {weights / 1e6:.1f}M weights ({config['num_hidden_layers']} layers of "
-            f"{config['hidden_size']}, vocabulary {config['vocab_size']:,}); {num_rows} rows of "
-            f"{tokens / len(rows):.0f} tokens in the mean, {max(len(row['input_ids']) for row in rows)} at most, "
-            f"{100 * labels / tokens:.0f} % of them learned; eight rows to a step, with packing two packs of 1,024 "
-            "tokens; full training, AdamW, one thread.",
-            "",
-            *lines,
-            "",
-            f"MFU is against products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} GFLOP/s in float32, "
-            f"{rate[1] / 1e9:.0f} in bfloat16. The loop itself, outside of model, loss, gradients and optimizer, takes "
-            f"{100 * loop:.2f} % of burnish's training in bf16.",
-            "",
-            where(rounds, "train"),
-        ]
+        [described(facts, method), "", *lines, "", *beside_the_best(rounds, settings), about_mfu(rate, method),
+         *loop_line(rounds), "", where(rounds, part)]
+    )  # fmt: skip
+
+
+def described(facts: Figures, method: str) -> str:
+    adapter = "full training" if method == "full" else "LoRA of rank 8 in every linear layer but the head"
+    return (
+        f"A {facts['family']} shape of {facts['weights'] / 1e6:.1f}M weights ({facts['layers']} layers of "
+        f"{facts['width']}, vocabulary {facts['vocabulary']:,}); {facts['rows']} rows of "
+        f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, "
+        f"{100 * facts['labels'] / facts['tokens']:.0f} % of them learned; eight rows to a step, or packs of "
+        f"{facts['longest']:,} tokens that hold about as many; {adapter}, AdamW, one thread."
     )
+
+
+def beside_the_best(rounds: Sequence[Round], settings: Sequence[Setting]) -> list[str]:
+    """burnish beside the fastest setting of each peer, and beside its leanest."""
+    lines = ["| peer | its fastest setting | burnish's rate to it | burnish's memory to its leanest setting |",
+             "|---|---|---:|---:|"]  # fmt: skip
+    if not whole(rounds, OURS):
+        return []
+    for peer, library in (("TRL", "trl"), ("transformers", "transformers"), ("LLaMA-Factory", "llamafactory")):
+        names = [s.name for s in settings if s.library == library and whole(rounds, s.name)]
+        if not names:
+            continue
+        best = max(names, key=lambda name: middle([found[name] for found in whole(rounds, name)], speed))
+        leanest = min(names, key=lambda name: max(found[name]["peak_bytes"] for found in whole(rounds, name)))
+        memory = ratios(rounds, OURS, leanest, lambda figures: figures["peak_bytes"])
+        lines.append(f"| {peer} | {best.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, best, speed)} | {memory} |")
+    return [*lines, ""]
+
+
+def mfu(figures: Figures, rate: float, facts: Figures, method: str) -> float:
+    """Operations of the model's products over the measured rate. Per weight and token 6 (Kaplan et al. 2020, section
+    2.1, https://arxiv.org/abs/2001.08361), 4 where the weights are frozen and have no gradients; the head counts for
+    every token, whoever leaves some out, and attention's own products count for nobody."""
+    operations = (6 if method == "full" else 4) * facts["weights"]
+    return operations * speed(figures) * facts["tokens"] / facts["labels"] / rate
+
+
+def state_bytes(facts: Figures, method: str) -> int:
+    """Weights, gradients and AdamW's two moments in float32; of a frozen model its weights in bfloat16."""
+    return int((16 if method == "full" else 2) * facts["weights"])
+
+
+def about_mfu(rate: tuple[float, float], method: str) -> str:
+    there = "weights, gradients and optimizer in float32" if method == "full" else "the frozen weights in bfloat16"
+    return (
+        f"What must be there: {there}. MFU is against products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} "
+        f"GFLOP/s in float32, {rate[1] / 1e9:.0f} in bfloat16, measured in the same run."
+    )
+
+
+def loop_line(rounds: Sequence[Round]) -> list[str]:
+    each = [found[OURS] for found in whole(rounds, OURS)]
+    if not each:
+        return []
+    loop = middle(each, lambda figures: figures["loop_share"])
+    return [
+        f"The loop itself, outside of model, loss, gradients and optimizer, takes {100 * loop:.2f} % of {OURS}'s "
+        "training."
+    ]
 
 
 def start_section(rounds: Sequence[Round], help_s: float) -> str:
     """From the command to the first step."""
-    lines = ["| setting | processor s | wall s |", "|---|---:|---:|"]
+
+    def ready(figures: Figures) -> float:
+        return float(figures["ready_cpu_s"])
+
+    lines = ["| setting | processor s | burnish's to it | wall s |", "|---|---:|---:|---:|"]
     for name in rounds[0]:
-        each = [found[name] for found in rounds]
-        lines.append(f"| {name} | {median_of(each, 'ready_cpu_s'):.1f} | {median_of(each, 'ready_wall_s'):.1f} |")
+        each = [found[name] for found in whole(rounds, name)]
+        lines.append(
+            f"| {name} | {middle(each, ready):.1f} | {ratios(rounds, OURS, name, ready)} | "
+            f"{median_of(each, 'ready_wall_s'):.1f} |"
+            if each
+            else f"| {name} | failed | | |"
+        )
     return "\n".join(
         [
             "From the start of the process to the first step: imports, model, rows (LLaMA-Factory and burnish encode "
@@ -123,32 +171,58 @@ def save_section(rounds: Sequence[Round]) -> str:
     def wait(figures: Figures) -> float:
         return statistics.median(figures["save_waits_s"])
 
-    theirs, ours = ([found[name] for found in rounds] for name in ("transformers", "burnish"))
-    ratios = [wait(found["burnish"]) / wait(found["transformers"]) for found in rounds]
+    def wait_cpu(figures: Figures) -> float:
+        return statistics.median(figures["save_waits_cpu_s"])
+
+    lines = ["| | wall s | processor s of the thread that trains |", "|---|---:|---:|"]
+    for name in rounds[0]:
+        each = [found[name] for found in whole(rounds, name)]
+        lines.append(
+            f"| {name} | {middle(each, wait):.2f} | {middle(each, wait_cpu):.2f} |"
+            if each
+            else f"| {name} | failed | |"
+        )
+    shares = (ratios(rounds, "burnish", "transformers", figure) for figure in (wait, wait_cpu))
     return "\n".join(
         [
-            "Wall time between the end of a step and `on_save`, for a checkpoint with weights, optimizer, schedule and "
+            "Time between the end of a step and `on_save`, for a checkpoint with weights, optimizer, schedule and "
             "random numbers after every step; the median of a run.",
             "",
-            "| | s |",
-            "|---|---:|",
-            f"| transformers | {middle(theirs, wait):.2f} |",
-            f"| burnish | {middle(ours, wait):.2f} |",
-            f"| ratio | {spread(ratios)} |",
+            *lines,
+            f"| burnish to transformers | {' | '.join(shares)} |",
             "",
             where(rounds, "checkpoint"),
         ]
     )
 
 
-def encoding_section(rounds: Sequence[Round]) -> str:
-    lines = ["| | conversations / processor s | ratio of burnish to it | peak memory, GB |", "|---|---:|---:|---:|"]
+def evaluation_section(rounds: Sequence[Round]) -> str:
+    """Whether an evaluation needs more memory than the training before it."""
+    lines = ["| | peak of the training, GB | peak after the evaluation, GB |", "|---|---:|---:|"]
     for name in rounds[0]:
-        each = [found[name] for found in rounds]
-        ratios = [found["burnish"]["rows_per_cpu_s"] / found[name]["rows_per_cpu_s"] for found in rounds]
+        each = [found[name] for found in whole(rounds, name)]
+        peaks = (f"{median_of(each, which) / GB:.3f}" for which in ("training_peak_bytes", "peak_bytes"))
+        lines.append(f"| {name} | {' | '.join(peaks)} |" if each else f"| {name} | failed | |")
+    return "\n".join(
+        [
+            "Two steps of eight rows, then an evaluation of all rows, eight at a time: the loss only.",
+            "", *lines, "", where(rounds, "evaluation"),
+        ]
+    )  # fmt: skip
+
+
+def encoding_section(rounds: Sequence[Round]) -> str:
+    def rate(figures: Figures) -> float:
+        return float(figures["rows_per_cpu_s"])
+
+    lines = ["| | conversations / processor s | burnish's rate to it | peak memory, GB |", "|---|---:|---:|---:|"]
+    for name in rounds[0]:
+        each = [found[name] for found in whole(rounds, name)]
         lines.append(
-            f"| {name} | {median_of(each, 'rows_per_cpu_s'):.0f} | {spread(ratios)} | "
+            f"| {name} | {middle(each, rate):.0f} | {ratios(rounds, 'burnish', name, rate)} | "
             f"{median_of(each, 'peak_bytes') / GB:.2f} |"
+            if each
+            else f"| {name} | failed | | |"
         )
     return "\n".join(
         [
@@ -177,24 +251,22 @@ def median_of(each: Sequence[Figures], name: str) -> float:
     return middle(each, lambda figures: float(figures[name]))
 
 
-def spread(ratios: Sequence[float]) -> str:
-    """The median, and the least and the greatest."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+def whole(rounds: Sequence[Round], *names: str) -> list[Round]:
+    """The rounds in which none of these failed."""
+    return [found for found in rounds if all("failed" not in found.get(name, {"failed": ""}) for name in names)]
 
 
-def num_weights(config: dict[str, Any]) -> int:
-    """Of a Qwen2 shape whose head is its embedding; biases and norms are too few to count."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    keys = hidden * config["num_key_value_heads"] // heads
-    layer = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * config["intermediate_size"]
-    return int(config["vocab_size"] * hidden + config["num_hidden_layers"] * layer)
+def ratios(rounds: Sequence[Round], name: str, other: str, value: Callable[[Figures], float]) -> str:
+    """The median of one to the other, round by round, with the least and the greatest."""
+    found = [value(each[name]) / value(each[other]) for each in whole(rounds, name, other)]
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else "-"
 
 
 def where(rounds: Sequence[Round], part: str) -> str:
     """The date, the machine, the versions and the command."""
     versions: dict[str, set[str]] = {}
     for figures in (figures for found in rounds for figures in found.values()):
-        for library, number in figures["versions"].items():
+        for library, number in figures.get("versions", {}).items():
             versions.setdefault(library, set()).add(number)
     named = ", ".join(f"{library} {' and '.join(sorted(numbers))}" for library, numbers in sorted(versions.items()))
     return (
@@ -218,4 +290,3 @@ def write(part: str, text: str) -> None:
     whole = DOCUMENT.read_text()
     before, after = whole.split(begin)[0], whole.split(end)[1]
     DOCUMENT.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-    print(text)

@@ -3,7 +3,8 @@
     python bench/train_burnish.py MATERIAL OUTPUT [name=value ...]
 
 In: the folder that ``material.py`` made; options of burnish. Out: the line of ``gauge.py``, with ``loop_share``: the
-share of the training's processor time that was spent outside of model, loss, gradients and optimizer.
+share of the training's processor time that was spent outside of model, loss, gradients and optimizer. With an
+``eval_dataset`` the set is evaluated after the training, and the peak of memory before it is told too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gauge import Gauge, as_callback, common
+from gauge import Gauge, as_callback, common, peak_bytes
+from material import facts_of
 
 from burnish.app.build import assemble, prepare
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
 from burnish.core.events import TrainerCallback
-from burnish.core.loop import train
+from burnish.core.loop import evaluate_all, train
 from burnish.engine.base import create_engine
 
 
@@ -44,8 +46,8 @@ class Stopwatch:
 def run(material: Path, output: str, words: list[str]) -> None:
     given = {
         "model_name_or_path": material / "model", "dataset": material / "conversations.json", "template": "chatml",
-        "finetuning_type": "full", "cutoff_len": 1024, "overwrite_output_dir": True, "overwrite_cache": True,
-        **common(output),
+        "finetuning_type": "full", "cutoff_len": facts_of(material)["longest"], "overwrite_output_dir": True,
+        "overwrite_cache": True, **common(output),
     }  # fmt: skip
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *words])
     planned = plan(merge(file, flags, aliases()))
@@ -61,7 +63,11 @@ def run(material: Path, output: str, words: list[str]) -> None:
         setattr(owner, name, watch.around(getattr(owner, name)))
     begin = time.process_time()
     result = train(made, planned.options)
-    gauge.report(loss=result.training_loss, loop_share=1 - watch.seconds / (time.process_time() - begin))
+    figures = {"loss": result.training_loss, "loop_share": 1 - watch.seconds / (time.process_time() - begin)}
+    if made.eval_sets:
+        figures["training_peak_bytes"] = peak_bytes()
+        evaluate_all(made)
+    gauge.report(**figures)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import without_media  # noqa: F401 - first, because LLaMA-Factory imports torchaudio where it needs none
 from gauge import Gauge, as_callback, common
 from llamafactory.train.tuner import run_exp
+from material import facts_of
 from train_peer import arguments
 from transformers import TrainerCallback
 
@@ -28,7 +29,8 @@ def run(material: Path, output: str, given: dict[str, Any]) -> None:
         {
             "model_name_or_path": str(material / "model"), "stage": "sft", "do_train": True,
             "finetuning_type": "full", "dataset": "rows", "dataset_dir": str(material), "template": "chatml",
-            "cutoff_len": 1024, "overwrite_cache": True, "plot_loss": False, **common(output), **given,
+            "cutoff_len": facts_of(material)["longest"], "overwrite_cache": True, "plot_loss": False,
+            **common(output), **given,
         },
         [as_callback(gauge, TrainerCallback)],
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
     python bench/train_peer.py trl|transformers MATERIAL OUTPUT [name=value ...]
 
-In: the folder that ``material.py`` made; arguments of SFTConfig or TrainingArguments, as Python values. Out: the line
-of ``gauge.py``.
+In: the folder that ``material.py`` made; arguments of SFTConfig or TrainingArguments, as Python values, and beside them
+``finetuning_type='lora'`` for an adapter of ``peft`` and ``dtype='bfloat16'`` for the weights of the model. Out: the
+line of ``gauge.py``.
 """
 
 from __future__ import annotations
@@ -15,16 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from gauge import Gauge, as_callback, common
+from material import facts_of
 
 
 def arguments(words: list[str]) -> dict[str, Any]:
     return {name: ast.literal_eval(value) for name, value in (word.split("=", 1) for word in words)}
 
 
-def trl(material: Path, given: dict[str, Any]) -> tuple[Any, Gauge]:
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def load(material: Path, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(material / "model", dtype=dtype)
+
+
+def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tuple[Any, Gauge]:
     """SFTTrainer over rows that are encoded already; it wants the learned tokens as a mask."""
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     gauge = Gauge()
@@ -34,39 +48,37 @@ def trl(material: Path, given: dict[str, Any]) -> tuple[Any, Gauge]:
         for row in rows
     ]
     trainer = SFTTrainer(
-        str(material / "model"), args=SFTConfig(max_length=1024, **given), train_dataset=Dataset.from_list(encoded),
-        callbacks=[as_callback(gauge, TrainerCallback)],
+        model, args=SFTConfig(max_length=facts_of(material)["longest"], **given),
+        train_dataset=Dataset.from_list(encoded), processing_class=AutoTokenizer.from_pretrained(material / "model"),
+        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback)],
     )  # fmt: skip
     return trainer, gauge
 
 
-def transformers(material: Path, given: dict[str, Any]) -> tuple[Any, Gauge]:
+def transformers(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tuple[Any, Gauge]:
     from datasets import Dataset
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        DataCollatorForSeq2Seq,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
     gauge = Gauge()
-    tokenizer = AutoTokenizer.from_pretrained(material / "model")
+    if adapter is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, adapter)
     trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(material / "model"),
+        model,
         args=TrainingArguments(**given),
         train_dataset=Dataset.from_list(json.loads((material / "rows.json").read_text())),
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(material / "model")),
         callbacks=[as_callback(gauge, TrainerCallback)],
     )
     return trainer, gauge
 
 
 if __name__ == "__main__":
-    library, material, output, *words = sys.argv[1:]
-    trainer, gauge = {"trl": trl, "transformers": transformers}[library](
-        Path(material), {**common(output), **arguments(words)}
-    )
+    library, folder, output, *words = sys.argv[1:]
+    material, given = Path(folder), {**common(output), **arguments(words)}
+    adapter = lora() if given.pop("finetuning_type", "full") == "lora" else None
+    model = load(material, given.pop("dtype", "float32"))
+    trainer, gauge = {"trl": trl, "transformers": transformers}[library](material, model, adapter, given)
     result = trainer.train()
     gauge.report(loss=result.training_loss)
