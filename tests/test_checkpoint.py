@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from burnish.core import snapshot
 from burnish.core.checkpoint import Checkpoints, compare_fingerprints, load, only_writer
 from burnish.core.errors import UserError
 from burnish.core.events import TrainerCallback
@@ -115,6 +117,47 @@ def test_a_part_that_is_missing_is_named(tmp_path):
     folder = Checkpoints(tmp_path, in_background=False).save(1, parts)
     with pytest.raises(UserError, match='no "scheduler"'):
         load(folder, run.parts)
+
+
+def test_weights_that_are_copied_during_the_next_step_are_those_of_their_own_step(tmp_path, monkeypatch):
+    copied = snapshot._copied
+
+    def slowly(tensor):
+        if threading.current_thread().name == "burnish-checkpoint":
+            time.sleep(0.05)  # far longer than a step of this model: without a wait the next update comes first
+        return copied(tensor)
+
+    monkeypatch.setattr(snapshot, "_copied", slowly)
+    monkeypatch.setattr(snapshot, "LARGE_BYTES", 64)
+    at_once, _ = trained(tmp_path / "at_once", save_in_background=False)
+    later, _ = trained(tmp_path / "later")
+    for path in at_once.checkpoints.all():
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (later.checkpoints.folder / path.name / name).read_bytes() == (path / name).read_bytes()
+
+
+def test_copies_are_taken_at_once_where_someone_elses_callback_could_change_a_weight(tmp_path, monkeypatch):
+    class Stranger:
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(1.0)
+
+    copying = []
+    copied = snapshot._copied
+    monkeypatch.setattr(
+        snapshot, "_copied", lambda tensor: copying.append(threading.current_thread().name) or copied(tensor)
+    )
+    monkeypatch.setattr(snapshot, "LARGE_BYTES", 64)
+    trained(tmp_path / "stranger", callbacks=[Stranger()])
+    assert copying
+    assert "burnish-checkpoint" not in copying
+
+
+def trained(folder, **given):
+    run, options = make_run(folder, save_steps=1, max_steps=4, **given)
+    train(run, options)
+    return run, options
 
 
 def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_there(tmp_path, monkeypatch):

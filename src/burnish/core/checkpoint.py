@@ -28,7 +28,7 @@ from typing import Any
 from burnish.core.errors import Problem, UserError
 from burnish.core.manifest import faults, flush_folders, read_manifest, write_manifest
 from burnish.core.options import option
-from burnish.core.snapshot import join, rng_state, set_rng_state, split
+from burnish.core.snapshot import copy_large, join, rng_state, set_rng_state, split
 from burnish.core.state import TrainerState
 from burnish.core.types import Stateful
 
@@ -101,16 +101,23 @@ class Checkpoints:
         self.barrier = barrier
         self.last_step: int | None = None  # of the last save in this process
         self._writer: threading.Thread | None = None
+        self._has_copies = threading.Event()  # of everything that the next update changes
+        self._has_copies.set()
         self._failure: BaseException | None = None
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, parts: Mapping[str, Stateful], *, best: str | None = None) -> Path:
+    def save(
+        self, step: int, parts: Mapping[str, Stateful], *, best: str | None = None, copies_later: bool = False
+    ) -> Path:
         """Write ``checkpoint-<step>``, then let old ones go.
 
         Args:
             parts: every part; the one called "rng" is written by every rank, the others by rank 0.
             best: a checkpoint folder that rotation must keep.
+            copies_later: leave the copying of large tensors to the writing thread as well. Whoever asks for it calls
+                ``settle`` before a weight or a state of the optimizer changes: the next forward and backward passes
+                only read them, so most of a step may pass meanwhile.
         Raises:
             OSError: of this or of the previous save, if the disk is full, say. What was there before is untouched.
         """
@@ -127,32 +134,56 @@ class Checkpoints:
         self.barrier()
         if self.rank != 0:
             return target
+        copies_later = copies_later and self.in_background
         taken = {
-            _stem(name, part): split(part.state_dict(), copy=self.in_background)
+            _stem(name, part): split(part.state_dict(), copy=self.in_background, leave_large=copies_later)
             for name, part in parts.items()
             if name != "rng"
         }
-        if self.write_extras is not None:
-            self.write_extras(temporary)
+
+        def add_extras() -> None:
+            if self.write_extras is not None:
+                self.write_extras(temporary)
+
+        def copy() -> None:
+            try:
+                for tensors, _ in taken.values():
+                    copy_large(tensors)
+            finally:
+                self._has_copies.set()
+            add_extras()
 
         def write() -> None:
+            if copies_later:
+                copy()
             for stem, (tensors, data) in taken.items():
                 _write_part(temporary, stem, tensors, data)
             write_manifest(temporary, step, self.fingerprints)
-            replaced = self.folder / f"{_TEMPORARY}replaced-{target.name}"
-            if target.exists():
-                target.rename(replaced)
-            temporary.rename(target)
-            flush_folders([self.folder])
-            shutil.rmtree(replaced, ignore_errors=True)
+            self._put_in_place(temporary, target)
             self._rotate(keep={target.name, Path(best).name if best else ""})
 
+        if not copies_later:
+            add_extras()
         if self.in_background:
+            if copies_later:
+                self._has_copies.clear()
             self._writer = threading.Thread(target=self._guarded, args=(write,), name="burnish-checkpoint")
             self._writer.start()
         else:
             write()
         return target
+
+    def settle(self) -> None:
+        """Until the checkpoint under way holds copies of its own, so that what it saves may change."""
+        self._has_copies.wait()
+
+    def _put_in_place(self, temporary: Path, target: Path) -> None:
+        replaced = self.folder / f"{_TEMPORARY}replaced-{target.name}"
+        if target.exists():
+            target.rename(replaced)
+        temporary.rename(target)
+        flush_folders([self.folder])
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def wait(self) -> None:
         """Until the checkpoint under way is on the disk. Raises what went wrong while it was written."""

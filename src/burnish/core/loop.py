@@ -31,6 +31,7 @@ from torch import Tensor
 from burnish.core.checkpoint import load_part
 from burnish.core.early_stopping import is_higher_better, metric_name
 from burnish.core.errors import MissingMetricError, NonFiniteError, Problem
+from burnish.core.events import EVENTS
 from burnish.core.meter import Clock, Totals
 from burnish.core.options import option
 from burnish.core.types import Batch, Group, Loss, Run
@@ -103,6 +104,7 @@ def take_step(run: Run, group: Group, options: Any) -> None:
     loss = sum_of([loss.total.detach() for loss in losses]) * share
     norm = engine.clip(trainable(run), options.max_grad_norm)
     run.callbacks.fire("on_pre_optimizer_step")
+    run.checkpoints.settle()  # the last moment at which the weights are those that a checkpoint under way saves
     is_applied = engine.step(run.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
     run.callbacks.fire("on_optimizer_step")
     if is_applied and not follows_metric(run.scheduler):
@@ -229,7 +231,9 @@ def save(run: Run) -> None:
     if run.state.best_global_step == run.state.global_step:
         run.state.best_model_checkpoint = str(folder)
     run.state.stateful_callbacks = run.callbacks.state_dict()
-    run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint)
+    # Only an update changes a weight, as far as burnish's own code goes; of other code nobody knows.
+    is_ours = run.microstep is None and not any(run.callbacks.strangers(event) for event in EVENTS)
+    run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint, copies_later=is_ours)
     if run.callbacks.strangers("on_save"):
         run.checkpoints.wait()  # someone else's callback may read or upload the folder
     run.callbacks.fire("on_save")
@@ -255,6 +259,7 @@ def switch(run: Run, is_training: bool) -> None:
     run.model.train(is_training)
     swap = getattr(run.optimizer, "train" if is_training else "eval", None)
     if callable(swap):
+        run.checkpoints.settle()
         swap()
 
 

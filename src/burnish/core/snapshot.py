@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LARGE_BYTES = 1 << 20
+"""A tensor above this takes long enough to copy that training is not held up for it."""
 _TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
 
 
-def split(state: Any, *, copy: bool = True) -> tuple[dict[str, Tensor], Any]:
+def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[dict[str, Tensor], Any]:
     """The tensors by path, and the rest as JSON data in which each tensor is named.
 
     Args:
         copy: take copies on the CPU, so that training may go on while they are written.
+        leave_large: but for tensors above ``LARGE_BYTES``, which ``copy_large`` copies later.
     Raises:
         TypeError: for a value that is neither data nor a tensor, with its path.
     """
@@ -28,7 +31,8 @@ def split(state: Any, *, copy: bool = True) -> tuple[dict[str, Tensor], Any]:
 
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = _copied(value) if copy else value.detach()
+            is_copied = copy and not (leave_large and value.nbytes > LARGE_BYTES)
+            tensors[path] = _copied(value) if is_copied else value.detach()
             return {_TENSOR: path}
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -57,6 +61,13 @@ def join(tensors: Mapping[str, Tensor], data: Any) -> Any:
     if _TUPLE in data:
         return tuple(join(tensors, item) for item in data[_TUPLE])
     return {key: join(tensors, item) for key, item in data.items()}
+
+
+def copy_large(tensors: dict[str, Tensor]) -> None:
+    """Put copies in the place of the tensors that ``split`` left."""
+    for path, tensor in tensors.items():
+        if tensor.nbytes > LARGE_BYTES:
+            tensors[path] = _copied(tensor)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -57,7 +57,10 @@ class FaceCheckpoints(Checkpoints):
         self.trainer = trainer
         self.due: tuple[int, Mapping[str, Stateful], str | None] | None = None  # while a save is under way
 
-    def save(self, step: int, parts: Mapping[str, Stateful], *, best: str | None = None) -> Path:
+    def save(
+        self, step: int, parts: Mapping[str, Stateful], *, best: str | None = None, copies_later: bool = False
+    ) -> Path:
+        """``copies_later`` is not asked for here: what a subclass does after it may change any weight."""
         self.due = step, parts, best
         self.trainer._save_checkpoint(self.trainer.model, self.trainer._trial)
         self.due = None
