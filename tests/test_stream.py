@@ -79,6 +79,23 @@ def test_a_stream_resumed_from_its_state_goes_on_where_it_stopped(stop_after):
     assert seen + rest == expected
 
 
+@pytest.mark.parametrize("done", [1, 50, 5000])
+def test_a_resumed_stream_touches_no_row_before_its_place(done):
+    touched = []
+
+    class Rows(list):
+        def __getitem__(self, index):
+            touched.append(index)
+            return super().__getitem__(index)
+
+    s = RowStream(Rows(range(40_000)), collate, Cut(2, 2), seed=7, options=StreamOptions())
+    s.load_state_dict({"epoch": 0, "position": 4 * done})
+    expected = s.order(0)[4 * done : 4 * done + 4]
+    touched.clear()
+    assert items_of(next(s.groups())) == expected
+    assert touched == expected
+
+
 def test_what_was_read_ahead_but_not_used_is_read_again():
     s = stream()
     groups = s.groups()

@@ -1,0 +1,127 @@
+"""What the loop spends beside model and optimizer, counted rather than timed."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from burnish.core.loop import evaluate, train
+from burnish.core.types import Loss
+from burnish.engine.base import SingleEngine
+from toy import make_run
+
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
+
+
+class Counted(TorchDispatchMode):
+    """Numbers that are read from a tensor, one by one or as a list."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.reads = 0
+        as_list = torch.Tensor.tolist
+
+        def tolist(tensor):
+            self.reads += tensor.is_floating_point()  # the order of the rows, whole numbers, is drawn on the CPU
+            return as_list(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.reads += function in READS
+        return function(*args, **(kwargs or {}))
+
+
+class DeviceEngine(SingleEngine):
+    """Clips and steps as on a GPU, where nothing of either is read; counts sums over ranks."""
+
+    num_sums = 0
+
+    def clip(self, parameters, max_norm):
+        gradients = [parameter.grad for parameter in parameters]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def step(self, optimizer, is_finite):
+        optimizer.step()
+        return True
+
+    def sum(self, value):
+        self.num_sums += 1
+        return value
+
+
+def costs(tmp_path, monkeypatch, **given):
+    """Reads and sums over ranks of twelve steps."""
+    run, options = make_run(tmp_path, max_steps=12, save_strategy="no", **given)
+    run.engine = DeviceEngine(options)
+    with Counted(monkeypatch) as counted:
+        train(run, options)
+    return counted.reads, run.engine.num_sums
+
+
+@pytest.mark.parametrize("every", [1, 3, 6])
+def test_a_log_costs_one_read_of_the_device_and_a_step_none(tmp_path, monkeypatch, every):
+    reads, _ = costs(tmp_path, monkeypatch, logging_steps=every)
+    assert reads == 12 // every + 1  # and one for the summary
+
+
+def test_nothing_is_read_or_summed_for_a_log_that_is_not_written(tmp_path, monkeypatch):
+    reads, sums = costs(tmp_path, monkeypatch, logging_strategy="no")
+    assert reads == 1  # the summary's
+    assert sums == 12 + 1  # the weight of each step, and the summary
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that new tensors held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in old:
+                self.add(leaf.untyped_storage().nbytes(), leaf)
+        return made
+
+    def add(self, size, tensor):
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(tensor, self.remove, size)
+
+    def remove(self, size):
+        self.bytes -= size
+
+
+class Wide:
+    """A loss over many classes, of which nobody asked for the logits."""
+
+    def collate(self, rows):
+        return {"input_ids": torch.stack([row[0] for row in rows]), "labels": torch.stack([row[1] for row in rows])}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["labels"])))
+
+    def loss(self, model, batch):
+        return Loss(model(batch["input_ids"]).logsumexp(-1).sum(), {})
+
+
+def test_an_evaluation_never_holds_more_than_a_step_of_the_training(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4096))
+    run, options = make_run(
+        tmp_path, model=model, eval_rows=40, max_steps=2, save_strategy="no", per_device_eval_batch_size=2
+    )
+    run.objective = Wide()
+    with Live() as training:
+        train(run, options)
+    with Live() as evaluation:
+        evaluate(run, run.eval_sets[""], "eval")
+    assert 2 * 4096 * 4 <= evaluation.peak < training.peak
+    assert evaluation.peak < 4 * 2 * 4096 * 4  # one batch's logits and what is made of them, however many batches
