@@ -186,7 +186,8 @@ def save_section(rounds: Sequence[Round]) -> str:
     return "\n".join(
         [
             "Time between the end of a step and `on_save`, for a checkpoint with weights, optimizer, schedule and "
-            "random numbers after every step; the median of a run.",
+            "random numbers every four steps, and what the next update then waits for its copies; the median of a run. "
+            "burnish writes while it trains on, and waits for the last one at the end of the run.",
             "",
             *lines,
             f"| burnish to transformers | {' | '.join(shares)} |",

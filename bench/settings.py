@@ -73,7 +73,8 @@ def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
     )  # fmt: skip
 
 
-_SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 1}
+# Steps enough between two checkpoints that the first is on the disk when the second is due.
+_SAVES = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4}
 CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
     training("burnish", "burnish", bf16=True, **_SAVES),

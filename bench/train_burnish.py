@@ -1,4 +1,4 @@
-"""One training by burnish, measured: what ``burnish train`` does, with a callback that reads the clocks.
+"""One training by burnish, measured: what ``burnish train`` does, with clocks that are read at its events.
 
     python bench/train_burnish.py MATERIAL OUTPUT [name=value ...]
 
@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gauge import Gauge, as_callback, common, peak_bytes
+from gauge import Gauge, common, peak_bytes
 from material import facts_of
 
 from burnish.app.build import assemble, prepare
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
-from burnish.core.events import TrainerCallback
 from burnish.core.loop import evaluate_all, train
 from burnish.engine.base import create_engine
 
@@ -43,6 +42,30 @@ class Stopwatch:
         return timed
 
 
+def listen(gauge: Gauge, made: Any) -> None:
+    """Give ``gauge`` the events. Not by a callback: one of someone else's makes the loop wait for the whole checkpoint,
+    because it may read it. What an update waits for a checkpoint's copies is added to the wait."""
+    fire, settle = made.callbacks.fire, made.checkpoints.settle
+
+    def heard(event: str, **details: Any) -> Any:
+        if event == "on_step_begin":
+            gauge.on_step_begin()
+        control = fire(event, **details)
+        if event == "on_step_end":
+            gauge.on_step_end()
+        if event == "on_save":
+            gauge.on_save()
+        return control
+
+    def settled() -> None:
+        begin = time.perf_counter()
+        settle()
+        if gauge.save_waits_s:
+            gauge.save_waits_s[-1] += time.perf_counter() - begin
+
+    made.callbacks.fire, made.checkpoints.settle = heard, settled
+
+
 def run(material: Path, output: str, words: list[str]) -> None:
     given = {
         "model_name_or_path": material / "model", "dataset": material / "conversations.json", "template": "chatml",
@@ -52,9 +75,8 @@ def run(material: Path, output: str, words: list[str]) -> None:
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *words])
     planned = plan(merge(file, flags, aliases()))
     gauge, watch = Gauge(), Stopwatch()
-    made = assemble(
-        planned, prepare(planned), create_engine(planned.options), None, [as_callback(gauge, TrainerCallback)]
-    )
+    made = assemble(planned, prepare(planned), create_engine(planned.options), None)
+    listen(gauge, made)
     made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
     for owner, name in (
         (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
