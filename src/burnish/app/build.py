@@ -52,6 +52,7 @@ from burnish.data.templates import fit_tokenizer, load_template
 from burnish.engine.base import create_engine, set_seed
 from burnish.models.attention import Layout, lay_flat
 from burnish.models.check import check_model
+from burnish.models.fused import fuse
 from burnish.models.load import check_context, load_config, load_model, meta_model, raise_if_not_finite
 from burnish.models.save import save_config, save_model
 from burnish.models.source import adapter_folders
@@ -354,12 +355,14 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
 
 
 def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> tuple[bool, list[str]]:
-    """Choose between flat and padded batches, and find the way to the head.
+    """Choose between flat and padded batches, and find the way through layers and head.
 
     Returns:
         whether batches lie flat, and sentences for a person.
     """
     layout = Layout(False)
+    if not options.torch_compile and next(model.parameters()).device.type == "cpu":
+        fuse(model)  # a compiler fuses by itself
     if options.padding_free or packs_rows(options, options.stage):
         layout = lay_flat(model, own_attention=options.flash_attn == "auto")
     notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat))

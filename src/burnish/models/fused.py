@@ -1,0 +1,127 @@
+"""Lets a model's norms and gated layers go through ``ops.elementwise`` on a CPU.
+
+In: a loaded model. Out: the same model; the modules that were proven to compute what burnish's functions compute do so
+through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
+function get the same random input and must answer the same. Weights, names of weights, hooks and wrapped linear layers
+(LoRA, quantised) stay as they are; a module on another device than a CPU runs its own code.
+"""
+
+# H hidden size
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from burnish.ops.elementwise import ACTIVATIONS, activated, gated, rms_norm
+from burnish.ops.probe import REFUSALS
+
+_TOLERANCE = 1e-5  # of the greatest value, in float32
+_EPSILONS = ("variance_epsilon", "eps")
+
+
+def fuse(model: nn.Module) -> int:
+    """Replace the forward passes that can be; how many were."""
+    found = 0
+    for module in model.modules():
+        forward = _norm_of(module) or _gated_of(module)
+        if forward is not None and "forward" not in vars(module):
+            module.forward = MethodType(forward, module)
+            found += 1
+    return found
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _norm_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The forward pass of a root mean square norm: a module with a vector of weights, and nothing else but an eps."""
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or module.weight.ndim != 1 or _eps(module) is None:
+        return None
+    weight = 1 + torch.rand(module.weight.shape)  # type: ignore[arg-type]
+    x = torch.randn(3, len(weight))
+    for forward, offset in ((_plain_norm, 0.0), (_offset_norm, 1.0)):
+        if _same(lambda: functional_call(module, {"weight": weight}, (x,)), rms_norm(x, weight, _eps(module), offset)):  # type: ignore[arg-type]
+            return forward
+    return None
+
+
+def _eps(module: Any) -> float | None:
+    return next((getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
+
+
+def _plain_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    return _normed(module, hidden_states, 0.0)
+
+
+def _offset_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    return _normed(module, hidden_states, 1.0)
+
+
+def _normed(module: Any, x: Tensor, offset: float) -> Tensor:
+    if x.device.type != "cpu":
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    return rms_norm(x, module.weight, _eps(module), offset)  # type: ignore[arg-type]
+
+
+# --- gated layers -----------------------------------------------------------------------------------------------------
+
+_PARTS = ["act_fn", "down_proj", "gate_proj", "up_proj"]
+
+
+def _gated_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The forward pass of ``down(activation(gate(x)) * up(x))``: a module with these four parts and no weights beside.
+
+    It is asked with its linear layers replaced by three simple functions, so that what they are does not matter.
+    """
+    if sorted(name for name, _ in module.named_children()) != _PARTS or list(module.parameters(recurse=False)):
+        return None
+    x = torch.randn(3, 8)
+    stand_in = type(module).__new__(type(module))
+    nn.Module.__init__(stand_in)
+    vars(stand_in).update({name: value for name, value in vars(module).items() if not name.startswith("_")})
+    stand_in.act_fn = module.act_fn
+    stand_in.gate_proj, stand_in.up_proj, stand_in.down_proj = _Times(2.0), _Times(3.0), _Times(5.0)
+    for name in ACTIVATIONS:
+        if _same(lambda: type(module).forward(stand_in, x), 5 * activated(2 * x, name) * (3 * x)):
+            return _FORWARDS[name]
+    return None
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _gated_with(activation: str) -> Callable[..., Tensor]:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return type(module).forward(module, x)  # type: ignore[no-any-return]
+        projected: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
+        return projected
+
+    return forward
+
+
+_FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
+
+
+def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
+    """Whether a module answers as burnish's function does; one that does not take the question does not."""
+    try:
+        with torch.no_grad():
+            said = plain()
+    except REFUSALS:
+        return False
+    is_alike = isinstance(said, Tensor) and said.shape == ours.shape
+    return is_alike and bool((said - ours).abs().max() <= _TOLERANCE * ours.abs().max())

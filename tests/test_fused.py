@@ -1,0 +1,146 @@
+"""The elementwise parts of a layer: equal to the formulas as written, found by structure, and only where they fit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from burnish.models.fused import fuse
+from burnish.ops.elementwise import ACTIVATIONS, gated, rms_norm
+from tiny_models import tiny_model
+
+ROWS = 700  # more than one block at this width
+WIDTH = 512
+
+
+def formula_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + weight.double())
+
+
+def formula_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def outcome(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The output and the gradients of all inputs, for an upstream gradient that is the same each time."""
+    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    output = function(*inputs)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
+    return [output, *torch.autograd.grad(output, inputs, upstream)]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The greatest difference, in units of the greatest value."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_norm_is_its_formula_and_so_are_its_gradients(offset: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, ROWS // 2, WIDTH), torch.rand(WIDTH) + 0.5
+    ours = outcome(lambda x, w: rms_norm(x, w, 1e-6, offset), x, weight)
+    for mine, plain in zip(ours, outcome(lambda x, w: formula_norm(x, w, 1e-6, offset), x, weight), strict=True):
+        assert distance(mine, plain) < 1e-6
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gated_product_is_its_formula_and_so_are_its_gradients(activation: str) -> None:
+    torch.manual_seed(0)
+    gate, up = torch.randn(2, ROWS // 2, WIDTH), torch.randn(2, ROWS // 2, WIDTH)
+    ours = outcome(lambda g, u: gated(g, u, activation), gate, up)
+    for mine, plain in zip(ours, outcome(lambda g, u: formula_gated(g, u, activation), gate, up), strict=True):
+        assert distance(mine, plain) < 1e-6
+
+
+def test_in_bfloat16_both_are_as_near_to_the_truth_as_the_plain_operations() -> None:
+    torch.manual_seed(0)
+    x, up, weight = torch.randn(ROWS, WIDTH).bfloat16(), torch.randn(ROWS, WIDTH).bfloat16(), torch.rand(WIDTH) + 0.5
+    pairs = [
+        (lambda g, u: gated(g, u, "silu"), lambda g, u: formula_gated(g, u, "silu"), (x, up)),
+        (lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: plain_norm(x, w), (x, weight.bfloat16())),
+    ]
+    for ours, plain, inputs in pairs:
+        truth = outcome(plain, *(value.double() for value in inputs))
+        for mine, usual, exact in zip(outcome(ours, *inputs), outcome(plain, *inputs), truth, strict=True):
+            assert distance(mine, exact) <= 1.5 * distance(usual, exact)
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_under_autocast_a_norm_gives_what_the_next_layer_would_cast_it_to() -> None:
+    x, weight = torch.randn(5, WIDTH), torch.rand(WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        normed = rms_norm(x, weight, 1e-6)
+    assert torch.equal(normed, rms_norm(x, weight, 1e-6).bfloat16())
+
+
+# Two layers: two norms each and one at the end, and a gated layer each; Qwen3 norms queries and keys too, Gemma 2 has
+# two more norms in a layer. GPT-2 has neither.
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("llama", 7), ("qwen2", 7), ("qwen3", 11), ("mistral", 7), ("gemma", 7), ("gemma2", 11), ("gpt2", 0)],
+)
+def test_a_fused_model_gives_the_losses_and_gradients_of_the_plain_one(family: str, count: int) -> None:
+    plain, fused = tiny_model(family), tiny_model(family)
+    assert fuse(fused) == count
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    ids = torch.arange(3, 33).view(2, 15)
+    for model in (plain, fused):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for mine, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
+        assert distance(mine.grad, theirs.grad) < 1e-5  # each is a sum over 30 positions of what is rounded at 1e-7
+
+
+def test_frozen_weights_of_a_norm_get_no_gradient() -> None:
+    weight = torch.rand(WIDTH)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    rms_norm(x, weight, 1e-6).sum().backward()
+    assert weight.grad is None
+    assert x.grad is not None
+
+
+class Shifted(nn.Module):
+    """Looks like a norm, and is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight + 1e-2
+
+
+class Ungated(nn.Module):
+    """Has the parts of a gated layer, and uses them otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
+
+
+def test_a_module_that_only_looks_like_one_is_left_alone() -> None:
+    assert fuse(nn.Sequential(Shifted(), Ungated(), nn.LayerNorm(8))) == 0
+
+
+def test_hooks_on_a_fused_module_are_still_called() -> None:
+    model = tiny_model("llama")
+    fuse(model)
+    heard: list[nn.Module] = []
+    for layer in model.model.layers:
+        for module in (layer.mlp, layer.mlp.gate_proj, layer.input_layernorm):
+            module.register_forward_hook(lambda module, *_: heard.append(module))
+    model(input_ids=torch.arange(3, 9).view(1, 6))
+    assert len(heard) == 6
