@@ -71,7 +71,7 @@ def test_a_value_may_have_another_size_than_a_key():
     assert (flat_attention(*tensors, cu_seq_lens(), 140, Scores()) - whole(*tensors, Scores())).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("length", [100, 600], ids=["in products", "in the fused kernel"])
+@pytest.mark.parametrize("length", [100, 600], ids=["in products", "in blocks"])
 def test_in_bfloat16_it_is_as_near_to_the_truth_as_attention_written_down(length):
     lengths = [length]
     tensors = inputs(dtype=torch.bfloat16, lengths=lengths)

@@ -3,11 +3,12 @@
 In:  queries, keys and values of all tokens, and where each sequence begins. Out: the weighted values, token by token.
 
 On a GPU one kernel takes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``); nothing is
-read from the device. On a CPU each sequence has a call of its own: torch's fused attention, or in 16 bits and for short
-sequences three matrix products, which its kernel loses to. Measured on one AVX512-BF16 core (14 heads of 64 on 2 keys,
-1,024 tokens, forward and backward), time of the fused kernel over that of the products: bfloat16 3.1 in sequences of
-64 tokens, 2.1 of 256, 1.2 of 512, 0.8 of 1,024; float32 1.0 of 64, 0.9 of 256, 0.4 of 512. Where the scores are capped
-or have a sink, which no fused kernel of torch knows, the products are the only way.
+read from the device. On a CPU each sequence has a call of its own: in 16 bits three matrix products for short sequences
+and ``ops.blockwise`` for long ones, else torch's fused attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2
+keys, forward and backward of one sequence, bfloat16), ms of the products, of blocks and of the fused kernel: 256 tokens
+6, 10, 16; 512 tokens 38, 29, 48; 1,024 tokens 240, 99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes
+as long as the products at 64 tokens, and less beyond. Where the scores are capped or have a sink, which no fused kernel
+of torch knows, the products are the only way.
 """
 
 # T tokens of all sequences, S sequences, L tokens of one sequence, H query heads, K key heads (H is a multiple of K),
@@ -26,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from burnish.ops.blockwise import blockwise_attention
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 # --- one call per sequence --------------------------------------------------------------------------------------------
 
-_SHORT = 512
+_SHORT = 384
 """Tokens up to which a sequence in 16 bits goes through the products on a CPU."""
 
 
@@ -128,10 +131,12 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], s
 def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """(H, L, D), (K, L, D), (K, L, E) -> (H, L, E)"""
     length = query.shape[1]
-    is_short = length <= _SHORT and query.device.type == "cpu" and query.element_size() == 2
+    is_half = query.device.type == "cpu" and query.element_size() == 2
     window = scores.window if scores.window and scores.window < length else None
-    if is_short or not scores.is_plain:
+    if (is_half and length <= _SHORT) or not scores.is_plain:
         return masked_attention(query, key, value, _band(length, window, query.dtype, query.device), scores)
+    if is_half and window is None and not scores.dropout:
+        return blockwise_attention(query, key, value, query.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     mixed = F.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
