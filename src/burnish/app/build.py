@@ -302,6 +302,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     stream = RowStream(
         prepared.rows, objective.collate, cut, seed=options.seed if options.data_seed is None else options.data_seed,
         options=options, lengths=item_lengths(prepared.sample) if prepared.sample is prepared.rows else None,
+        buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
     state = TrainerState(
         max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,

@@ -189,6 +189,22 @@ def check_encode_ahead(options: Any) -> list[Problem]:
     ]
 
 
+def check_streaming(options: Any) -> list[Problem]:
+    """LLaMA-Factory's conditions, and what cannot be had without reading everything first."""
+    if not options.streaming:
+        return []
+    problems = []
+    if options.max_steps <= 0 and trains(options):
+        problems.append(Problem('"streaming" needs "max_steps".', remedy="Set max_steps: 1000, say."))
+    if 0 < options.val_size < 1:
+        what = f'"val_size" must be a number of records when streaming. Received: {options.val_size:g}, a share.'
+        problems.append(Problem(what, remedy="Set val_size: 100, say."))
+    if trains(options) and (why := _needs_all_rows(options)):
+        what = f'"streaming" is true, and {why} needs all rows before the first step.'
+        problems.append(Problem(what, remedy="Leave one of the two out."))
+    return problems
+
+
 def _needs_all_rows(options: Any) -> str:
     """The option that needs them; "" where none does."""
     if packs_rows(options, options.stage):

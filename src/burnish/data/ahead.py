@@ -64,9 +64,8 @@ def encode_ahead(
                 check(row)
         return made, tally
 
-    return AheadRows(
-        encode_some, len(examples), place_ahead(examples, fingerprint, options), options.preprocessing_batch_size
-    )
+    folder = None if options.streaming else place_ahead(examples, fingerprint, options)
+    return AheadRows(encode_some, len(examples), folder, options.preprocessing_batch_size)
 
 
 def going_ahead(rows: Any) -> AbstractContextManager[None]:
@@ -80,11 +79,11 @@ class AheadRows(Sequence["Row | None"]):
     Args:
         encode: example numbers -> rows.
         num_examples: in all.
-        folder: of the segments.
+        folder: of the segments; None keeps nothing, and encodes where rows are wanted.
         batch_size: examples encoded together.
     """
 
-    def __init__(self, encode: EncodeSome, num_examples: int, folder: Path, batch_size: int) -> None:
+    def __init__(self, encode: EncodeSome, num_examples: int, folder: Path | None, batch_size: int) -> None:
         self.encode, self.folder, self.batch_size = encode, folder, batch_size
         self.tally = Tally()  # of what was encoded on the spot
         self._places = array("q", [-1]) * num_examples  # example -> its row, counted through all segments
@@ -93,8 +92,9 @@ class AheadRows(Sequence["Row | None"]):
         self._starts: list[int] = []
         self._orders: Connection | None = None  # to the process that goes ahead
         self._is_told = False
-        begin_place(folder)
-        self._look()
+        if folder is not None:
+            begin_place(folder)
+            self._look()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -149,7 +149,7 @@ class AheadRows(Sequence["Row | None"]):
 
         It is forked before the run holds locks, devices or threads, which a forked process would keep or break.
         """
-        if "fork" not in get_all_start_methods() or self.num_encoded == len(self):
+        if self.folder is None or "fork" not in get_all_start_methods() or self.num_encoded == len(self):
             yield
             return
         context = get_context("fork")
@@ -172,6 +172,7 @@ class AheadRows(Sequence["Row | None"]):
             self._orders.send_bytes(array("q", order).tobytes())
 
     def _go_ahead(self, orders: Connection, other_end: Connection) -> None:
+        assert self.folder is not None
         other_end.close()  # so that the end of the run is the end of the pipe
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the run says when to end
         parent, order = os.getppid(), array("q")
@@ -193,6 +194,7 @@ class AheadRows(Sequence["Row | None"]):
                 missing = missing[size:]
 
     def _write_segment(self, examples: Sequence[int], goes_on: Callable[[], bool]) -> None:
+        assert self.folder is not None
         tally = Tally()
         with replacing(self.folder / f"segment-{len(self._folders()):06}") as partial:
             writer = RowWriter(partial)
@@ -212,6 +214,8 @@ class AheadRows(Sequence["Row | None"]):
     # --- segments ---
 
     def _folders(self) -> list[Path]:
+        if self.folder is None:
+            return []
         return sorted(path for path in self.folder.glob("segment-*") if (path / MANIFEST).is_file())
 
     def _look(self) -> None:

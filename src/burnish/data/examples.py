@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import Example
@@ -22,8 +23,6 @@ from burnish.data.tally import Tally
 
 if TYPE_CHECKING:
     from numpy import ndarray
-
-    from burnish.data.record_index import RecordIndex
 
 Located: TypeAlias = tuple[Values, str, int]
 """A record, its source as an error names it, and its number in it from 1."""
@@ -52,16 +51,26 @@ def content_hash(examples: Sequence[Example]) -> str:
 # --- sets that are not held -------------------------------------------------------------------------------------------
 
 
+class Table(Protocol):
+    """Records that can be asked for one by one: a ``RecordIndex``, or a table of the datasets library."""
+
+    path: Path  # as an error names it
+    content_hash: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Values: ...
+
+
 @dataclass(frozen=True)
 class IndexedSet:
-    """One data set in files that are indexed.
+    """One data set whose records stay where they are.
 
     Args:
         chosen: the records that belong to it, numbered through all files.
         layout: how they are read.
     """
 
-    files: Sequence[RecordIndex]
+    files: Sequence[Table]
     chosen: Sequence[int]
     layout: Layout
 

@@ -53,13 +53,14 @@ class DataOptions:
     tokenized_path: str | None = option(
         None, "A folder for the encoded rows: written if it is not there, read if it is."
     )
-    streaming: bool = option(False, "Read the data while training; not there yet.")
+    streaming: bool = option(
+        False, "Leave the records where they are, read them one by one, encode them when they are wanted, and keep no "
+        "encoded rows; needs max_steps.",
+    )  # fmt: skip
     buffer_size: int = option(
-        16384,
-        "Records to shuffle among when streaming.",
-        ge=1,
-        ignored="it belongs to streaming, which is not there yet.",
-    )
+        16384, "Records that are shuffled among each other when streaming: so many that lie together.", ge=1,
+        unit="records",
+    )  # fmt: skip
     on_bad_record: Literal["raise", "drop"] = option(
         "raise", "A record that breaks its format: stop and name it, or drop and count it."
     )
@@ -75,18 +76,7 @@ def check_data(options: Any) -> list[Problem]:
         problems.append(
             Problem('"dataset" is missing.', remedy="Name one: dataset: <name in dataset_info.json, or a path>")
         )
-    return problems + _not_there_yet(options) + _check_val_size(options) + _check_mix(options)
-
-
-def _not_there_yet(options: Any) -> list[Problem]:
-    if not options.streaming:
-        return []
-    return [
-        Problem(
-            "streaming is not there yet: burnish encodes the data before it trains, and keeps the rows on disk.",
-            remedy="Leave streaming out; max_samples limits how much is read.",
-        )
-    ]
+    return problems + _check_val_size(options) + _check_mix(options)
 
 
 def _check_val_size(options: Any) -> list[Problem]:

@@ -22,14 +22,23 @@ from burnish.core.errors import MissingExtraError, Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.types import Example
 from burnish.data.dataset_info import INFO_NAME, Source, find_sources
-from burnish.data.examples import AnySet, IndexedSet, LazyExamples, Located, content_hash, empty_problem, with_answers
+from burnish.data.examples import (
+    AnySet,
+    IndexedSet,
+    LazyExamples,
+    Located,
+    Table,
+    content_hash,
+    empty_problem,
+    with_answers,
+)
 from burnish.data.files import data_files, read_records
 from burnish.data.formats import convert
 from burnish.data.json_files import Values
 from burnish.data.layouts import layout_of, missing_columns
 from burnish.data.mixing import merged, sampled, split
 from burnish.data.options import DataOptions, check_data
-from burnish.data.record_index import RecordIndex, index_of
+from burnish.data.record_index import index_of
 from burnish.data.records import Layout
 from burnish.data.tally import Tally
 
@@ -75,11 +84,13 @@ def load_datasets(options: Any, seed: int, tally: Tally, may_run_ahead: bool = F
     """
     raise_if(check_data(options))
     loading = _Loading(options, seed, tally)
-    train = loading.named(options.dataset or [], may_stay=may_run_ahead and options.encode_ahead is not False)
+    train = loading.named(
+        options.dataset or [], may_stay=may_run_ahead and (options.encode_ahead is not False or options.streaming)
+    )
     others = loading.named(options.eval_dataset or [])
     raise_if(loading.problems)
 
-    stays = (may_run_ahead and options.encode_ahead is True) or any(isinstance(s, IndexedSet) for s in train.values())
+    stays = (may_run_ahead and loading.stays) or any(isinstance(s, IndexedSet) for s in train.values())
     merge = _lazily_merged if stays else _merge
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
@@ -167,15 +178,19 @@ class _Loading:
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         return examples
 
-    def _indexes(self, source: Source) -> list[RecordIndex] | None:
-        """The indexes of the source's files, where it is to stay in them."""
-        indexes = index_of(data_files(source.location)) if source.kind == "file" else None
+    def _indexes(self, source: Source) -> Sequence[Table] | None:
+        """The records of the source, where they are to stay in its files."""
+        indexes = _tables(source, is_large=self.stays)
         limits = (source.num_samples or sys.maxsize, self.options.max_samples or sys.maxsize)
         num_records = min(sum(map(len, indexes or [])), *limits)
-        is_wanted = num_records > (0 if self.options.encode_ahead is True else LARGE)
-        return indexes if is_wanted else None
+        return indexes if num_records > (0 if self.stays else LARGE) else None
 
-    def _indexed(self, source: Source, files: list[RecordIndex]) -> IndexedSet:
+    @property
+    def stays(self) -> bool:
+        """Whether every set is to stay in its files, however small."""
+        return self.options.encode_ahead is True or bool(self.options.streaming)
+
+    def _indexed(self, source: Source, files: Sequence[Table]) -> IndexedSet:
         total = sum(map(len, files))
         chosen: Sequence[int] = range(total)
         if source.num_samples is not None:
@@ -229,6 +244,39 @@ def _records(source: Source) -> Iterator[Located]:
     label = source.name if source.kind == "records" else str(source.location)
     found = source.location if source.kind == "records" else _REMOTE[source.kind](source)
     yield from ((values, label, number) for number, values in enumerate(found, start=1))
+
+
+def _tables(source: Source, is_large: bool) -> Sequence[Table] | None:
+    """The records of a source one by one, where they can be had so; None where they cannot.
+
+    Args:
+        is_large: worth a table of the datasets library, for which Parquet files are copied into its cache.
+    """
+    if source.kind == "file":
+        files = data_files(source.location)
+        if is_large and all(path.suffix.lower() == ".parquet" for path in files):
+            import datasets
+
+            return [MappedTable(path, datasets.Dataset.from_parquet(str(path))) for path in files]
+        return index_of(files)
+    if is_large and source.kind == "hf_hub":
+        return [MappedTable(Path(source.location), _hugging_face(source))]
+    return None
+
+
+class MappedTable:
+    """A table of the datasets library, which maps it from its cache."""
+
+    def __init__(self, path: Path, rows: Any) -> None:
+        self.path, self.content_hash = path, str(rows._fingerprint)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Values:
+        found: Values = self._rows[index]
+        return found
 
 
 def _hugging_face(source: Source) -> Iterable[Values]:

@@ -85,8 +85,11 @@ class Cut:
 
 
 def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", lengths: Sequence[int] | None = None,
-             batch_size: int = 1) -> list[int]:  # fmt: skip
+             batch_size: int = 1, buffer_size: int | None = None) -> list[int]:  # fmt: skip
     """The order of one epoch.
+
+    Args:
+        buffer_size: items that lie together and are shuffled among each other, instead of all.
 
     "random" is torch's permutation under ``seed + epoch``, which is the order that accelerate's
     ``SeedableRandomSampler`` gives a transformers ``Trainer``.
@@ -94,6 +97,13 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
     generator = torch.Generator().manual_seed(seed + epoch)
     if strategy == "sequential":
         return list(range(num_items))
+    if buffer_size is not None:
+        starts = range(0, num_items, buffer_size)
+        sizes = [min(buffer_size, num_items - start) for start in starts]
+        shuffled = (
+            torch.randperm(size, generator=generator) + start for start, size in zip(starts, sizes, strict=True)
+        )
+        return [item for part in shuffled for item in part.tolist()]
     order: list[int] = torch.randperm(num_items, generator=generator).tolist()
     if strategy == "group_by_length" and lengths is not None:
         return _grouped_by_length(order, lengths, batch_size)
@@ -123,14 +133,16 @@ class RowStream:
         collate: items of one micro-batch -> batch, on the CPU.
         cut: how a step is cut and dealt.
         seed: of the order.
+        buffer_size: see ``order_of``.
         lengths: tokens of each item, for "group_by_length" and for a budget.
     """
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: Cut, *, seed: int,
-        options: StreamOptions | None = None, lengths: Sequence[int] | None = None,
+        options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
     ) -> None:  # fmt: skip
         self.items = items
+        self.buffer_size = buffer_size
         self.collate = collate
         self.cut = cut
         self.seed = seed
@@ -172,7 +184,7 @@ class RowStream:
         """The items of an epoch in the order of their use; the same on every rank."""
         per_step = self.cut.batch_size * self.cut.accumulation
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
-        return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step)
+        return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
     def advance(self, group: Group) -> None:
         self.load_state_dict(group.cursor)
