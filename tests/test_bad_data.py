@@ -319,10 +319,6 @@ def test_a_conversation_with_one_empty_answer_is_kept_and_counted():
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_streaming_is_refused_by_name():
-    assert "streaming is not there yet" in refusal(dataset=data("a.json", GOOD), streaming=True)
-
-
 def test_a_split_that_leaves_nothing_is_refused():
     path = data("a.json", GOOD)
     assert "holds out 24 of 24 rows" in refusal(dataset=path, val_size=0.9999)

@@ -1,4 +1,4 @@
-"""streaming: true. Records stay where they are, a row is encoded when it is wanted, and a resumed run goes on exactly."""
+"""streaming: true. Records stay where they are, a row is encoded when it is wanted, a resumed run goes on exactly."""
 
 import json
 import signal

@@ -185,7 +185,8 @@ def prepare(plan: Plan) -> Prepared:
     problems += check_budget(options.max_tokens_per_batch, largest)
     raise_if(plan.placed([*problems, *check_disk(options, config, sizes, steps)]))
     notes += [*sets.notes, *step_notes(options, steps)]
-    fingerprints = fingerprints_of(plan, sets.fingerprint, template.form_fingerprint, steps)
+    data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
+    fingerprints = fingerprints_of(plan, data, template.form_fingerprint, steps)
     return Prepared(tokenizer, template, config, objective, rows, sample, eval_rows, steps, tally, fingerprints, notes)
 
 

@@ -233,7 +233,7 @@ def problems_in_files(options: Any) -> list[Problem]:
         return problems
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)
-        load_datasets(replace(options, max_samples=first, tokenized_path=None), options.seed, Tally())
+        load_datasets(replace(options, max_samples=first, val_size=0.0), options.seed, Tally())
     except UserError as error:
         problems += error.problems
     return problems

@@ -276,7 +276,9 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 
 def _to_type(spec: Spec, raw: Any) -> Any:
     members = _members(spec.type)
-    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE and str not in members):
+    is_choice = any(raw in get_args(member) for member in members if get_origin(member) is Literal)
+    can_be_text = str in members or is_choice  # "none" may be one of the choices
+    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE and not can_be_text):
         if type(None) in members:
             return None
         raise ValueError(f"must be {spec.type_name}. Received: nothing.")

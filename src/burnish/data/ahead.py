@@ -116,7 +116,8 @@ class AheadRows(Sequence["Row | None"]):
         made: dict[int, Row | None] = {}
         if missing:
             rows, counted = self.encode(missing)
-            self.tally.merge(counted)
+            if not all(self._made[example] for example in missing):  # of a later epoch it is known
+                self.tally.merge(counted)
             for example in missing:
                 self._made[example] = 1
             made = dict(zip(missing, rows, strict=True))

@@ -84,9 +84,7 @@ def load_datasets(options: Any, seed: int, tally: Tally, may_run_ahead: bool = F
     """
     raise_if(check_data(options))
     loading = _Loading(options, seed, tally)
-    train = loading.named(
-        options.dataset or [], may_stay=may_run_ahead and (options.encode_ahead is not False or options.streaming)
-    )
+    train = loading.named(options.dataset or [], may_run_ahead and (loading.stays or options.encode_ahead is not False))
     others = loading.named(options.eval_dataset or [])
     raise_if(loading.problems)
 

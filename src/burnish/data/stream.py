@@ -99,9 +99,8 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
         return list(range(num_items))
     if buffer_size is not None:
         starts = range(0, num_items, buffer_size)
-        sizes = [min(buffer_size, num_items - start) for start in starts]
         shuffled = (
-            torch.randperm(size, generator=generator) + start for start, size in zip(starts, sizes, strict=True)
+            torch.randperm(min(buffer_size, num_items - start), generator=generator) + start for start in starts
         )
         return [item for part in shuffled for item in part.tolist()]
     order: list[int] = torch.randperm(num_items, generator=generator).tolist()
