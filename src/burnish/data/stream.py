@@ -98,10 +98,8 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
     if strategy == "sequential":
         return list(range(num_items))
     if buffer_size is not None:
-        starts = range(0, num_items, buffer_size)
-        shuffled = (
-            torch.randperm(min(buffer_size, num_items - start), generator=generator) + start for start in starts
-        )
+        lying_together = torch.arange(num_items).split(buffer_size)
+        shuffled = [part[torch.randperm(len(part), generator=generator)] for part in lying_together]
         return [item for part in shuffled for item in part.tolist()]
     order: list[int] = torch.randperm(num_items, generator=generator).tolist()
     if strategy == "group_by_length" and lengths is not None:
