@@ -98,9 +98,9 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
     if strategy == "sequential":
         return list(range(num_items))
     if buffer_size is not None:
-        lying_together = torch.arange(num_items).split(buffer_size)
-        shuffled = [part[torch.randperm(len(part), generator=generator)] for part in lying_together]
-        return [item for part in shuffled for item in part.tolist()]
+        lying_together = (range(num_items)[start : start + buffer_size] for start in range(0, num_items, buffer_size))
+        shuffled = ((part, torch.randperm(len(part), generator=generator).tolist()) for part in lying_together)
+        return [part[place] for part, places in shuffled for place in places]
     order: list[int] = torch.randperm(num_items, generator=generator).tolist()
     if strategy == "group_by_length" and lengths is not None:
         return _grouped_by_length(order, lengths, batch_size)
