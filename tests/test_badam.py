@@ -147,6 +147,35 @@ def test_ratio_mode_moves_its_share_of_the_entries(mask):
         assert moved == (round(parameter.numel() * 0.25) if "layers" in name else 0)
 
 
+class Tied(Layered):
+    """The output is the embedding over again, as in Qwen2-0.5B: there is no parameter of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("mode", ["layer", "ratio"])
+def test_a_model_whose_output_is_its_embedding_trains_its_layers(mode):
+    torch.manual_seed(0)
+    model = Tied()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optimizer_of(model, badam_mode=mode, badam_switch_interval=1)
+    for _ in range(NUM_LAYERS):
+        model(torch.tensor([1, 2, 3])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {f"layers.{number}" for number in range(NUM_LAYERS)}
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step):
         self.step = step

@@ -163,6 +163,14 @@ KINDS = {
     "apollo": (SFT + "finetuning_type: full\nuse_apollo: true\napollo_layerwise: false\napollo_target: all\n"
                "apollo_rank: 8\napollo_scale: 32.0\napollo_scale_type: channel\npure_bf16: true\n", "model"),
     "muon": (SFT + "finetuning_type: full\nuse_muon: true\nbf16: true\n", "model"),
+    "lora, as versions 0.7 and 0.8 wrote it": (
+        SFT + "finetuning_type: lora\nlora_target: q_proj,v_proj\nlora_alpha: 16\nlora_dropout: 0\nadditional_target:\n"
+        "dataset_dir: data\nsplit: train\nreserved_label_len: 1\nmix_strategy: concat\nbuffer_size: 16384\n"
+        "flash_attn: auto\nuse_unsloth: false\nshift_attn: false\nrope_scaling: linear\nvisual_inputs: false\n"
+        "use_fast_tokenizer: true\nlow_cpu_mem_usage: true\nsplit_special_tokens: false\nuse_cache: true\n"
+        "include_num_input_tokens_seen: true\ninclude_effective_tokens_per_second: true\nlogging_dir: saves/logs\n"
+        "optim: adamw_torch\npacking: false\nfp16: true\n" + EVALUATED.replace("eval_s", "evaluation_s", 1),
+        "adapter_model"),
 }  # fmt: skip
 
 
@@ -213,9 +221,41 @@ def test_a_file_that_only_predicts_or_evaluates_does_not_train(workplace):
         assert main(["explain", f"{name}.yaml"]) == 0
         assert main(["train", f"{name}.yaml"]) == 0
         assert not list(Path(f"saves/{name}").glob("*.safetensors"))
+        assert not list(Path(f"saves/{name}").glob("*.png"))
         assert not list(Path(f"saves/{name}").glob("checkpoint-*"))
-    assert len(Path("saves/predict/generated_predictions.jsonl").read_text().splitlines()) == 4
+    assert {path.name for path in Path("saves/predict").glob("[!.]*")} == {
+        "all_results.json", "generated_predictions.jsonl", "predict_results.json"
+    }  # fmt: skip
+    answers = [json.loads(line) for line in Path("saves/predict/generated_predictions.jsonl").read_text().splitlines()]
+    assert len(answers) == 4
+    assert all(answer.keys() == {"prompt", "predict", "label"} for answer in answers)
     assert json.loads(Path("saves/eval/all_results.json").read_text())["eval_loss"] > 0
+
+
+def test_a_prediction_is_measured_by_what_llamafactory_measures_it_by(workplace):
+    for library in ("nltk", "jieba", "rouge_chinese"):
+        pytest.importorskip(library)
+    text = "stage: sft\ndo_train: false\ndo_predict: true\npredict_with_generate: true\neval_dataset: alpaca_zh\n"
+    assert main(["train", written(text + "template: qwen3_nothink\nmax_new_tokens: 4\nmax_samples: 4\n")]) == 0
+    assert json.loads(Path("saves/out/predict_results.json").read_text()).keys() == {
+        "predict_bleu-4", "predict_rouge-1", "predict_rouge-2", "predict_rouge-l", "predict_exact_match",
+        "predict_runtime", "predict_samples_per_second", "predict_steps_per_second",
+    }  # fmt: skip
+
+
+def test_the_file_that_merges_an_adapter_exports_the_whole_model(workplace):
+    assert main(["train", written(SFT + LORA)]) == 0
+    Path("merge.yaml").write_text(
+        "### Note: DO NOT use quantized model or quantization_bit when merging lora adapters\n"
+        "model_name_or_path: models/Qwen2-0.5B\nadapter_name_or_path: saves/out\ntemplate: qwen3_nothink\n"
+        "trust_remote_code: true\nexport_dir: saves/merged\nexport_size: 5\n"
+        "export_device: cpu  # choices: [cpu, auto]\nexport_legacy_format: false\n"
+    )
+    assert main(["export", "merge.yaml"]) == 0
+    assert {path.name for path in Path("saves/merged").iterdir()} == {
+        "Modelfile", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
 
 
 def test_a_file_that_encodes_first_trains_from_what_it_encoded(workplace):
@@ -230,6 +270,15 @@ def test_a_file_that_encodes_first_trains_from_what_it_encoded(workplace):
 REFUSED = {
     "deepspeed": ("deepspeed: ds_z3_config.json", "each process then has the whole model"),
     "ray": ("ray_num_workers: 4", "torchrun"),
+    "ray_num_workers": ("ray_run_name: one\nray_num_workers: 2\nplacement_strategy: PACK", "torchrun"),
+    "visual_inputs": ("visual_inputs: true", "trains on text"),
+    "use_dft_loss": ("use_dft_loss: true", "cross entropy"),
+    "use_eaft_loss": ("use_eaft_loss: true\neaft_alpha: 1.0", "cross entropy"),
+    "kto": ("stage: kto", "KTOTrainer"),
+    "orpo": ("stage: orpo", "ORPOTrainer"),
+    "flash_attn": ("flash_attn: 'off'", "disabled"),
+    "hqq": ("quantization_bit: 4\nquantization_method: hqq", "quantization_method: bnb"),
+    "mmlu_test": ("task: mmlu_test\nlang: en\nn_shot: 5", "lm-evaluation-harness"),
     "use_adam_mini": ("use_adam_mini: true", "use_badam"),
     "use_llama_pro": ("use_llama_pro: true", "finetuning_type"),
     "mixture_of_depths": ("mixture_of_depths: convert", "finetuning_type"),

@@ -411,7 +411,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
         save_metrics("train", results, folder)
-    if run.eval_sets and (options.do_eval or options.eval_strategy != "no" or output is None):
+    if run.eval_sets and (options.do_eval or options.eval_strategy != "no"):
         metrics = last_evaluation(run, options) or evaluate_all(run)
         metrics |= {"epoch": run.state.epoch} if run.state.epoch is not None else {}
         if run.engine.rank == 0:
@@ -421,10 +421,10 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         results |= predict_all(run, prepared, plan)
     if run.engine.rank == 0:
         count_late(prepared)
+    if run.engine.rank == 0 and output is not None:
         save_state(run.state, folder)
         describe(run, plan, prepared, results)
-        if output is not None:
-            write_finished(folder, run.state, prepared.fingerprints)
+        write_finished(folder, run.state, prepared.fingerprints)
     return results
 
 

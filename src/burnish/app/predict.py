@@ -30,6 +30,7 @@ from burnish.data.tally import Tally
 from burnish.models.generate import generate, generation_config, until_stop
 from burnish.models.load import context_length
 from burnish.report.console import note
+from burnish.report.pace import counted
 from burnish.report.results import save_metrics
 
 ANSWERS_NAME = "generated_predictions"
@@ -82,11 +83,13 @@ def predict(
     given = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **given) for ids in answers]
     labels = [tokenizer.decode(question.label, **given) for question in questions]
-    if run.engine.rank == 0:
-        prompts = [tokenizer.decode(question.prompt, skip_special_tokens=False) for question in questions]
-        write_answers(folder / f"{ANSWERS_NAME}{f'_{name}' if name else ''}.jsonl", prompts, texts, labels)
     prefix = f"predict_{name}" if name else "predict"
     found = {f"{prefix}_{metric}": round(value, 4) for metric, value in scores(texts, labels, options).items()}
+    if run.engine.rank == 0:
+        path = folder / f"{ANSWERS_NAME}{f'_{name}' if name else ''}.jsonl"
+        prompts = [tokenizer.decode(question.prompt, skip_special_tokens=False) for question in questions]
+        write_answers(path, prompts, texts, labels)
+        note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return found | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
 

@@ -264,7 +264,8 @@ def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
     words = (f"{name} {short_loss(value)}" for name, value in metrics.items() if isinstance(value, int | float))
-    return f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}{_GAP}{_GAP.join(words)}"
+    where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []
+    return _GAP.join([*where, *words])
 
 
 def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
