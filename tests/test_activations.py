@@ -6,15 +6,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from burnish.data.batching import collate_flat
 from burnish.engine.base import EngineOptions, SingleEngine
 from burnish.engine.checkpointing import checkpoint_activations
 from burnish.engine.offloading import Offloading
 from burnish.engine.options import engine_notes
+from burnish.models.attention import lay_flat
 
 
-def llama():
+def llama(vocab_size=64):
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+    config = LlamaConfig(vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
                          num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -105,3 +107,21 @@ def test_an_engine_offloads_on_a_gpu_only_and_says_so():
     model, _ = engine.prepare(llama(), None)
     with engine.precision():
         trained(model)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"selective": True}])
+def test_sequences_laid_flat_in_half_precision_are_computed_again_too(arguments):
+    def flat_gradients(model):
+        assert lay_flat(model).is_flat
+        rows = [{"input_ids": list(range(length)), "labels": list(range(length))} for length in (9, 30, 400)]
+        made = {name: value for name, value in collate_flat(rows).items() if name != "loss_weights"}
+        model.train()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**made).loss
+        loss.backward()
+        return gradients(model)
+
+    plain, model = flat_gradients(llama(512)), llama(512)
+    checkpoint_activations(model, arguments)
+    found = flat_gradients(model)
+    assert all(torch.equal(plain[name], found[name]) for name in plain)

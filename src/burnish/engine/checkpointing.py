@@ -77,11 +77,12 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
         )
 
 
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_int_mm"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"}
+"""Not baddbmm, nor products into a tensor that is there (``aten::addmm.out``): what is made so is written over."""
 
 
 def _keep_what_is_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Under ``selective`` the results of products and attention are kept: the cheap rest is computed again."""
-    name: str = operation.name().split(".")[0]  # attention of torch, of flash-attn, of whatever a model brings
+    name: str = operation.name()  # attention of torch, of flash-attn, of whatever a model brings
     is_costly = name in _PRODUCTS or "attention" in name or "attn" in name
     return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE
