@@ -1,5 +1,6 @@
 """Which weights move in freeze training, in full training, and with the methods of the peft library."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,3 +209,32 @@ def test_every_parameter_is_listed_where_that_is_asked_for():
     lines = parameter_lines(model, Options(print_param_status=True))
     assert len(lines) == len(list(model.parameters()))
     assert lines[0] == "name: model.embed_tokens.weight, dtype: torch.float32, device: cpu, trainable: True"
+
+
+def test_prompt_tuning_is_rows_before_the_embedded_text_in_numpy():
+    """Checklist row 71: a mask of ones and labels of -100 before the row's own, the prompt cast to the embeddings'
+    dtype and joined to them; the loss is that of the row's own labels."""
+    torch.manual_seed(3)
+    _, model = with_peft(METHODS["prompt tuning"])
+    model.eval()
+    ids = token_ids()
+    prompt = model.get_prompt(len(ids)).detach()
+    table = model.get_input_embeddings().weight.detach()
+    joined = np.concatenate([prompt.numpy(), table.numpy()[ids.numpy()]], axis=1)
+    mask = np.concatenate([np.ones((len(ids), 3)), np.ones(ids.shape)], axis=1)
+    base = tiny_model().eval()
+    with torch.no_grad():
+        expected = base(inputs_embeds=torch.from_numpy(joined), attention_mask=torch.from_numpy(mask)).logits
+    found = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+    assert found.logits.shape[1] == ids.shape[1] + 3
+    torch.testing.assert_close(found.logits, expected)
+
+    scores = expected.double().numpy()[:, 2:-1]  # the last row of the prompt predicts the first token
+    scores = scores - scores.max(-1, keepdims=True)
+    logps = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    learned = np.take_along_axis(logps, ids.numpy()[..., None], axis=-1)
+    assert found.loss.item() == pytest.approx(-learned.mean(), rel=1e-5)
+
+    found.loss.backward()
+    moving = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+    assert moving == ["prompt_encoder.default.embedding.weight"]

@@ -310,6 +310,40 @@ def test_dora_is_magnitude_times_direction():
     same(layer(x), xn @ decomposed.T + bias)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_gradients_of_a_layer_are_those_of_its_formula(dora):
+    """``y = c (W + s B A) x + bias``; for DoRA ``c = m / ‖W + s B A‖``, whose length is a constant to the gradient."""
+    layer, x, xn, w, _ = numpy_case(use_dora=dora)
+    a, b, s = numbers(layer, "one")
+    x.requires_grad_()
+    weights = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    (layer(x) * weights).sum().backward()
+    moved = w + s * b @ a
+    length = np.linalg.norm(moved, axis=1)
+    scale = layer.lora_magnitude_vector["one"].weight.detach().double().numpy() / length if dora else np.ones(5)
+    g = weights.double().numpy() * scale
+    factors = layer.factors("one")
+    same(factors[0].grad, s * (g @ b).T @ xn)
+    same(factors[1].grad, s * g.T @ (xn @ a.T))
+    same(x.grad, g @ moved)
+    if dora:
+        plain = weights.double().numpy() * (xn @ moved.T)
+        same(layer.lora_magnitude_vector["one"].weight.grad, plain.sum(axis=0) / length)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_disabled_a_layer_is_its_base_and_merged_it_is_itself(dora):
+    """Checklist rows 73 and 74."""
+    layer, x, xn, w, bias = numpy_case(use_dora=dora)
+    before = layer(x)
+    layer.merge()
+    same(layer(x), before.detach().double().numpy())
+    same(layer.base_layer(x), before.detach().double().numpy())
+    layer.unmerge()
+    layer.is_disabled = True
+    same(layer(x), xn @ w.T + bias)
+
+
 def test_a_quantised_base_keeps_its_own_product():
     class Quantised(nn.Linear):  # what a 4-bit layer is to LoRA: something that multiplies
         def forward(self, x):

@@ -139,7 +139,8 @@ def hub(monkeypatch):
 def test_an_entry_with_a_hub_url_is_loaded_through_datasets(hub):
     entry = {"hf_hub_url": "someone/set", "subset": "en", "folder": "v2", "split": "validation"}
     sets = load(dataset="mine", dataset_dir={"mine": entry})
-    assert hub == [{"path": "someone/set", "name": "en", "data_dir": "v2", "split": "validation"}]
+    assert hub == [{"path": "someone/set", "name": "en", "data_dir": "v2", "split": "validation",
+                    "cache_dir": None, "token": None}]  # fmt: skip
     assert sets.train[2].place == "someone/set, record 3"
 
 
@@ -167,7 +168,8 @@ def test_modelscope_is_asked_where_the_environment_says_so(hub, monkeypatch):
     assert not asked
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
     assert len(load(dataset="mine", dataset_dir={"mine": entry}).train) == 2
-    assert asked == [{"name": "other/set", "subset_name": None, "data_dir": None, "split": "train"}]
+    assert asked == [{"name": "other/set", "subset_name": None, "data_dir": None, "split": "train", "cache_dir": None,
+                      "token": None}]  # fmt: skip
 
 
 def test_modelscope_that_is_not_installed_names_its_extra(monkeypatch):

@@ -213,7 +213,7 @@ _family(
     "hub_token hub_model_id hub_strategy hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization "
     "push_to_hub_token",
 )  # fmt: skip
-_absent("Give a folder or an id of the Hugging Face hub.", ms_hub_token=None, om_hub_token=None)
+_absent("Give a folder or an id of the Hugging Face hub.", om_hub_token=None)
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 _family(

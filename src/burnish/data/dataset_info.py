@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.hubs import uses_modelscope
 from burnish.data.files import READERS, loading_script, missing_file
 from burnish.data.json_files import whole_text
 from burnish.data.layouts import MEDIA, PREFERENCE, preference_problem
@@ -92,11 +93,6 @@ def find_sources(
     if problems:
         raise UserError(problems)
     return sources
-
-
-def uses_modelscope() -> bool:
-    """Whether ModelScope's hub is asked before Hugging Face's: USE_MODELSCOPE_HUB, as LLaMA-Factory reads it."""
-    return os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in {"1", "true"}
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

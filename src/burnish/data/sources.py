@@ -178,7 +178,7 @@ class _Loading:
 
     def _indexes(self, source: Source) -> Sequence[Table] | None:
         """The records of the source, where they are to stay in its files."""
-        indexes = _tables(source, is_large=self.stays)
+        indexes = _tables(source, self.options, is_large=self.stays)
         limits = (source.num_samples or sys.maxsize, self.options.max_samples or sys.maxsize)
         num_records = min(sum(map(len, indexes or [])), *limits)
         return indexes if num_records > (0 if self.stays else LARGE) else None
@@ -203,7 +203,7 @@ class _Loading:
 
     def _chosen(self, source: Source) -> Iterator[Located]:
         """The records of a source, sampled and cut as its entry and the options say."""
-        records: Iterable[Located] = _records(source)
+        records: Iterable[Located] = _records(source, self.options)
         if source.num_samples is not None:
             there = list(records)
             records = [there[row] for row in sampled(len(there), source.num_samples, self.generator)] if there else []
@@ -234,17 +234,17 @@ def _answered(examples: Sequence[Example], options: Any, tally: Tally) -> list[E
 # --- where records come from ------------------------------------------------------------------------------------------
 
 
-def _records(source: Source) -> Iterator[Located]:
+def _records(source: Source, options: Any) -> Iterator[Located]:
     if source.kind == "file":
         for path in data_files(source.location):
             yield from ((values, str(path), number) for number, values in enumerate(read_records(path), start=1))
         return
     label = source.name if source.kind == "records" else str(source.location)
-    found = source.location if source.kind == "records" else _REMOTE[source.kind](source)
+    found = source.location if source.kind == "records" else _REMOTE[source.kind](source, options)
     yield from ((values, label, number) for number, values in enumerate(found, start=1))
 
 
-def _tables(source: Source, is_large: bool) -> Sequence[Table] | None:
+def _tables(source: Source, options: Any, is_large: bool) -> Sequence[Table] | None:
     """The records of a source one by one, where they can be had so; None where they cannot.
 
     Args:
@@ -258,7 +258,7 @@ def _tables(source: Source, is_large: bool) -> Sequence[Table] | None:
             return [MappedTable(path, datasets.Dataset.from_parquet(str(path))) for path in files]
         return index_of(files)
     if is_large and source.kind == "hf_hub":
-        return [MappedTable(Path(source.location), _hugging_face(source))]
+        return [MappedTable(Path(source.location), _hugging_face(source, options))]
     return None
 
 
@@ -277,20 +277,21 @@ class MappedTable:
         return found
 
 
-def _hugging_face(source: Source) -> Iterable[Values]:
+def _hugging_face(source: Source, options: Any) -> Iterable[Values]:
     """A data set of the Hugging Face hub, or of its cache."""
     import datasets
 
     try:
         loaded: Iterable[Values] = datasets.load_dataset(
-            source.location, name=source.subset, data_dir=source.folder, split=source.split
-        )
+            source.location, name=source.subset, data_dir=source.folder, split=source.split,
+            cache_dir=_of_hub(options, "cache_dir"), token=_of_hub(options, "hf_hub_token"),
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(_unreachable(source, error)) from error
     return loaded
 
 
-def _modelscope(source: Source) -> Iterable[Values]:
+def _modelscope(source: Source, options: Any) -> Iterable[Values]:
     """A data set of ModelScope, or of its cache."""
     try:
         from modelscope import MsDataset
@@ -298,12 +299,19 @@ def _modelscope(source: Source) -> Iterable[Values]:
         raise MissingExtraError("modelscope", f'the data set "{source.location}" of ModelScope', "modelscope") from None
     try:
         loaded = MsDataset.load(
-            source.location, subset_name=source.subset, data_dir=source.folder, split=source.split
+            source.location, subset_name=source.subset, data_dir=source.folder, split=source.split,
+            cache_dir=_of_hub(options, "cache_dir"), token=_of_hub(options, "ms_hub_token"),
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(_unreachable(source, error)) from error
     records: Iterable[Values] = loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
     return records
+
+
+def _of_hub(options: Any, name: str) -> str | None:
+    """An option of the hubs. The models declare it; a caller from Python may bring the options of the data alone."""
+    value: str | None = getattr(options, name, None)
+    return value
 
 
 def _unreachable(source: Source, error: Exception) -> Problem:
@@ -330,7 +338,7 @@ def _remote_info(repository: str) -> Path:
         raise UserError(Problem(what, where="dataset_dir", remedy="Check the name and the network.")) from error
 
 
-def _cloud(source: Source) -> Iterator[Values]:
+def _cloud(source: Source, options: Any) -> Iterator[Values]:
     """Files of a cloud store, by address (s3://bucket/folder/file.jsonl), read from a local copy."""
     import fsspec  # type: ignore[import-untyped]
 
@@ -350,6 +358,6 @@ def _cloud(source: Source) -> Iterator[Values]:
             raise UserError(replace(p, where=p.where.replace(folder, address)) for p in error.problems) from None
 
 
-_REMOTE: Mapping[str, Callable[[Source], Iterable[Values]]] = {
+_REMOTE: Mapping[str, Callable[[Source, Any], Iterable[Values]]] = {
     "hf_hub": _hugging_face, "ms_hub": _modelscope, "cloud": _cloud,
 }  # fmt: skip

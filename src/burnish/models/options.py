@@ -11,13 +11,18 @@ from burnish.core.options import option
 class ModelOptions:
     """Which model is trained, and how it is loaded."""
 
-    model_name_or_path: str | None = option(None, "The model: a local folder, or an id on the Hugging Face hub.")
+    model_name_or_path: str | None = option(
+        None, "The model: a local folder, or an id on the Hugging Face hub; on ModelScope's with USE_MODELSCOPE_HUB=1."
+    )
     adapter_name_or_path: list[str] | None = option(
         None, "Adapters to begin with, folders or hub ids: merged in order, the last goes on training."
     )
     model_revision: str = option("main", "Branch, tag or commit of the model on the hub.")
-    cache_dir: str | None = option(None, "Where models from the hub are kept; the hub's own place if not given.")
-    hf_hub_token: str | None = option(None, "The token for private models on the Hugging Face hub.")
+    cache_dir: str | None = option(
+        None, "Where models and data sets from a hub are kept; the hub's own place if not given."
+    )
+    hf_hub_token: str | None = option(None, "The token for private models and data sets on the Hugging Face hub.")
+    ms_hub_token: str | None = option(None, "The token for private models and data sets on ModelScope.")
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. It can do anything you can.")
     train_from_scratch: bool = option(False, "Start from random weights, drawn with seed; only the config is read.")
     use_fast_tokenizer: bool = option(True, "Use the tokenizer written in Rust, where there is one.")

@@ -1,6 +1,8 @@
 """Where a model lies: in a local folder, in the hub's cache, or on the hub, and what to say where it is nowhere.
 
-In:  a name, and the options that say how the hub is asked. Out: a ``Source``.
+In:  a name, and the options that say how the hub is asked. Out: a ``Source``. The hub is Hugging Face's; ModelScope's
+     where USE_MODELSCOPE_HUB is set. Transformers fetches from the first as it loads; of the second the whole folder,
+     pickles left out, is fetched when the model is first looked for.
 Refuses: a folder that is not there, an id that is neither cached nor reachable; within seconds, without retries.
 """
 
@@ -13,14 +15,17 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.hubs import is_offline, uses_modelscope
+from burnish.core.tensor_files import read_json
 
 CONNECT_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?$")
-_YES = {"1", "true", "yes", "on"}
+_PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ def find_source(name: str | None, options: Any, option_name: str = "model_name_o
     """Where ``name`` is.
 
     Args:
-        options: read for ``cache_dir``, ``model_revision`` and ``hf_hub_token``.
+        options: read for ``cache_dir``, ``model_revision``, ``hf_hub_token`` and ``ms_hub_token``.
     Raises:
         UserError: where it is nowhere, with what is near.
     """
@@ -53,6 +58,9 @@ def find_source(name: str | None, options: Any, option_name: str = "model_name_o
         raise UserError(Problem(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it."))
     if not _may_be_hub_id(name):
         raise UserError(_no_folder(name, option_name))
+    if uses_modelscope():
+        folder = _modelscope_folder(name, options, option_name)
+        return Source(str(folder), folder)
     cached = _cached_folder(name, options)
     if cached is not None:
         return Source(name, cached)
@@ -103,11 +111,6 @@ def adapter_folders(options: Any) -> list[Path]:
     return folders
 
 
-def is_offline() -> bool:
-    """Whether the person has switched the hub off."""
-    return any(os.environ.get(name, "").lower() in _YES for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-
-
 def hub_arguments(options: Any) -> dict[str, Any]:
     """What transformers is told about the hub."""
     return {
@@ -129,9 +132,54 @@ def _cached_folder(name: str, options: Any) -> Path | None:
 
     for file in ("config.json", "adapter_config.json"):
         found = try_to_load_from_cache(name, file, cache_dir=options.cache_dir, revision=options.model_revision)
-        if isinstance(found, str):
+        if isinstance(found, str) and (is_offline() or _is_whole(Path(found).parent)):
             return Path(found).parent
     return None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the weights are there, which are fetched last: the cache may hold a config alone."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return all((folder / name).is_file() for name in read_json(index)["weight_map"].values())
+    return any(folder.glob("*.safetensors"))
+
+
+def _modelscope_folder(name: str, options: Any, option_name: str) -> Path:
+    """The files of ``name`` from ModelScope, or from its cache. ModelScope's first branch is called master."""
+    try:
+        from modelscope_hub.errors import HubError
+    except ImportError:
+        raise MissingExtraError("modelscope", f'{option_name} "{name}" of ModelScope', "modelscope") from None
+    revision = "master" if options.model_revision == "main" else options.model_revision
+    try:
+        return _from_modelscope(name, revision, options.cache_dir, options.ms_hub_token, is_offline())
+    except (HubError, OSError, ValueError) as error:
+        where = "ModelScope's cache (the hubs are switched off, HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
+        raise UserError(
+            Problem(
+                f'{option_name} "{name}" is no local folder, and not to be had from {where}: {_first_line(error)}',
+                remedy=f"Check the name, model_revision (asked for: {revision}) and the network; for a private model "
+                "give ms_hub_token.",
+            )
+        ) from error
+
+
+@cache
+def _from_modelscope(name: str, revision: str, cache_dir: str | None, token: str | None, is_off: bool) -> Path:
+    """Asked once in a process, for config, tokenizer and weights alike."""
+    from modelscope import snapshot_download
+
+    return Path(
+        snapshot_download(
+            name, revision=revision, cache_dir=cache_dir, token=token, local_files_only=is_off,
+            ignore_patterns=_PICKLES,
+        )
+    )  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
 
 
 def _not_on_hub(name: str, options: Any, option_name: str) -> Problem | None:
@@ -146,7 +194,7 @@ def _not_on_hub(name: str, options: Any, option_name: str) -> Problem | None:
     try:
         urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S).close()  # noqa: S310 (the hub, or HF_ENDPOINT)
     except urllib.error.HTTPError as error:
-        return _refused(name, option_name, endpoint, error.code)
+        return _refused(name, options, option_name, endpoint, error)
     except OSError as error:  # urllib's own errors, time-outs and refused connections are all of this kind
         return _offline(name, option_name, f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})")
     return None
@@ -185,10 +233,23 @@ def _offline(name: str, option_name: str, why: str) -> Problem:
     )
 
 
-def _refused(name: str, option_name: str, endpoint: str, code: int) -> Problem:
-    if code in {401, 403, 404}:
+def _refused(name: str, options: Any, option_name: str, endpoint: str, error: urllib.error.HTTPError) -> Problem:
+    """What the hub's answer means; it says why in a header (huggingface_hub, utils/_http.py, hf_raise_for_status)."""
+    here = f'{option_name} "{name}" is no local folder, and {endpoint}'
+    reason = error.headers.get("X-Error-Code", "")
+    if reason == "RevisionNotFound":
         return Problem(
-            f'{option_name} "{name}" is no local folder, and {endpoint} has no such model, or not for you ({code}).',
+            f'{here} has it without a "model_revision" {options.model_revision}.',
+            remedy="Check the branch, tag or commit; main is the usual one.",
+        )
+    if reason == "GatedRepo":
+        return Problem(
+            f"{here} gives it only to those whom its owner lets in ({error.code}).",
+            remedy=f"Ask for access at {endpoint}/{name}, and give your token in hf_hub_token.",
+        )
+    if error.code in {401, 403, 404}:
+        return Problem(
+            f"{here} has no such model, or not for you ({error.code}).",
             remedy="Check the name and model_revision; for a private or gated model give hf_hub_token.",
         )
-    return Problem(f'{option_name} "{name}" is no local folder, and {endpoint} answered {code}.', remedy="Try later.")
+    return Problem(f"{here} answered {error.code}.", remedy="Try later.")

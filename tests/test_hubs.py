@@ -1,0 +1,118 @@
+"""Models and data sets from a hub, through the hubs' own clients, against one that the test starts on loopback.
+
+The clients read their address when they are imported, so a run is a process of its own.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from burnish.core.errors import UserError
+from burnish.models.options import ModelOptions
+from burnish.models.source import find_source
+from loopback_hub import COMMIT, TOKEN, hub
+from small_run import as_words, make_model, records
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    make_model(folder / "model")
+    (folder / "rows").mkdir()
+    (folder / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, records(8))))
+    return {"private_model": folder / "model", "org_rows": folder / "rows"}
+
+
+def run(folder, environment, **given):
+    """A run of one step over the hub's model and data set: exit status and what was printed."""
+    options = {
+        "model_name_or_path": "private/model", "dataset": "org/rows", "dataset_dir": "ONLINE", "cutoff_len": 128,
+        "finetuning_type": "lora", "lora_rank": 2, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True,
+        "output_dir": folder / "out", "report_to": "none", "overwrite_output_dir": True, **given,
+    }  # fmt: skip
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MODELSCOPE", "USE_MODELSCOPE"))}
+    environment = {**clean, "HF_HOME": str(folder / "cache"), "MODELSCOPE_CACHE": str(folder / "ms"),
+                   "BURNISH_CACHE": str(folder / "rows"), "no_proxy": "127.0.0.1", **environment}  # fmt: skip
+    command = [sys.executable, "-m", "burnish", "train", *as_words(options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_private_model_and_a_data_set_are_fetched_and_serve_a_second_run_without_a_network(tmp_path, repositories):
+    with hub(**repositories) as (address, asked):
+        code, said = run(tmp_path, {"HF_ENDPOINT": address}, hf_hub_token=TOKEN, model_revision="v2")
+        assert code == 0, said
+        assert "GET /private/model/resolve/" in " ".join(asked)
+        assert "/datasets/org/rows/resolve/" in " ".join(asked)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    code, said = run(tmp_path, {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "1"}, model_revision="v2")
+    assert code == 0, said
+
+
+def find(address, monkeypatch, name, **given):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    return find_source(name, ModelOptions(model_name_or_path=name, **given))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("private/model", {}, "give your token in hf_hub_token"),
+        ("private/model", {"hf_hub_token": TOKEN, "model_revision": "v9"}, '"model_revision" v9'),
+        ("org/none", {}, "has no such model, or not for you"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_said_with_its_reason(
+    tmp_path, monkeypatch, repositories, name, given, words
+):  # fmt: skip
+    with hub(**repositories) as (address, _), pytest.raises(UserError, match=words):
+        find(address, monkeypatch, name, cache_dir=str(tmp_path), **given)
+
+
+def test_a_config_alone_in_the_cache_does_not_stand_for_the_weights(tmp_path, monkeypatch, repositories):
+    """``explain`` fetches the config; the run that follows it fetches the rest, and finds the whole folder next time."""
+    snapshot = tmp_path / "models--private--model" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--private--model" / "refs").mkdir()
+    (tmp_path / "models--private--model" / "refs" / "main").write_text(COMMIT)
+    config, weights = (repositories["private_model"] / name for name in ("config.json", "model.safetensors"))
+    with hub(**repositories) as (address, _):
+        shutil.copy(config, snapshot)
+        given = {"hf_hub_token": TOKEN, "cache_dir": str(tmp_path)}
+        assert find(address, monkeypatch, "private/model", **given).folder is None
+        shutil.copy(weights, snapshot)
+        assert find(address, monkeypatch, "private/model", **given).folder == snapshot
+
+
+# --- ModelScope -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_modelscope_serves_a_model_and_then_its_cache_does(tmp_path, repositories):
+    pytest.importorskip("modelscope")
+    rows = repositories["org_rows"] / "train.jsonl"
+    given = {"dataset": rows, "dataset_dir": tmp_path}
+    with hub(**repositories) as (address, asked):
+        scope = {"USE_MODELSCOPE_HUB": "1", "MODELSCOPE_ENDPOINT": address, "MODELSCOPE_DOMAIN": address}
+        code, said = run(tmp_path, scope, ms_hub_token=TOKEN, **given)
+        assert code == 0, said
+        assert any("/api/v1/models/private/model" in path for path in asked)
+        code, said = run(tmp_path, scope, ms_hub_token=TOKEN, model_revision="v9", **given)
+        assert code == 2, said
+        assert "asked for: v9" in said
+    code, said = run(tmp_path, {**scope, "HF_HUB_OFFLINE": "1"}, ms_hub_token=TOKEN, **given)
+    assert code == 0, said
+
+
+def test_modelscope_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    monkeypatch.setitem(sys.modules, "modelscope_hub.errors", None)
+    with pytest.raises(UserError, match=r"burnish\[modelscope\]"):
+        find_source("org/model", ModelOptions(model_name_or_path="org/model"))
