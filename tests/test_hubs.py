@@ -76,7 +76,7 @@ def test_what_the_hub_does_not_give_is_said_with_its_reason(
 
 
 def test_a_config_alone_in_the_cache_does_not_stand_for_the_weights(tmp_path, monkeypatch, repositories):
-    """``explain`` fetches the config; the run that follows it fetches the rest, and finds the whole folder next time."""
+    """``explain`` fetches the config; the run after it fetches the rest, and the next one finds the whole folder."""
     snapshot = tmp_path / "models--private--model" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (tmp_path / "models--private--model" / "refs").mkdir()
