@@ -2,7 +2,8 @@
 
 The parameters are cut into blocks, one per transformer layer. AdamW moves one block for ``badam_switch_interval``
 updates while all others stand still (algorithm 1); then the next block, from fresh moments. Only the active block has
-gradients, moments and, where the model is not in float32, a float32 copy of its weights.
+gradients, moments and, where the model is not in float32, a float32 copy of its weights. On a model of 8 equal layers
+training adds a fifth of what full AdamW adds to the model's own memory (bench/badam_memory.py, docs/notebook.md).
 
 ``badam_mode: ratio`` instead moves a share of the entries of every tensor, and holds moments for those entries alone.
 
