@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from burnish.core.errors import UserError
 from burnish.models import source
 from burnish.models.check import check_model
-from burnish.models.load import load_model
+from burnish.models.load import load_config, load_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import load_tokenizer
@@ -169,6 +169,17 @@ def test_code_of_the_model_is_not_run_unless_the_flag_is_set(tmp_path):
     assert "modeling_own.py" in found
     assert "trust_remote_code: true" in found
     assert told(tmp_path, trust_remote_code=True) == []
+
+
+def test_code_that_a_known_model_brings_is_not_run_and_that_is_said(tmp_path):
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('this must not run')")
+    auto_map = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+    change_json(saved_model(tmp_path) / "config.json", auto_map=auto_map)
+    assert told(tmp_path) == []
+    notes = []
+    config = load_config(ModelOptions(model_name_or_path=str(tmp_path)), notes=notes)
+    assert config.model_type == "llama"
+    assert "brings code of its own; transformers' own class for llama is used" in notes[0]
 
 
 @pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])

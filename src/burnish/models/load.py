@@ -46,10 +46,14 @@ def load_config(options: Any, max_length: int | None = None, notes: list[str] | 
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
     except (ArithmeticError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as error:
         raise UserError(Problem(f"its config cannot be used: {_first_line(error)}", where=source.name)) from error
+    notes = [] if notes is None else notes
+    if getattr(config, "auto_map", None) and not options.trust_remote_code:
+        notes.append(
+            f"{source.name} brings code of its own; transformers' own class for {config.model_type} is used, "
+            "unless trust_remote_code is set."
+        )
     if options.rope_scaling and max_length:
-        note = scale_rope(config, options.rope_scaling, max_length)
-        if notes is not None:
-            notes.append(note)
+        notes.append(scale_rope(config, options.rope_scaling, max_length))
     return config
 
 
