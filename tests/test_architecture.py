@@ -202,6 +202,9 @@ SHARED = {
     "lr_scheduler_kwargs": {"optim"},
     "learning_rate": {"adapters"},  # LoRA+ has a rate of its own for B, a multiple of it
     "overwrite_output_dir": {"models"},  # an export writes over a folder under the same condition
+    "cache_dir": {"data"},  # a data set lies in the hub's cache as a model does, and wants the same token
+    "hf_hub_token": {"data"},
+    "ms_hub_token": {"data"},
     "seed": {"models", "optim"},  # whoever draws numbers of its own
 }
 """Options that other components read too, and why."""
