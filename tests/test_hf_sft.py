@@ -379,6 +379,13 @@ def test_an_overridden_compute_loss_sees_what_the_collator_made(tmp_path):
     assert seen == {"input_ids", "attention_mask", "labels"}
 
 
+def test_a_card_lies_beside_what_was_saved(tmp_path):
+    make(tmp_path, TEXTS, max_steps=1).train()
+    assert not (tmp_path / "README.md").exists()
+    make(tmp_path, TEXTS, max_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.25).train()
+    assert "learning_rate: 0.25" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_streamed_set_trains(tmp_path):
     trainer = make(tmp_path, Dataset.from_list(PAIRS).to_iterable_dataset())
     trainer.train()

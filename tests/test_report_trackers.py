@@ -49,6 +49,15 @@ def test_a_tracker_that_is_not_installed_is_said_with_its_pip_line(monkeypatch):
         tracker_callbacks("wandb")
 
 
+def test_a_model_is_not_sent_to_wandb_and_that_is_said_before_the_run(monkeypatch):
+    monkeypatch.setattr("burnish.report.trackers._is_installed", lambda module: True)
+    assert check_trackers(parsed(report_to="wandb")) == []
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    (problem,) = check_trackers(parsed(report_to="wandb"))
+    assert "WANDB_LOG_MODEL is checkpoint" in problem.what
+    assert check_trackers(parsed(report_to="none")) == []
+
+
 def test_all_that_is_wrong_is_said_at_once(monkeypatch):
     monkeypatch.setattr("burnish.report.trackers.find_spec", lambda name: None)
     assert len(tracker_problems(["wandbb", "mlflow", "swanlab"])) == 3

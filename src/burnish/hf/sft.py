@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from burnish.core.loop import TrainOutput
 from burnish.core.types import IGNORE_INDEX, Batch
 from burnish.engine.base import set_seed
 from burnish.hf.saving import is_peft_model
@@ -309,6 +310,16 @@ class SFTTrainer(Trainer):
             items = max(means.pop("items"), 1.0)
             output.metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
             output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+        return output
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None, **kwargs: Any,
+    ) -> TrainOutput:  # fmt: skip
+        """As the Trainer's; then the model's card lies in ``output_dir``, where anything is saved."""
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+        if self.args.save_strategy != "no":
+            self.create_model_card()
         return output
 
     def create_model_card(  # type: ignore[override]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +68,20 @@ def counts_tokens(options: ReportOptions) -> bool:
 
 
 def check_trackers(options: ReportOptions) -> list[Problem]:
-    """Trackers that nobody knows, and trackers whose library is missing; before a model is loaded."""
-    from burnish.report.trackers import tracker_problems
+    """Trackers that nobody knows, trackers whose library is missing, and what one cannot do here; before a model is
+    loaded."""
+    from burnish.report.trackers import tracker_problems, wanted_trackers
 
-    return tracker_problems(options.report_to)
+    problems, keeps_model = tracker_problems(options.report_to), os.environ.get("WANDB_LOG_MODEL", "false").lower()
+    if keeps_model in ("end", "checkpoint") and "wandb" in wanted_trackers(options.report_to):
+        # The callback makes a Trainer of transformers' to save with, from arguments that it takes the options for.
+        problems.append(
+            Problem(
+                f'"report_to": WANDB_LOG_MODEL is {keeps_model}, and this run does not send its model to wandb.',
+                remedy="Unset WANDB_LOG_MODEL; the model is in output_dir.",
+            )
+        )
+    return problems
 
 
 _FOR_TRACKERS = (
