@@ -32,6 +32,7 @@ class AssistantMasks:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer)  # one for all conversations: it remembers the words it has read
         template = tokenizer.chat_template
         self.templates = dict(template) if isinstance(template, dict) else {"default": template or ""}
         self.is_marked = any(_MARK.search(text) for text in self.templates.values())
@@ -82,7 +83,7 @@ class AssistantMasks:
         except Unreadable as error:
             raise RuntimeError(f"What the assistant says cannot be found: {error}. {str(chat)[:200]}") from error
         edges = list(chain.from_iterable(rendered.spans))
-        ids, borders = Encoder(self.tokenizer).located([rendered.text], [edges])[0]
+        ids, borders = self.encoder.located([rendered.text], [edges])[0]
         mask = [0] * len(ids)
         for (begin, _), (_, end) in zip(borders[::2], borders[1::2], strict=True):
             mask[begin:end] = [1] * (end - begin)
