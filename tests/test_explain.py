@@ -57,13 +57,13 @@ def test_the_shape_is_read_from_a_config_of_any_family() -> None:
 
 def test_full_training_with_adam_takes_sixteen_bytes_a_parameter() -> None:
     shape = Shape.of(tiny_config(2))
-    terms = memory_terms(1000, 1000, shape, Formats(4, 4, 4, 8), tokens=0, loss_bytes=0, recompute=False)
+    terms = memory_terms(1000, 1000, shape, Formats(4, 4, 4, 8), tokens=0)
     assert {term.name: term.num_bytes for term in terms} == {"weights": 4000, "gradients": 4000, "optimizer": 8000}
 
 
 def test_an_adapter_pays_for_what_moves_only() -> None:
     shape = Shape.of(tiny_config(2))
-    terms = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0, loss_bytes=0, recompute=False)
+    terms = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0)
     found = {term.name: term.num_bytes for term in terms}
     assert found == {"weights": 990 * 2 + 10 * 4, "cast weights": 20, "gradients": 40, "optimizer": 80}
 
@@ -71,11 +71,21 @@ def test_an_adapter_pays_for_what_moves_only() -> None:
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
     shape = Shape.of(tiny_config(10))
     full, less = (
-        memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, loss_bytes=0, recompute=recompute)[0].num_bytes
+        memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, recompute=recompute)[0].num_bytes
         for recompute in (False, True)
     )
     assert full == 10 * 7 * layer_bytes_per_token(shape, 4)
     assert less == 7 * (layer_bytes_per_token(shape, 4) + 10 * 64 * 4)
+
+
+def test_offloading_leaves_one_layer_and_selective_checkpointing_keeps_its_products() -> None:
+    shape = Shape.of(tiny_config(10))
+    sizes = [{}, {"offload": True}, {"recompute": True}, {"recompute": True, "selective": True}]
+    whole, away, inputs, products = (
+        memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, **given)[0].num_bytes for given in sizes
+    )
+    assert away == whole // 10
+    assert inputs < products < whole
 
 
 def test_the_disk_holds_the_model_the_checkpoints_and_one_under_way() -> None:

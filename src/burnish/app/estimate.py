@@ -70,14 +70,16 @@ class Term:
 
 
 def memory_terms(
-    params: int, trained: int, shape: Shape, formats: Formats, tokens: int, loss_bytes: int, recompute: bool
-) -> list[Term]:
+    params: int, trained: int, shape: Shape, formats: Formats, tokens: int, logits: Term | None = None, *,
+    recompute: bool = False, selective: bool = False, offload: bool = False,
+) -> list[Term]:  # fmt: skip
     """The parts of what a run needs on a device.
 
     Args:
         params: P. trained: N. tokens: T, padding included.
-        loss_bytes: of the logits that exist at one time.
-        recompute: activation checkpointing is on.
+        logits: those that exist at one time.
+        recompute: activation checkpointing is on; ``selective``: it keeps the results of products and attention.
+        offload: what is kept lies in the memory of the machine.
     """
     frozen = params - trained
     weights = round(frozen * formats.frozen) + trained * formats.trained
@@ -87,8 +89,8 @@ def memory_terms(
         Term("weights", weights, of_weights),
         Term("gradients", trained * formats.trained, f"{trained:,} x {formats.trained} bytes"),
         Term("optimizer", round(trained * formats.moments), f"{trained:,} x {formats.moments:g} bytes"),
-        _activations(shape, tokens, formats.compute, recompute),
-        Term("logits", loss_bytes, "the loss goes through them in chunks"),
+        _activations(shape, tokens, formats.compute, recompute, selective, offload),
+        *([logits] if logits else []),
     ]
     if formats.compute < formats.trained:
         cast = Term("cast weights", trained * formats.compute, f"autocast keeps them in {formats.compute} bytes too")
@@ -96,22 +98,35 @@ def memory_terms(
     return [term for term in terms if term.num_bytes]
 
 
-def _activations(shape: Shape, tokens: int, compute_bytes: int, recompute: bool) -> Term:
+def _activations(
+    shape: Shape, tokens: int, compute_bytes: int, recompute: bool, selective: bool, offload: bool
+) -> Term:
     """What autograd keeps for the backward pass.
 
     Counted from the tensors that autograd saves in a pre-norm layer with a gated MLP and fused attention (Llama, Qwen
     and their kin; ``torch.autograd.graph.saved_tensors_hooks``, torch 2.13, held by a test): the queries, the attention
     output, the inputs of four linear layers and of both norms (those in float32), keys and values, and four tensors of
-    the MLP. Checkpointing keeps the input of each layer, and one layer in full while it is computed again.
+    the MLP. Checkpointing keeps the input of each layer, and one layer in full while it is computed again. Offloading
+    leaves one layer's share on the device, while it is on its way.
     """
     in_a_layer = layer_bytes_per_token(shape, compute_bytes)
-    if recompute:
-        per_token = shape.layers * shape.hidden * compute_bytes + in_a_layer
-        how = "the input of each layer, and one layer in full"
+    if not recompute:
+        kept, once, how = in_a_layer, 0, f"{in_a_layer / 1024:.1f} KiB"
+    elif selective:
+        kept, once = products_bytes_per_token(shape, compute_bytes), in_a_layer
+        how = "the input of each layer, its products and attention, and one layer in full"
     else:
-        per_token = shape.layers * in_a_layer
-        how = f"{shape.layers} layer{'s' * (shape.layers != 1)} x {in_a_layer / 1024:.1f} KiB"
-    return Term("activations", tokens * per_token, f"{tokens:,} tokens x {how}")
+        kept, once, how = shape.hidden * compute_bytes, in_a_layer, "the input of each layer, and one layer in full"
+    layers = f"{shape.layers} layer{'s' * (shape.layers != 1)} x " if not recompute else ""
+    if offload:
+        reason = f"{tokens:,} tokens x {how}, of one layer; the others' lie in the memory of the machine"
+        return Term("activations", tokens * (kept + once), reason)
+    return Term("activations", tokens * (shape.layers * kept + once), f"{tokens:,} tokens x {layers}{how}")
+
+
+def products_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+    """A layer's input, the results of its seven products and of its attention: 5 H + 2 K + 2 F numbers."""
+    return (5 * shape.hidden + 2 * shape.keys + 2 * shape.intermediate) * compute_bytes
 
 
 def layer_bytes_per_token(shape: Shape, compute_bytes: int) -> int:

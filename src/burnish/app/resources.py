@@ -23,7 +23,8 @@ from burnish.core.snapshot import split
 from burnish.engine.options import autocast_dtype, device_of
 from burnish.models.load import meta_model
 from burnish.models.source import adapter_folders
-from burnish.ops.cross_entropy import CHUNK_BYTES
+from burnish.objectives.lm import way_of
+from burnish.ops.head_kernels import logits_bytes
 from burnish.optim.builtin import create_optimizer
 
 
@@ -99,16 +100,28 @@ def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
 
 def memory_of(options: Any, config: Any, sizes: Sizes, tokens: int) -> list[Term]:
     """Args: tokens: of the largest micro-batch."""
-    shape = Shape.of(config.get_text_config())
+    shape, formats = Shape.of(config.get_text_config()), formats_of(options, config)
     return memory_terms(
         sizes.total,
         sizes.trained,
         shape,
-        formats_of(options, config),
+        formats,
         tokens,
-        loss_bytes=min(tokens * shape.vocabulary * 4, CHUNK_BYTES),
+        logits_of(options, shape, tokens, formats.compute),
         recompute=options.gradient_checkpointing,
+        selective=bool((options.gradient_checkpointing_kwargs or {}).get("selective")),
+        offload=options.activation_offloading and device_of(options).type != "cpu",
     )
+
+
+def logits_of(options: Any, shape: Shape, tokens: int, compute_bytes: int) -> Term:
+    """The logits that exist at a time, if every token is learned."""
+    if options.fused_loss is False:  # whole, and their log-probabilities and the gradient of these in float32
+        num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
+        return Term("logits", num_bytes, f"{tokens:,} tokens x {shape.vocabulary:,} words: fused_loss is false")
+    way = way_of(options)
+    num_bytes = logits_bytes(way, tokens, shape.hidden, shape.vocabulary, device_of(options))
+    return Term("logits", num_bytes, f"the loss goes through them in chunks{'' if way == 'chunked' else f' ({way})'}")
 
 
 def tokens_of_largest_batch(rows: Sequence[Any], options: Any) -> int:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burnish.core.types import IGNORE_INDEX, Batch
 from burnish.objectives.lm import learned_positions
-from burnish.ops.cross_entropy import CHUNK_BYTES, TokenLoss, TokenSums, linear_cross_entropy, plain_cross_entropy
+from burnish.ops.cross_entropy import TokenLoss, TokenSums, chunk_length, linear_cross_entropy, plain_cross_entropy
 from burnish.ops.probe import Head
 
 
@@ -89,7 +89,7 @@ def _hidden_states(model: nn.Module, inputs: Batch, head: Head) -> tuple[Tensor,
 
 def _dft(hidden: Tensor, weight: Tensor, bias: Tensor | None, learned: Learned, rules: TokenLoss) -> TokenSums:
     """In chunks whose logits are made again in the backward pass."""
-    size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    size = chunk_length(weight)
     whole = (hidden, learned.targets, learned.weights)
     parts = zip(*(torch.split(tensor, size) for tensor in whole), strict=True)
     sums = [

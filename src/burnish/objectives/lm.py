@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.core.types import IGNORE_INDEX, Batch, Example, Loss, Row
+from burnish.engine.options import device_of
 from burnish.objectives.base import OBJECTIVES, Collate, Encoder
 from burnish.objectives.neftune import EmbeddingNoise
-from burnish.ops.cross_entropy import TokenLoss, TokenSums, linear_cross_entropy, plain_cross_entropy
+from burnish.ops.cross_entropy import TokenLoss, TokenSums, plain_cross_entropy
+from burnish.ops.head_kernels import LIBRARIES, WAYS, head_loss, obstacle
 from burnish.ops.probe import Head, causal_lm, find_head, makes_some_logits
 
 _NOT_FOR_THE_MODEL = {"labels", "loss_weights", "learned"}
@@ -39,8 +41,9 @@ class LmOptions:
     label_smoothing_factor: float = option(0.0, "Share of each target spread over the whole vocabulary.", ge=0, lt=1)
     neftune_noise_alpha: float | None = option(None, "Size of the noise on embeddings in training (NEFTune).", gt=0)
     fused_loss: bool | str = option(
-        "auto", "Head and loss in chunks, without all logits; auto does so where the model's head allows it.",
-        choices=("auto", True, False),
+        "auto", "Head and loss in chunks, without all logits; auto does so where the model's head allows it. By name: "
+        "chunked is burnish's own, liger and cut_cross_entropy are kernels of other libraries, for a GPU.",
+        choices=("auto", True, False, *WAYS),
     )  # fmt: skip
     router_aux_loss_coef: float | None = option(
         None, "Weight of the loss that balances a mixture of experts; as the model's config says if not given.", ge=0,
@@ -48,6 +51,23 @@ class LmOptions:
     )  # fmt: skip
     compute_accuracy: bool = option(False, "Log the share of tokens whose most probable candidate is right.")
     compute_entropy: bool = option(False, "Log the mean entropy of the predictions.")
+
+
+def check_fused_loss(options: Any) -> list[Problem]:
+    """A kernel that was asked for by name, and cannot do what else is asked, or not here."""
+    reason = obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
+    if not reason:
+        return []
+    return [Problem(f"fused_loss: {options.fused_loss} cannot be used. {reason}", remedy="Leave fused_loss out.")]
+
+
+def way_of(options: Any) -> str:
+    """The way of ``ops.head_kernels`` that head and loss go, where they are fused."""
+    return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
+
+
+def token_loss(options: Any, softcap: float | None = None) -> TokenLoss:
+    return TokenLoss(options.label_smoothing_factor, softcap, options.compute_accuracy, options.compute_entropy)
 
 
 class LmObjective:
@@ -77,18 +97,22 @@ class LmObjective:
         Returns:
             Sentences for a person.
         Raises:
-            UserError: where ``fused_loss`` is true and the head of the model does not allow it.
+            UserError: where ``fused_loss`` is asked for and the head of the model does not allow it.
         """
         self.collate = partial(collate_learned, collate)
         if self.options.fused_loss is False:
             return []
         self.head, self.makes_some_logits = find_head(model), makes_some_logits(model)
         if self.head is not None:
-            return []
-        what = f"The head of {type(causal_lm(model)).__name__} is not a plain linear layer over its last hidden states."
-        if self.options.fused_loss is True:
-            raise UserError(Problem(f'"fused_loss" is true. {what}', remedy="Leave fused_loss out."))
-        return [f"{what} Its loss is made of whole logits, which takes more memory."]
+            bias, weight = self.head.linear.bias, self.head.linear.weight
+            what = obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
+        else:
+            name = type(causal_lm(model)).__name__
+            what = f"The head of {name} is not a plain linear layer over its last hidden states."
+        if what and self.options.fused_loss != "auto":
+            asked = str(self.options.fused_loss).lower()
+            raise UserError(Problem(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out."))
+        return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
 
     def module(self, model: nn.Module) -> nn.Module:
         """The model and its loss as one module. ``fit`` comes first."""
@@ -170,12 +194,8 @@ class ModelWithLoss(nn.Module):
         self.model = model
         self.keeps_outputs = False
         self._head = head
-        self._rules = TokenLoss(
-            label_smoothing=options.label_smoothing_factor,
-            softcap=head.softcap if head else None,
-            accuracy=options.compute_accuracy,
-            entropy=options.compute_entropy,
-        )
+        self._way = way_of(options)
+        self._rules = token_loss(options, head.softcap if head else None)
         self._makes_some_logits = makes_some_logits
         self._aux_coefficient = aux_coefficient(inner, options.router_aux_loss_coef)
         alpha = options.neftune_noise_alpha
@@ -185,11 +205,7 @@ class ModelWithLoss(nn.Module):
         """The sum over the learned tokens of a micro-batch; an exact zero, with a graph, where there is none."""
         learned = batch["learned"] if "learned" in batch else learned_positions(batch["labels"])
         targets = batch["labels"].flatten()[learned + 1]
-        # A blank batch has the positions of the batch that it was made of, and no labels.
-        weights = (targets != IGNORE_INDEX).float()
-        if "loss_weights" in batch:
-            weights = weights * batch["loss_weights"].flatten()[learned + 1]
-        targets = targets.clamp(min=0)
+        weights = batch["loss_weights"].flatten()[learned + 1] if "loss_weights" in batch else None
         inputs = {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
         inputs["use_cache"] = False  # a cache would let sequences that lie flat see each other
         with self._noise.around(batch) if self._noise and self.training else nullcontext():
@@ -198,13 +214,16 @@ class ModelWithLoss(nn.Module):
             return self._loss_from_logits(inputs, learned, targets, weights)
 
     def _sums_in_chunks(
-        self, head: Head, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor
+        self, head: Head, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor | None
     ) -> TokenSums:
-        hidden = head.hidden(**inputs).flatten(0, 1).index_select(0, learned)  # (N, H)
-        linear = head.linear
-        return linear_cross_entropy(hidden * head.scale, linear.weight, targets, self._rules, linear.bias, weights)
+        """Args: targets: (N,), ``IGNORE_INDEX`` in a blank batch, which has the positions of the batch that it was made
+        of, and no labels. weights: (N,) of tokens; None is 1."""
+        hidden = head.hidden(**inputs).flatten(0, 1).index_select(0, learned) * head.scale  # (N, H)
+        return head_loss(self._way, hidden, head.linear.weight, targets, self._rules, head.linear.bias, weights)
 
-    def _loss_from_logits(self, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor) -> Loss:
+    def _loss_from_logits(
+        self, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor | None
+    ) -> Loss:
         """From logits that the model makes: of learned positions where it can make some only, else of all."""
         makes_some = self._makes_some_logits and len(inputs["input_ids"]) == 1 and not self.keeps_outputs
         if makes_some:
@@ -215,7 +234,9 @@ class ModelWithLoss(nn.Module):
         # A learned prompt stands before the tokens of each row, and has logits too.
         logits = output.logits if makes_some else output.logits[:, -inputs["input_ids"].shape[1] :]
         of_learned = logits.flatten(0, 1) if makes_some else logits.flatten(0, 1).index_select(0, learned)
-        sums = plain_cross_entropy(of_learned, targets, self._rules, weights)
+        counts = (targets != IGNORE_INDEX).float()
+        weights = counts if weights is None else counts * weights
+        sums = plain_cross_entropy(of_learned, targets.clamp(min=0), self._rules, weights)
         aux = output.aux_loss * weights.sum() if self._aux_coefficient else None
         return self._loss(sums, aux, logits.detach() if self.keeps_outputs else None)
 

@@ -28,7 +28,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 2**26
-"""Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time."""
+_CHUNK_BYTES_OF_GPU = 2**29
+"""Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time. On a GPU
+each chunk reads and writes the whole gradient of the head: 110 tokens, the 64 MiB of a vocabulary of 152,000, are too
+few for that."""
 
 _ROWS_BYTES = 2**20
 """Size of the rows of a chunk that are looked at together on a CPU, in float32: the looks at a logit after the first
@@ -111,6 +114,15 @@ def plain_cross_entropy(
     )
 
 
+def chunk_length(weight: Tensor) -> int:
+    """Tokens whose logits exist at a time, under the head (V, H)."""
+    return max(1, chunk_bytes(weight.device) // (4 * weight.shape[0]))
+
+
+def chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES if device.type == "cpu" else _CHUNK_BYTES_OF_GPU
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -122,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = torch.ones_like(targets, dtype=torch.float32) if token_weights is None else token_weights.float()
             sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
             gradients = _Gradients.zero(hidden, weight, bias, needs)
-            size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+            size = chunk_length(weight)
             for begin in range(0, len(h), size):
                 part = slice(begin, begin + size)
                 logits = F.linear(h[part], w, None if bias is None else bias.to(dtype))
@@ -213,7 +225,9 @@ class _Gradients(NamedTuple):
 
     def _add_to_weight(self, slope: Tensor, hidden: Tensor, is_first: bool) -> None:
         assert self.weight is not None
-        height = max(1, _TILE_BYTES // (hidden.shape[1] * hidden.element_size()))
+        # Tiles are for a processor's cache: a GPU gets one product, and is not asked a hundred times.
+        row_bytes, is_cpu = hidden.shape[1] * hidden.element_size(), hidden.device.type == "cpu"
+        height = max(1, _TILE_BYTES // row_bytes) if is_cpu else len(self.weight)
         for tile, slopes in zip(torch.split(self.weight, height), torch.split(slope, height, dim=1), strict=True):
             product = slopes.t() @ hidden
             if is_first:

@@ -1,0 +1,102 @@
+"""The head's loss by name: what is refused and why, and, where a kernel can be run, the numbers of burnish's own way.
+
+Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, as far as it goes; on a GPU see test_gpu.py.
+"""
+
+import importlib.util
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from burnish.core.types import IGNORE_INDEX
+from burnish.objectives.lm import check_fused_loss
+from burnish.ops import head_kernels
+from burnish.ops.cross_entropy import TokenLoss
+from burnish.ops.head_kernels import WAYS, head_loss, logits_bytes, obstacle
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def inputs(n=9, width=32, vocabulary=97):
+    torch.manual_seed(0)
+    hidden = torch.randn(n, width, requires_grad=True)
+    weight = (torch.randn(vocabulary, width) / 4).requires_grad_()
+    targets = torch.randint(vocabulary, (n,))
+    targets[3] = IGNORE_INDEX
+    return hidden, weight, targets
+
+
+@pytest.fixture
+def _installed(monkeypatch):
+    monkeypatch.setattr(head_kernels, "find_spec", lambda name: name)
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize(
+    ("way", "device", "rules", "bias", "reason"),
+    [
+        ("liger", CPU, TokenLoss(), False, "on a GPU only"),
+        ("liger", GPU, TokenLoss(accuracy=True), False, "no accuracy"),
+        ("cut_cross_entropy", GPU, TokenLoss(entropy=True), False, "no entropy"),
+        ("cut_cross_entropy", GPU, TokenLoss(label_smoothing=0.1), False, "no label smoothing"),
+        ("cut_cross_entropy", GPU, TokenLoss(), True, "no bias"),
+    ],
+)
+def test_a_kernel_that_cannot_do_it_says_why(way, device, rules, bias, reason):
+    assert reason in obstacle(way, device, rules, bias)
+
+
+@pytest.mark.usefixtures("_installed")
+def test_on_a_gpu_the_kernels_do_what_they_know():
+    assert not obstacle("liger", GPU, TokenLoss(label_smoothing=0.1, softcap=30.0), has_bias=True)
+    assert not obstacle("cut_cross_entropy", GPU, TokenLoss(softcap=30.0))
+    assert not obstacle("chunked", CPU, TokenLoss(0.1, 30.0, accuracy=True, entropy=True), has_bias=True)
+
+
+def test_a_kernel_whose_library_is_missing_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(head_kernels, "find_spec", lambda name: None)
+    options = SimpleNamespace(
+        fused_loss="liger", use_cpu=True, label_smoothing_factor=0.0, compute_accuracy=False, compute_entropy=False
+    )
+    (problem,) = check_fused_loss(options)
+    assert "fused_loss: liger" in str(problem)
+    assert "library liger-kernel, which is not installed" in str(problem)
+
+
+def test_a_blank_target_counts_nothing_and_has_no_gradient():
+    hidden, weight, targets = inputs()
+    whole = head_loss("chunked", hidden, weight, targets, TokenLoss()).total
+    stay = targets != IGNORE_INDEX
+    some = head_loss("chunked", hidden[stay], weight, targets[stay], TokenLoss()).total
+    assert torch.allclose(whole, some)
+    assert not torch.autograd.grad(whole, hidden)[0][3].any()
+
+
+def test_no_way_holds_more_logits_than_there_are():
+    for way in WAYS:
+        assert logits_bytes(way, 5, 32, 97, GPU) <= 4 * 5 * 97
+    chunk = logits_bytes("chunked", 10**6, 896, 151_936, GPU)
+    assert logits_bytes("chunked", 10**6, 896, 151_936, CPU) < chunk < 4 * 10**6 * 151_936
+    assert logits_bytes("cut_cross_entropy", 10**6, 896, 151_936, GPU) == 0
+
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("liger_kernel") is None,
+    reason="needs liger-kernel, and TRITON_INTERPRET=1 to run its kernels on a CPU",
+)
+
+
+@interpreted
+@pytest.mark.parametrize("weighted", [False, True], ids=["summed", "weighted"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_ligers_loss_and_gradients_are_those_of_the_chunks(weighted, smoothing):
+    hidden, weight, targets = inputs()
+    counts = torch.rand(len(targets)) if weighted else None
+    found = []
+    for way in ("chunked", "liger"):
+        total = head_loss(way, hidden, weight, targets, TokenLoss(smoothing), None, counts).total
+        found.append([total, *torch.autograd.grad(total * 0.3, [hidden, weight])])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
