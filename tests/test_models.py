@@ -250,8 +250,6 @@ def test_checkpointing_gives_the_same_gradients(kind, arguments):
     from burnish.adapters.lora import LoraOptions
     from burnish.core.options import union
 
-    if kind == "lora" and arguments == {"selective": True}:
-        pytest.skip("refused: LoRA's product adds to what selective would keep")
     made = union("Options", FinetuningOptions, LoraOptions)(finetuning_type=kind, lora_dropout=0.3)
     found = []
     for checkpointed in (False, True):

@@ -165,13 +165,6 @@ def test_an_evaluation_without_a_set_names_both_ways_out(tmp_path: Path, wish: d
     assert "val_size" in problem
 
 
-def test_lora_and_selective_checkpointing_are_refused_together(tmp_path: Path) -> None:
-    asked = {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"selective": true}'}
-    with pytest.raises(UserError, match="does not go together with finetuning_type: lora"):
-        plan(given(tmp_path, finetuning_type="lora", **asked))
-    plan(given(tmp_path, finetuning_type="full", **asked))
-
-
 def test_the_best_model_needs_evaluations_that_meet_the_checkpoints(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": "true", "val_size": "0.1"}
     assert "eval_strategy is no" in refused(tmp_path, **best)[0]

@@ -110,19 +110,6 @@ def check_evaluation_set(options: Any) -> list[Problem]:
     ]
 
 
-def check_kept_products(options: Any) -> list[Problem]:
-    """``selective`` keeps the results of products, which burnish's LoRA product adds to where they lie."""
-    if options.finetuning_type != "lora" or not (options.gradient_checkpointing_kwargs or {}).get("selective"):
-        return []
-    return [
-        Problem(
-            '"gradient_checkpointing_kwargs": "selective" does not go together with finetuning_type: lora.',
-            why="It keeps the results of products, and LoRA's product adds to them in place.",
-            remedy="Leave selective out: gradient_checkpointing alone works.",
-        )
-    ]
-
-
 def check_best_model(options: Any) -> list[Problem]:
     """The best model can only be found where evaluation and saving meet."""
     if not options.load_best_model_at_end and options.save_strategy != "best":
