@@ -59,7 +59,7 @@ def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
         training(BASE, "trl", **same),
         training("TRL, grouped by length, no checkpointing", "trl", **trl, **grouped),
         training("TRL, packing, no checkpointing", "trl", packing=True, **trl, **packed),
-        training("TRL, padding-free, no checkpointing", "trl", padding_free=True, **trl),
+        training("TRL, padding-free, no checkpointing", "trl", padding_free=True, max_length=None, **trl),
         training("transformers, bf16", "transformers", bf16=True, **lean),
         training("transformers, bf16, grouped by length", "transformers", bf16=True, **lean, **grouped),
         training("LLaMA-Factory, bf16", "llamafactory", **factory),

@@ -48,7 +48,7 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
         for row in rows
     ]
     trainer = SFTTrainer(
-        model, args=SFTConfig(max_length=facts_of(material)["longest"], **given),
+        model, args=SFTConfig(**{"max_length": facts_of(material)["longest"], **given}),
         train_dataset=Dataset.from_list(encoded), processing_class=AutoTokenizer.from_pretrained(material / "model"),
         peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback)],
     )  # fmt: skip
