@@ -260,7 +260,10 @@ def whole(rounds: Sequence[Round], *names: str) -> list[Round]:
 def ratios(rounds: Sequence[Round], name: str, other: str, value: Callable[[Figures], float]) -> str:
     """The median of one to the other, round by round, with the least and the greatest."""
     found = [value(each[name]) / value(each[other]) for each in whole(rounds, name, other)]
-    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else "-"
+    if not found:
+        return "-"
+    spread = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
+    return f"{statistics.median(found):.2f}{spread}"
 
 
 def where(rounds: Sequence[Round], part: str) -> str:
@@ -271,8 +274,8 @@ def where(rounds: Sequence[Round], part: str) -> str:
             versions.setdefault(library, set()).add(number)
     named = ", ".join(f"{library} {' and '.join(sorted(numbers))}" for library, numbers in sorted(versions.items()))
     return (
-        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}; {len(rounds)} rounds; {named}. "
-        f"Again with: `make bench WHAT={part}`."
+        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}; {len(rounds)} round{'s' * (len(rounds) > 1)}; {named}. "
+        f'Again with: `make bench WHAT="{" ".join(sys.argv[1:]) or part}"`.'
     )
 
 
