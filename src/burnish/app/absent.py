@@ -171,8 +171,7 @@ _no_effect("every process reads the data, and finds what another has encoded in 
 _absent("Leave it out: a run goes on at its place at once, without reading what came before.", ignore_data_skip=False)
 _no_effect(
     "burnish has a fused loss and unpadded batches of its own.",
-    "use_unsloth enable_liger_kernel use_liger_kernel liger_kernel_config use_v1_kernels use_ipex "
-    "jit_mode_eval block_diag_attn",
+    "use_unsloth use_v1_kernels use_ipex jit_mode_eval block_diag_attn",
 )
 _no_effect("the loss is computed in float32.", "upcast_lmhead_output")
 _no_effect("activations are kept unless gradient_checkpointing is set.", "disable_gradient_checkpointing")

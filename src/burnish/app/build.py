@@ -53,6 +53,7 @@ from burnish.engine.base import create_engine, set_seed
 from burnish.models.attention import Layout, lay_flat
 from burnish.models.check import check_model
 from burnish.models.fused import fuse
+from burnish.models.liger import apply_liger, takes_liger
 from burnish.models.load import check_context, load_config, load_model, meta_model, raise_if_not_finite
 from burnish.models.save import save_config, save_model
 from burnish.models.source import adapter_folders
@@ -362,13 +363,15 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> t
     Returns:
         whether batches lie flat, and sentences for a person.
     """
-    layout = Layout(False)
-    if not options.torch_compile and next(model.parameters()).device.type == "cpu":
-        fuse(model)  # a compiler fuses by itself
+    layout, device, said = Layout(False), next(model.parameters()).device, []
+    if takes_liger(options, device) and not (options.torch_compile and options.enable_liger_kernel is None):
+        said = apply_liger(model, options.liger_kernel_config, is_asked=options.enable_liger_kernel is not None)
+    elif device.type == "cpu" and not options.torch_compile:  # a compiler fuses by itself
+        fuse(model)
     if options.padding_free or packs_rows(options, options.stage):
         layout = lay_flat(model, own_attention=options.flash_attn == "auto")
     notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat))
-    return layout.is_flat, [sentence for sentence in (layout.note, *notes) if sentence]
+    return layout.is_flat, [sentence for sentence in (layout.note, *said, *notes) if sentence]
 
 
 def load_dtype(options: Any, engine: Any) -> Any:

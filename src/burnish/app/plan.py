@@ -40,6 +40,7 @@ from burnish.data.truncate import EncodingOptions
 from burnish.engine.options import EngineOptions
 from burnish.models.export import ExportOptions
 from burnish.models.generate import GenerationOptions
+from burnish.models.liger import LigerOptions
 from burnish.models.options import ModelOptions
 from burnish.models.quantize import QuantizationOptions
 from burnish.objectives import OBJECTIVES
@@ -68,6 +69,7 @@ class TaskOptions:
 GROUPS: tuple[type, ...] = (
     TaskOptions,
     ModelOptions,
+    LigerOptions,
     QuantizationOptions,
     FinetuningOptions,
     DataOptions,

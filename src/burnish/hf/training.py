@@ -39,6 +39,7 @@ from burnish.hf.losses import LossMethods, TrainerObjective
 from burnish.hf.reporting import FaceMeter
 from burnish.hf.saving import FaceCheckpoints, ModelPart, SavingMethods
 from burnish.hf.stream import LoaderStream, num_batches
+from burnish.models.liger import apply_liger, liger_problems
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
@@ -127,9 +128,10 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
         if self.place_model_on_device or self.model_init is not None:
             model.to(self._engine.device)
         if args.use_liger_kernel:
-            from transformers.integrations.liger import apply_liger_kernel
-
-            apply_liger_kernel(model, args.liger_kernel_config)
+            if problems := liger_problems(self._engine.device):
+                raise UserError(problems)
+            for note in apply_liger(model, args.liger_kernel_config):
+                logger.warning(note)
         if hasattr(model, "config") and hasattr(self.processing_class, "save_pretrained"):
             from transformers.trainer_utils import align_special_tokens
 

@@ -109,6 +109,15 @@ def makes_some_logits(model: nn.Module) -> bool:
         return False
 
 
+def keeps_answers(model: nn.Module, change: Callable[[], None]) -> bool:
+    """Whether the model says the same, but for rounding, once ``change`` was made to it. The change stays."""
+    tokens = _tokens(model, _LENGTH, seed=5)
+    with _asking(model) as ask:
+        before = ask(tokens)
+        change()
+        return _close(ask(tokens), before, model)
+
+
 def causal_lm(model: nn.Module) -> Any:
     """The model itself, or the one that an adapter of the peft library is wrapped around."""
     unwrap = getattr(model, "get_base_model", None)

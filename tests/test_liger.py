@@ -1,0 +1,95 @@
+"""Liger's kernels: where they are taken, what is refused, and that its losses never are.
+
+A stand-in for the library says what it was asked for; the library itself runs on a GPU, in test_gpu.py.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from burnish.core.errors import UserError
+from burnish.hf.arguments import TrainingArguments
+from burnish.hf.trainer import Trainer
+from burnish.models import liger
+from burnish.models.liger import apply_liger, check_liger, takes_liger
+from tiny_models import tiny_model, token_ids
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A library that knows Llama models, keeps what it was asked, and does to the model what ``asked["does"]`` says."""
+    heard = {"does": lambda model: None}
+
+    def llama(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None):
+        pass
+
+    def apply(model, **switches):
+        heard["switches"] = switches
+        heard["does"](model)
+
+    library, parts, patches = (
+        ModuleType(name)
+        for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
+    )
+    parts._apply_liger_kernel_to_instance = apply
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": llama}
+    for module in (library, parts, patches):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    return heard
+
+
+def options(**given):
+    return SimpleNamespace(**{"enable_liger_kernel": None, "liger_kernel_config": None, "use_cpu": True, **given})
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_kernels_are_taken_on_a_gpu_and_nowhere_else():
+    assert takes_liger(options(), GPU)
+    assert not takes_liger(options(enable_liger_kernel=False), GPU)
+    assert not takes_liger(options(), CPU)
+
+
+def test_to_ask_for_them_on_a_cpu_or_without_the_library_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    said = "\n".join(map(str, check_liger(options(enable_liger_kernel=True))))
+    assert '"enable_liger_kernel" is true, and its kernels run on a GPU only' in said
+    assert "liger-kernel, which is not installed" in said
+    assert check_liger(options()) == []
+
+
+def test_the_losses_of_the_library_are_never_taken(asked):
+    notes = apply_liger(tiny_model("llama"), {"rope": False, "fused_linear_cross_entropy": True})
+    assert asked["switches"] == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    assert "fused_linear_cross_entropy has no effect" in notes[0]
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_part_that_the_library_does_not_have_is_refused_with_the_nearest_name():
+    with pytest.raises(UserError, match=r'llama models have no "rmsnorm"\. Did you mean "rms_norm"'):
+        apply_liger(tiny_model("llama"), {"rmsnorm": True})
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_model_that_the_library_does_not_know_is_refused_where_it_was_asked_for_and_else_left_alone():
+    with pytest.raises(UserError, match='no kernels for a model of type "gpt2"'):
+        apply_liger(tiny_model("gpt2"), None)
+    assert apply_liger(tiny_model("gpt2"), None, is_asked=False) == []
+
+
+def test_kernels_that_change_what_the_model_says_are_refused(asked):
+    asked["does"] = lambda model: model.model.norm.weight.data.mul_(1.5)
+    with pytest.raises(UserError, match="change what this LlamaForCausalLM computes"):
+        apply_liger(tiny_model("llama"), None)
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_trainer_refuses_them_on_a_cpu_too(tmp_path):
+    rows = [{"input_ids": ids, "labels": ids} for ids in token_ids().tolist()]
+    args = TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[])
+    with pytest.raises(UserError, match="GPU only"):
+        Trainer(tiny_model("llama"), args, train_dataset=rows).train()
