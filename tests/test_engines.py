@@ -342,16 +342,28 @@ def test_two_number_formats_are_a_contradiction():
 
 def test_a_missing_file_is_named_before_the_library_that_would_read_it(tmp_path):
     (tmp_path / "ds_z2.json").write_text("{}")
-    first, second = problems(deepspeed=str(tmp_path / "ds_z3.json"))
-    assert "does not exist" in first
-    assert "ds_z2.json" in first
-    assert "not part of burnish yet" in second
+    (problem,) = problems(deepspeed=str(tmp_path / "ds_z3.json"))
+    assert "does not exist" in problem
+    assert "ds_z2.json" in problem
 
 
-def test_sharding_is_refused_and_settings_that_ask_for_nothing_are_not():
-    assert problems(fsdp="full_shard auto_wrap")
-    assert not problems(fsdp=False)
-    assert not problems(fsdp="")
+def test_settings_of_sharding_are_taken_with_a_word_on_what_they_do_not_do():
+    zero = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
+    for given in ({"deepspeed": zero}, {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 1}}):
+        assert not problems(**given)
+        (note,) = engine_notes(options(**given))
+        assert "Each process holds the whole model" in note
+    assert not engine_notes(options(fsdp=False, deepspeed=None))
+
+
+def test_settings_of_sharding_that_would_change_the_numbers_are_refused(tmp_path):
+    (tmp_path / "zero.json").write_text('{"optimizer": {"type": "Lamb"}, "bf16": {"enabled": true}}')
+    (tmp_path / "torn.json").write_text('{"optimizer": ')
+    optimizer, bf16 = problems(deepspeed=str(tmp_path / "zero.json"))
+    assert '"optimizer"' in optimizer
+    assert 'the option "bf16" is false' in bf16
+    assert "not JSON" in problems(deepspeed=str(tmp_path / "torn.json"))[0]
+    assert "without" in problems(fsdp_config={"min_num_params": 1})[0]
 
 
 def test_one_engine_for_several_processes_is_refused(monkeypatch):

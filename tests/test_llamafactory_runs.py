@@ -58,6 +58,12 @@ def workplace(tmp_path, monkeypatch):
         "c4_demo": {"file_name": "plain.jsonl", "columns": {"prompt": "text"}},
     }
     Path("data/dataset_info.json").write_text(json.dumps(entries))
+    zero = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0}, "zero_optimization": {"stage": 3, "overlap_comm": False},
+    }  # fmt: skip
+    Path("ds_z3_config.json").write_text(json.dumps(zero))
     return tmp_path
 
 
@@ -140,7 +146,7 @@ SFT = "stage: sft\ndataset: alpaca_zh\ntemplate: qwen3_nothink\ncutoff_len: 256\
 EVALUATED = "val_size: 0.1\nper_device_eval_batch_size: 1\neval_strategy: steps\neval_steps: 500\n"
 LORA = "finetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
 KINDS = {
-    "full": (SFT + "finetuning_type: full\nbf16: true\n", "model"),
+    "full": (SFT + "finetuning_type: full\nbf16: true\ndeepspeed: ds_z3_config.json\n", "model"),
     "full, evaluated under an old name": (
         SFT
         + "finetuning_type: full\npure_bf16: true\nwarmup_steps: 0.1\n"
@@ -159,8 +165,9 @@ KINDS = {
     "badam": (SFT + "finetuning_type: full\nuse_badam: true\nbadam_mode: layer\nbadam_switch_mode: ascending\n"
               "badam_switch_interval: 50\nbadam_verbose: 2\n# deepspeed: ds_z3_config.json\n" + EVALUATED, "model"),
     "galore": (SFT + "finetuning_type: full\nuse_galore: true\ngalore_target: mlp,self_attn\ngalore_rank: 8\n"
+               "galore_layerwise: true\n"
                "galore_scale: 2.0\npure_bf16: true\n" + EVALUATED, "model"),
-    "apollo": (SFT + "finetuning_type: full\nuse_apollo: true\napollo_layerwise: false\napollo_target: all\n"
+    "apollo": (SFT + "finetuning_type: full\nuse_apollo: true\napollo_layerwise: true\napollo_target: all\n"
                "apollo_rank: 8\napollo_scale: 32.0\napollo_scale_type: channel\npure_bf16: true\n", "model"),
     "muon": (SFT + "finetuning_type: full\nuse_muon: true\nbf16: true\n", "model"),
     "lora, as versions 0.7 and 0.8 wrote it": (
@@ -268,7 +275,7 @@ def test_a_file_that_encodes_first_trains_from_what_it_encoded(workplace):
 
 
 REFUSED = {
-    "deepspeed": ("deepspeed: ds_z3_config.json", "each process then has the whole model"),
+    "deepspeed": ("deepspeed: ds_lamb.json", "optim, learning_rate"),
     "ray": ("ray_num_workers: 4", "torchrun"),
     "ray_num_workers": ("ray_run_name: one\nray_num_workers: 2\nplacement_strategy: PACK", "torchrun"),
     "visual_inputs": ("visual_inputs: true", "trains on text"),
@@ -282,7 +289,6 @@ REFUSED = {
     "use_adam_mini": ("use_adam_mini: true", "use_badam"),
     "use_llama_pro": ("use_llama_pro: true", "finetuning_type"),
     "mixture_of_depths": ("mixture_of_depths: convert", "finetuning_type"),
-    "galore_layerwise": ("use_galore: true\nfinetuning_type: full\ngalore_layerwise: true", "Leave it out"),
     "oft": ("finetuning_type: oft\noft_block_size: 32\noft_target: all", "peft_config: {peft_type: OFT"),
     "dpo": ("stage: dpo\npref_beta: 0.1", "DPOTrainer"),
     "fp8": ("fp8: true", "bf16"),
@@ -292,7 +298,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_here_is_refused_by_name_with_what_to_use_instead(workplace, capsys, name):
-    Path("ds_z3_config.json").write_text("{}")
+    Path("ds_lamb.json").write_text('{"optimizer": {"type": "Lamb"}}')
     text, remedy = REFUSED[name]
     assert main(["train", written(SFT + LORA + text) if "finetuning_type" not in text else written(SFT + text)]) == 2
     said = capsys.readouterr().err

@@ -136,10 +136,11 @@ _no_effect(
 # --- how it is learned ------------------------------------------------------------------------------------------------
 _absent("Optimizers that keep less than AdamW: use_badam, use_apollo, optim: adafactor.", use_adam_mini=False)
 _absent("Set optim: adafactor.", adafactor=False)
-_absent(
-    "Leave it out: a weight that moves inside the backward pass moves before its gradient is added up and clipped.",
-    galore_layerwise=False, apollo_layerwise=False,
-)  # fmt: skip
+_no_effect(
+    "weights move after the backward pass, once gradients are added up and clipped, and not inside it; that takes the "
+    "memory of the gradients.",
+    "galore_layerwise apollo_layerwise",
+)
 _METHODS = "Choose with finetuning_type: burnish train --help finetuning_type lists the methods."
 _absent(_METHODS, use_llama_pro=False, mixture_of_depths=None, shift_attn=False)
 _no_effect(

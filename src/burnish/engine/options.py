@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.engine.checkpointing import checkpointing_problems
+from burnish.engine.sharding import sharding_notes, sharding_problems
 
 
 @dataclass
@@ -61,11 +61,15 @@ class EngineOptions:
     )
     ddp_find_unused_parameters: bool | None = option(None, "Look for weights that a forward pass did not use.")
     ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
-    fsdp: bool | str | list[str] | None = option(None, "Shard weights over processes with FSDP; not here yet.")
-    fsdp_config: dict[str, Any] | str | None = option(
-        None, "FSDP's settings, or the JSON file that holds them; refused with it."
+    fsdp: bool | str | list[str] | None = option(
+        None, "FSDP's switch; taken, and weights are not sharded over processes."
     )
-    deepspeed: dict[str, Any] | str | None = option(None, "DeepSpeed's settings, or the JSON file; not here yet.")
+    fsdp_config: dict[str, Any] | str | None = option(
+        None, "FSDP's settings, or the JSON file that holds them; taken with it."
+    )
+    deepspeed: dict[str, Any] | str | None = option(
+        None, "DeepSpeed's settings, or the JSON file; taken, and weights are not sharded over processes."
+    )
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file.",
         ignored="burnish deals rows to processes itself, which is all that they settle.",
@@ -79,7 +83,7 @@ class EngineOptions:
 
 def check_engine(options: Any) -> list[Problem]:
     """What the options ask for and this machine, or any machine, cannot give."""
-    return [*_formats(options), *checkpointing_problems(options), *_sharding(options), *_processes(options)]
+    return [*_formats(options), *checkpointing_problems(options), *sharding_problems(options), *_processes(options)]
 
 
 def _formats(options: Any) -> Iterator[Problem]:
@@ -94,30 +98,6 @@ def _formats(options: Any) -> Iterator[Problem]:
         yield Problem('"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.')
     if options.bf16 and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
         yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.")
-
-
-def _sharding(options: Any) -> Iterator[Problem]:
-    """A file that is named is looked for first."""
-    for name in ("deepspeed", "fsdp_config"):
-        value = getattr(options, name)
-        if isinstance(value, str) and not Path(value).is_file():
-            yield Problem(
-                f'"{name}" names a file that does not exist: {Path(value).absolute()}.',
-                remedy=_files_beside(Path(value)),
-            )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(options, name) not in (None, False, "", [], "no_shard"):
-            yield Problem(
-                f'"{name}" is not part of burnish yet: weights are not sharded over processes.',
-                remedy="Leave it out: each process then has the whole model. finetuning_type: lora needs least memory.",
-            )
-    if options.fsdp_config and not options.fsdp:
-        yield Problem('"fsdp_config" has no effect without "fsdp".', remedy="Leave it out.")
-
-
-def _files_beside(path: Path) -> str:
-    there = sorted(str(found) for found in path.parent.glob("*.json")) if path.parent.is_dir() else []
-    return f"There are: {', '.join(there[:5])}." if there else ""
 
 
 def _processes(options: Any) -> Iterator[Problem]:
@@ -148,6 +128,7 @@ def engine_notes(options: Any) -> list[str]:
         notes.append('"gradient_checkpointing_kwargs": "offload" has no effect on a CPU.')
     if options.activation_offloading and device.type == "cpu":
         notes.append('"activation_offloading" has no effect on a CPU, whose memory is the machine\'s.')
+    notes += sharding_notes(options)
     if options.tf32 and device.type == "cpu":
         notes.append('"tf32" has no effect on a CPU.')
     return notes

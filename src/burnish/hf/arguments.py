@@ -97,9 +97,9 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     save_strategy: SaveStrategy | str = option("steps", "When to save a checkpoint.")
     gradient_checkpointing: bool | None = option(None, "The older name of activation_checkpointing.")
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "The older name, with _kwargs.")
-    fsdp: str | None = option(None, "Shard weights over processes with FSDP; refused, it is not here yet.")
-    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or a JSON file; refused with it.")
-    deepspeed: dict | str | None = option(None, "DeepSpeed's settings, or a JSON file; refused.")  # type: ignore[type-arg]
+    fsdp: str | None = option(None, "FSDP's switch; taken, and weights are not sharded.")
+    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or a JSON file; taken with it.")
+    deepspeed: dict | str | None = option(None, "Its settings; taken, and weights are not sharded.")  # type: ignore[type-arg]
     accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
 
     # --- fields that are the face's own

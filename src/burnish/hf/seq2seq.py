@@ -151,9 +151,8 @@ class Seq2SeqTrainer(Trainer):
         labels, begun = inputs.get("labels"), given.get("decoder_input_ids")
         if labels is not None and begun is not None and labels.shape == begun.shape:
             given = {name: value for name, value in given.items() if not name.startswith("decoder_")}
-        is_sharded = bool(self.args.fsdp or self.args.deepspeed)  # then all processes take every step together
         model: Any = self.model
-        ids: Tensor = model.generate(**given, **{"synced_gpus": is_sharded, **kwargs})
+        ids: Tensor = model.generate(**given, **kwargs)
         return ids
 
     def _padded(self, ids: Tensor) -> Tensor:
