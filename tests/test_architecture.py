@@ -205,6 +205,9 @@ SHARED = {
     "cache_dir": {"data"},  # a data set lies in the hub's cache as a model does, and wants the same token
     "hf_hub_token": {"data"},
     "ms_hub_token": {"data"},
+    "per_device_train_batch_size": {"engine"},  # a file of DeepSpeed says these three again
+    "gradient_accumulation_steps": {"engine"},
+    "max_grad_norm": {"engine"},
     "seed": {"models", "optim"},  # whoever draws numbers of its own
 }
 """Options that other components read too, and why."""
