@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from burnish.core.options import union
 from burnish.core.types import IGNORE_INDEX
 from burnish.data.batching import (
     BatchingOptions,
@@ -22,6 +23,9 @@ from burnish.data.batching import (
     sequences_of,
     splits_rows,
 )
+from burnish.data.options import DataOptions
+
+Options = union("Options", BatchingOptions, DataOptions)
 
 
 def row(start, length, prompt=1):
@@ -175,19 +179,19 @@ def _split(ids, segments):
     [({}, "sft", False), ({}, "pt", True), ({"packing": False}, "pt", False), ({"neat_packing": True}, "sft", True)],
 )
 def test_rows_are_packed_when_asked_or_for_pretraining(given, stage, expected):
-    assert packs_rows(BatchingOptions(**given), stage) is expected
+    assert packs_rows(Options(**given), stage) is expected
 
 
 def test_evaluation_packs_as_training_does_unless_told_otherwise():
-    assert packs_rows(BatchingOptions(packing=True), "sft", is_eval=True)
-    assert not packs_rows(BatchingOptions(packing=True, eval_packing=False), "sft", is_eval=True)
+    assert packs_rows(Options(packing=True), "sft", is_eval=True)
+    assert not packs_rows(Options(packing=True, eval_packing=False), "sft", is_eval=True)
 
 
 def test_pretraining_cuts_one_long_text_and_fine_tuning_keeps_rows_whole():
     rows = [row(0, 5), row(10, 4)]
-    assert [lengths_of(p) for p in packed(rows, BatchingOptions(), "pt", 6)] == [[5, 1], [3]]
-    assert [lengths_of(p) for p in packed(rows, BatchingOptions(packing=True), "sft", 6)] == [[5], [4]]
-    assert packed(rows, BatchingOptions(), "sft", 6) is rows
+    assert [lengths_of(p) for p in packed(rows, Options(), "pt", 6)] == [[5, 1], [3]]
+    assert [lengths_of(p) for p in packed(rows, Options(packing=True), "sft", 6)] == [[5], [4]]
+    assert packed(rows, Options(), "sft", 6) is rows
 
 
 @pytest.mark.parametrize(
@@ -200,10 +204,10 @@ def test_pretraining_cuts_one_long_text_and_fine_tuning_keeps_rows_whole():
     ],
 )
 def test_rows_need_not_be_cut_where_packing_cuts_them(given, stage, expected):
-    assert splits_rows(BatchingOptions(**given), stage) is expected
+    assert splits_rows(Options(**given), stage) is expected
 
 
 def test_options_that_contradict_each_other_are_named():
-    problems = check_batching(BatchingOptions(ignore_pad_token_for_loss=False, neat_packing=True, packing=False))
+    problems = check_batching(Options(ignore_pad_token_for_loss=False, neat_packing=True, packing=False))
     assert len(problems) == 2
-    assert not check_batching(BatchingOptions())
+    assert not check_batching(Options())

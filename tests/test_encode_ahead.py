@@ -1,13 +1,19 @@
 """Rows that are encoded while the loop runs: the same weights as from rows that were encoded before it, whoever encodes
 them, wherever the run is cut; records are read where they lie."""
 
+import csv
+import io
 import json
 import signal
 import subprocess
 import sys
+import tracemalloc
 
+import pyarrow
+import pyarrow.ipc
 import pytest
 
+from burnish.app import build
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.core.types import IGNORE_INDEX
@@ -15,9 +21,11 @@ from burnish.data import record_index
 from burnish.data.ahead import AheadRows
 from burnish.data.files import read_records
 from burnish.data.record_index import RecordIndex
+from burnish.data.sources import load_datasets
 from burnish.data.stream import Cut, RowStream
+from burnish.data.tables import TABLES
 from burnish.data.tally import Tally
-from data_sets import load, qa, write
+from data_sets import data_options, load, qa, write
 from small_run import as_words, make_user, records
 from test_train_run import KILLS_ITSELF_AFTER_STEP_FIVE, same_weights
 
@@ -46,6 +54,63 @@ def test_an_index_gives_the_records_that_reading_gives(tmp_path, monkeypatch, te
     assert list(index) == list(read_records(path))
 
 
+CSV = {
+    "quotes": 'a,b\n1,"x\ny, ""z"""\n2,é\u2028é\n',
+    "Windows line ends and blank rows": 'a,b\r\n\r\n1,"x\r\ny"\r\n\r\n2,z',
+    "old line ends": 'a,b\r1,"x\ry"\r2,z\r',
+    "a byte order mark": "\ufeffa,b\n1,x\n",
+    "a header alone": "a,b\n",
+    "nothing": "",
+}
+TEXT = {
+    "lines": "one\n\ntwo \x0b\u2028 é\n", "Windows line ends": "one\r\n\r\ntwo",
+    "old line ends": "one\rtwo\r\r\nthree\r",
+    "a byte order mark": "\ufeffone\ntwo", "nothing": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [*((".csv", text) for text in CSV.values()), *((".txt", text) for text in TEXT.values())],
+    ids=[*(f"csv: {name}" for name in CSV), *(f"text: {name}" for name in TEXT)],
+)
+def test_a_table_gives_the_records_that_reading_gives(tmp_path, suffix, text):
+    path = write(tmp_path / f"a{suffix}", text.encode())
+    table = TABLES[suffix](path)
+    read = list(read_records(path))
+    assert [table[index] for index in reversed(range(len(table)))] == read[::-1]
+    if suffix == ".csv":
+        rows = [row for row in csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline="")) if row]
+        assert [list(row.values()) for row in read] == rows[1:]
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_rows_of_an_arrow_file_are_asked_for_one_by_one(tmp_path, kind):
+    table = pyarrow.Table.from_pylist([{"n": number, "text": ["é"] * number} for number in range(10)])
+    opened = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, opened(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    rows = TABLES[".arrow"](tmp_path / "a.arrow")
+    assert [rows[index] for index in (9, 0, 4, 3)] == [table.to_pylist()[index] for index in (9, 0, 4, 3)]
+    assert len(rows) == 10
+
+
+def test_a_csv_row_with_too_many_values_is_refused_before_the_first_step(tmp_path):
+    path = write(tmp_path / "a.csv", 'a,b\n1,"x\ny"\n2,y,z\n')
+    with pytest.raises(UserError, match=r"a.csv, line 4: the row has 3 values, and the header names 2 columns"):
+        TABLES[".csv"](path)
+
+
+def test_a_table_holds_where_its_records_are_and_not_what_they_say(tmp_path):
+    paths = [write(tmp_path / "a.csv", "a,b\n" + '"x, y",zz\n' * 40_000), write(tmp_path / "a.txt", "x y z\n" * 40_000)]
+    tracemalloc.start()
+    tables = [TABLES[path.suffix](path) for path in paths]
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(map(len, tables)) == 80_000
+    assert held < 80_000 * 16 * 1.5  # two numbers of eight bytes a record
+
+
 def test_an_index_names_the_broken_line_it_meets(tmp_path):
     index = RecordIndex(write(tmp_path / "a.jsonl", "\n".join([*LINES[:5], "", '{"text": "cut', *LINES[5:]])))
     assert index[4] == json.loads(LINES[4])
@@ -66,9 +131,6 @@ def test_a_broken_list_is_refused_as_reading_refuses_it(tmp_path, text):
 
 def lazily(**given):
     options = {"encode_ahead": True, **given}
-    from burnish.data.sources import load_datasets
-    from data_sets import data_options
-
     return load_datasets(data_options(**options), 7, Tally(), may_run_ahead=True)
 
 
@@ -220,18 +282,13 @@ def test_rows_that_are_dropped_are_counted_and_the_cache_changes_nothing(tmp_pat
     assert same_weights(tmp_path / "first", tmp_path / "second")
 
 
-def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys):
+def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys, monkeypatch):
     some = records(24)
     some[23]["output"] = 5
     write(tmp_path / "data.json", some)
     given = {**user, "encode_ahead": True, "train_sampling_strategy": "sequential", "preprocessing_batch_size": 1}
-    import burnish.app.build
-
-    burnish.app.build.LOOKED_AT, before = 2, burnish.app.build.LOOKED_AT
-    try:
-        assert run(given) == 2
-    finally:
-        burnish.app.build.LOOKED_AT = before
+    monkeypatch.setattr(build, "LOOKED_AT", 2)
+    assert run(given) == 2
     said = "".join(capsys.readouterr())
     assert "data.json, record 24 (line " in said
     assert '"output" must be text. Received: 5' in said

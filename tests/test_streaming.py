@@ -5,9 +5,15 @@ import signal
 import subprocess
 import sys
 
+import datasets
+import pyarrow
+import pyarrow.csv
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from burnish.cli import main
+from burnish.data import sources
 from burnish.data.stream import order_of
 from data_sets import write
 from small_run import as_words, make_user, records
@@ -61,19 +67,50 @@ def test_several_sets_are_mixed_and_some_records_held_out(tmp_path, user):
     assert [entry["step"] for entry in history(tmp_path / "out") if "eval_loss" in entry] == [5, 10]
 
 
-def test_a_parquet_file_is_read_where_it_lies(tmp_path, user):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records(24)), tmp_path / "data.parquet")
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".arrow"])
+def test_a_file_of_another_type_is_read_where_it_lies(tmp_path, user, monkeypatch, suffix):
+    path, table = tmp_path / f"data{suffix}", pyarrow.Table.from_pylist(records(24))
+    if suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    elif suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
     assert run(user, tmp_path / "json") == 0
-    assert run(user, tmp_path / "parquet", dataset=str(tmp_path / "data.parquet")) == 0
-    assert same_weights(tmp_path / "json", tmp_path / "parquet")
+    monkeypatch.setattr(sources, "convert", None)  # which makes examples of a set that is read as a whole
+    assert run(user, tmp_path / "other", dataset=str(path)) == 0
+    assert same_weights(tmp_path / "json", tmp_path / "other")
 
 
-def test_pretraining_text_is_streamed_without_packing(tmp_path, user):
-    write(tmp_path / "text.jsonl", "".join(json.dumps({"text": "red green blue " * 4}) + "\n" for _ in range(20)))
-    assert run(user, dataset=str(tmp_path / "text.jsonl"), stage="pt", cutoff_len=32) == 0
+def test_a_set_of_a_hub_is_asked_for_record_by_record(tmp_path, user, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, **more: datasets.Dataset.from_list(records(24)))
+    assert run(user, tmp_path / "json") == 0
+    monkeypatch.setattr(sources, "convert", None)
+    assert run(user, tmp_path / "hub", dataset="someone/set", dataset_dir="ONLINE") == 0
+    assert same_weights(tmp_path / "json", tmp_path / "hub")
+
+
+def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, user, capsys):
+    write(tmp_path / "dataset_info.json", {"far": {"cloud_file_name": "memory://bucket/a.jsonl"}})
+    assert run(user, dataset="far", dataset_dir=str(tmp_path)) == 2
+    said = "".join(capsys.readouterr())
+    assert '"memory://bucket/a.jsonl" lies in a cloud store' in said
+    assert "file_name" in said
+
+
+def test_workers_that_would_have_nothing_to_do_are_said(user, capsys):
+    assert main(["explain", *as_words({**user, "dataloader_num_workers": 2})]) == 0
+    assert '"dataloader_num_workers" has no effect' in " ".join("".join(capsys.readouterr()).split())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatch, suffix):
+    monkeypatch.setattr(sources, "convert", None)
+    line = "red green blue " * 4
+    line = json.dumps({"text": line}) if suffix == ".jsonl" else line
+    write(tmp_path / f"text{suffix}", f"{line}\n" * 20)
+    assert run(user, dataset=str(tmp_path / f"text{suffix}"), stage="pt", cutoff_len=32) == 0
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine, Example, Row, Run
-from burnish.data.ahead import AheadRows, encode_ahead, going_ahead
+from burnish.data.ahead import AheadRows, ahead_notes, encode_ahead, going_ahead
 from burnish.data.batching import collator, lengths_of, packed, packs_rows, splits_rows
 from burnish.data.budget import Budget, check_budget
 from burnish.data.examples import LazyExamples
@@ -173,6 +173,7 @@ def prepare(plan: Plan) -> Prepared:
     if isinstance(sets.train, LazyExamples):
         rows: Sequence[Row | None] = encode_while_training(sets.train, objective, config, options)
         sample: Sequence[Row] = sample_of(rows)
+        notes += ahead_notes(options)
     else:
         rows = sample = encode(sets.train, objective, tally, options)
     eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}

@@ -68,6 +68,14 @@ def encode_ahead(
     return AheadRows(encode_some, len(examples), folder, options.preprocessing_batch_size)
 
 
+def ahead_notes(options: Any) -> list[str]:
+    """What has no effect on rows that are encoded while the loop runs."""
+    if not options.dataloader_num_workers:
+        return []
+    how = "when streaming" if options.streaming else "with encode_ahead"
+    return [f'"dataloader_num_workers" has no effect: {how}, the loop takes the rows as they come and collates them.']
+
+
 def going_ahead(rows: Any) -> AbstractContextManager[None]:
     """A process that goes ahead of the loop in the block, where ``rows`` are encoded while it runs."""
     return rows.going_ahead() if isinstance(rows, AheadRows) else nullcontext()

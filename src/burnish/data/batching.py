@@ -68,7 +68,7 @@ def packs_rows(options: Any, stage: str, is_eval: bool = False) -> bool:
     if is_eval and options.eval_packing is not None:
         return bool(options.eval_packing)
     if options.packing is None:
-        return bool(options.neat_packing or (stage == "pt" and not getattr(options, "streaming", False)))
+        return bool(options.neat_packing or (stage == "pt" and not options.streaming))
     return bool(options.packing)
 
 

@@ -9,14 +9,14 @@ Refuses, with file and line: unknown file types, Python loading scripts, folders
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from burnish.core.errors import Problem, UserError
-from burnish.data.json_files import Values, count, json_places, read_json, text_lines, whole_text
+from burnish.data.json_files import Values, byte_lines, count, decoded, json_places, read_json, text_lines
 
 _CSV_FIELD = 2**31 - 1
 _PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
@@ -116,32 +116,51 @@ def _types() -> str:
 
 def read_text(path: Path) -> Iterator[Values]:
     """A record per line, in the column "text"; empty lines are records too, as datasets' text loader has it."""
-    for line in text_lines(path):
-        yield from ({"text": part} for part in line.split("\r"))
+    with path.open("rb") as file:
+        yield from (text_record(path, line) for _, line in byte_lines(file))
+
+
+def text_record(path: Path, line: bytes) -> Values:
+    return {"text": decoded(path, line).rstrip("\r\n")}
 
 
 def read_csv(path: Path) -> Iterator[Values]:
     """A record per row under a header. Every value is text as written: "007" stays "007"."""
-    rows = _csv_rows(path)
-    header = next(rows, (0, []))[1]
-    for line, row in rows:
-        if len(row) != len(header):
-            raise UserError(
-                Problem(
-                    f"the row has {count(len(row), 'value')}, and the header names {count(len(header), 'column')}.",
-                    where=f"{path}, line {line}",
-                    remedy='A value that holds a comma or a line break must stand in quotes: "a, b".',
-                )
-            )
-        yield dict(zip(header, row, strict=True))
+    with path.open("rb") as file:
+        rows = csv_rows(path, file)
+        header = next(rows, None)
+        for row in rows:
+            assert header is not None
+            yield dict(zip(header.values, row.values, strict=True))
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line on which it begins, values) of each row, blank ones left out."""
+class CsvRow(NamedTuple):
+    """One row, and its place: ``begin`` and ``end`` in bytes, the line on which it begins."""
+
+    line: int
+    begin: int
+    end: int
+    values: list[str]
+
+
+def csv_rows(path: Path, file: Iterable[bytes]) -> Iterator[CsvRow]:
+    """The header, and the rows under it, blank ones left out; a quoted value may hold line ends.
+
+    Args:
+        file: the open file of ``path``.
+    """
     csv.field_size_limit(_CSV_FIELD)  # the default, 128 KiB, is less than a long document; the setting is global
-    reader = csv.reader(io.StringIO(whole_text(path), newline=""), strict=True)
+    begin = end = num_columns = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal end
+        for offset, line in byte_lines(file):
+            end = offset + len(line)
+            yield decoded(path, line)
+
+    reader = csv.reader(texts(), strict=True)
     while True:
-        line = reader.line_num + 1
+        line, begin = reader.line_num + 1, end
         try:
             row = next(reader, None)
         except csv.Error as error:
@@ -149,7 +168,23 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         if row is None:
             return
         if row:
-            yield line, row
+            num_columns = num_columns or len(row)
+            if len(row) != num_columns:
+                raise UserError(_uneven(path, line, len(row), num_columns))
+            yield CsvRow(line, begin, end, row)
+
+
+def _csv_places(path: Path) -> Iterator[int]:
+    with path.open("rb") as file:
+        yield from (row.line for row in islice(csv_rows(path, file), 1, None))
+
+
+def _uneven(path: Path, line: int, num_values: int, num_columns: int) -> Problem:
+    return Problem(
+        f"the row has {count(num_values, 'value')}, and the header names {count(num_columns, 'column')}.",
+        where=f"{path}, line {line}",
+        remedy='A value that holds a comma or a line break must stand in quotes: "a, b".',
+    )
 
 
 def read_parquet(path: Path) -> Iterator[Values]:
@@ -166,21 +201,25 @@ def read_parquet(path: Path) -> Iterator[Values]:
 
 
 def read_arrow(path: Path) -> Iterator[Values]:
-    """The rows of an Arrow file, stream (as datasets writes it) or random access."""
+    """The rows of an Arrow file."""
+    for batch in arrow_batches(path):
+        yield from batch.to_pylist()
+
+
+def arrow_batches(path: Path) -> Iterator[Any]:
+    """The batches of rows of an Arrow file, stream (as datasets writes it) or random access, mapped into memory."""
     import pyarrow.ipc  # type: ignore[import-untyped, unused-ignore]
     import pyarrow.lib
 
-    with pyarrow.memory_map(str(path)) as source:
+    source = pyarrow.memory_map(str(path))  # held open by the batches
+    try:
+        yield from pyarrow.ipc.open_stream(source)
+    except pyarrow.lib.ArrowInvalid:
         try:
-            batches = iter(pyarrow.ipc.open_stream(source))
-        except pyarrow.lib.ArrowInvalid:
-            try:
-                file = pyarrow.ipc.open_file(source)
-            except pyarrow.lib.ArrowInvalid as error:
-                raise UserError(_not_of_type(path, "Arrow", error)) from None
-            batches = map(file.get_batch, range(file.num_record_batches))
-        for batch in batches:
-            yield from batch.to_pylist()
+            file = pyarrow.ipc.open_file(source)
+        except pyarrow.lib.ArrowInvalid as error:
+            raise UserError(_not_of_type(path, "Arrow", error)) from None
+        yield from map(file.get_batch, range(file.num_record_batches))
 
 
 def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
@@ -196,6 +235,6 @@ READERS: dict[str, Callable[[Path], Iterator[Values]]] = {
 _LOCATORS: dict[str, Callable[[Path], Iterator[int]]] = {
     ".json": json_places,
     ".jsonl": json_places,
-    ".csv": lambda path: (line for line, _ in islice(_csv_rows(path), 1, None)),
+    ".csv": _csv_places,
     ".txt": lambda path: (line for line, text in enumerate(text_lines(path), start=1) for _ in text.split("\r")),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -199,12 +199,27 @@ def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDeco
 
 
 def whole_text(path: Path) -> str:
-    raw = path.read_bytes()
+    return decoded(path, path.read_bytes().removeprefix(BOM))
+
+
+def decoded(path: Path, raw: bytes) -> str:
+    """A part of ``path`` as text. Raises UserError, which names the line, where it is not UTF-8."""
     try:
-        return raw.removeprefix(BOM).decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError:
         deque(text_lines(path), maxlen=0)  # finds the line, and raises
         raise
+
+
+def byte_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of each line with its end, which may be a carriage return too, as in files of old systems. A byte
+    order mark at the start is no text."""
+    offset = 0
+    for raw in file:
+        for line in raw.splitlines(keepends=True):
+            text = line.removeprefix(BOM) if offset == 0 else line
+            yield offset + len(line) - len(text), text
+            offset += len(line)
 
 
 def first_character(path: Path) -> str:

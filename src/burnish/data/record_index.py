@@ -19,42 +19,47 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, overload
 
 from burnish.core.errors import UserError
 from burnish.data.json_files import (
     BOM,
     Values,
     broken_line,
+    decoded,
     first_character,
     json_places,
     read_json,
     refuse,
-    text_lines,
 )
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
-INDEXED = (".json", ".jsonl")
-"""The file types that can be indexed."""
+Spans: TypeAlias = "tuple[ndarray[Any, Any], ndarray[Any, Any]]"
+"""(begin, end) of every record, in bytes."""
 _BLOCK = 1 << 22
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class RecordIndex(Sequence[Values]):
-    """The records of one file. It stays open: a file that is renamed or replaced meanwhile does not change them."""
+class SpanIndex(Sequence[Values]):
+    """The records of one file, each a stretch of its bytes. The file stays open: a file that is renamed or replaced
+    meanwhile does not change them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        is_list = first_character(path) == "["
-        if not is_list:
-            next(read_json(path), None)  # refuses what is no JSON Lines at all
         self._file = path.open("rb")
-        hashed = blake2b(digest_size=16)
-        spans = _element_spans if is_list else _line_spans
-        self._starts, self._ends = spans(path, _Hashing(self._file, hashed))
+        hashed = HashedFile(self._file)
+        self._starts, self._ends = self.spans(hashed)
         self.content_hash = hashed.hexdigest()
+
+    def spans(self, file: HashedFile) -> Spans:
+        """Where each record begins and ends; ``file`` is read to its end."""
+        raise NotImplementedError
+
+    def record(self, index: int, raw: bytes) -> Values:
+        """What the bytes of a record say."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -65,37 +70,55 @@ class RecordIndex(Sequence[Values]):
     def __getitem__(self, index: slice) -> list[Values]: ...
     def __getitem__(self, index: int | slice) -> Values | list[Values]:
         if isinstance(index, slice):
-            return [self._record(at) for at in range(*index.indices(len(self)))]
-        return self._record(range(len(self))[index])
+            return [self._read(at) for at in range(*index.indices(len(self)))]
+        return self._read(range(len(self))[index])
 
-    def _record(self, index: int) -> Values:
+    def _read(self, index: int) -> Values:
         begin, end = int(self._starts[index]), int(self._ends[index])
         # pread moves no position: processes that were forked off read the same open file.
-        raw = os.pread(self._file.fileno(), end - begin, begin)
+        return self.record(index, os.pread(self._file.fileno(), end - begin, begin))
+
+
+class RecordIndex(SpanIndex):
+    """The records of a JSON or JSON Lines file."""
+
+    def spans(self, file: HashedFile) -> Spans:
+        if first_character(self.path) == "[":
+            return _element_spans(self.path, file)
+        next(read_json(self.path), None)  # refuses what is no JSON Lines at all
+        return _line_spans(self.path, file)
+
+    def record(self, index: int, raw: bytes) -> Values:
+        text = decoded(self.path, raw)
         try:
-            record = json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            deque(text_lines(self.path), maxlen=0)  # finds the line, and raises
-            raise
+            record = json.loads(text)
         except json.JSONDecodeError as error:
             line = next(islice(json_places(self.path), index, None))
-            raise UserError(broken_line(self.path, line, raw.decode("utf-8").rstrip("\r\n"), error)) from None
+            raise UserError(broken_line(self.path, line, text.rstrip("\r\n"), error)) from None
         return record if isinstance(record, dict) else refuse(self.path, index + 1, record)
 
 
-class _Hashing:
+class HashedFile:
     """A file that is read from its beginning to its end, and hashed on the way."""
 
-    def __init__(self, file: BinaryIO, hashed: Any) -> None:
-        self._file, self._hashed = file, hashed
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hashed = file, blake2b(digest_size=16)
 
     def read(self, size: int) -> bytes:
         block = self._file.read(size)
         self._hashed.update(block)
         return block
 
+    def __iter__(self) -> Iterator[bytes]:
+        for line in self._file:
+            self._hashed.update(line)
+            yield line
 
-def _line_spans(path: Path, file: _Hashing) -> tuple[ndarray[Any, Any], ndarray[Any, Any]]:
+    def hexdigest(self) -> str:
+        return self._hashed.hexdigest()
+
+
+def _line_spans(path: Path, file: HashedFile) -> Spans:
     """(begin, end) in bytes of every line that is not blank."""
     import numpy
 
@@ -126,7 +149,7 @@ def _line_spans(path: Path, file: _Hashing) -> tuple[ndarray[Any, Any], ndarray[
     return begins[keep], all_ends[keep]
 
 
-def _element_spans(path: Path, file: _Hashing) -> tuple[ndarray[Any, Any], ndarray[Any, Any]]:
+def _element_spans(path: Path, file: HashedFile) -> Spans:
     """(begin, end) in bytes of every element of a JSON list."""
     import numpy
 
@@ -143,7 +166,7 @@ def _element_spans(path: Path, file: _Hashing) -> tuple[ndarray[Any, Any], ndarr
     return numpy.array(starts, numpy.int64), numpy.array(ends, numpy.int64)
 
 
-def _elements(file: _Hashing) -> Iterator[tuple[int, int]]:
+def _elements(file: HashedFile) -> Iterator[tuple[int, int]]:
     """Where each element of a list begins and ends, in a window that moves over the file.
 
     The bytes are read as Latin-1: a character is a byte then, and JSON's own characters are the same.
@@ -166,7 +189,7 @@ def _elements(file: _Hashing) -> Iterator[tuple[int, int]]:
 class _Window:
     """A part of the file as text, and the place in it that is looked at."""
 
-    def __init__(self, file: _Hashing) -> None:
+    def __init__(self, file: HashedFile) -> None:
         self._file, self._text, self._at, self._base = file, "", 0, 0
         self._decoder = json.JSONDecoder()
 
@@ -207,10 +230,3 @@ class _Window:
                 break
         begin, self._at = self._base + self._at, end
         return begin, self._base + end
-
-
-def index_of(files: Sequence[Path]) -> list[RecordIndex] | None:
-    """The indexes of the files of a data set, or None where they are of a type that cannot be indexed."""
-    if not files or any(path.suffix.lower() not in INDEXED for path in files):
-        return None
-    return [RecordIndex(path) for path in files]

@@ -32,14 +32,14 @@ from burnish.data.examples import (
     empty_problem,
     with_answers,
 )
-from burnish.data.files import data_files, read_records
+from burnish.data.files import READERS, data_files, read_records
 from burnish.data.formats import convert
-from burnish.data.json_files import Values
+from burnish.data.json_files import Values, read_json
 from burnish.data.layouts import layout_of, missing_columns
 from burnish.data.mixing import merged, sampled, split
 from burnish.data.options import DataOptions, check_data
-from burnish.data.record_index import index_of
 from burnish.data.records import Layout
+from burnish.data.tables import TABLES, MappedTable
 from burnish.data.tally import Tally
 
 __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
@@ -178,7 +178,7 @@ class _Loading:
 
     def _indexes(self, source: Source) -> Sequence[Table] | None:
         """The records of the source, where they are to stay in its files."""
-        indexes = _tables(source, self.options, is_large=self.stays)
+        indexes = _tables(source, self.options, is_asked=self.stays)
         limits = (source.num_samples or sys.maxsize, self.options.max_samples or sys.maxsize)
         num_records = min(sum(map(len, indexes or [])), *limits)
         return indexes if num_records > (0 if self.stays else LARGE) else None
@@ -244,37 +244,37 @@ def _records(source: Source, options: Any) -> Iterator[Located]:
     yield from ((values, label, number) for number, values in enumerate(found, start=1))
 
 
-def _tables(source: Source, options: Any, is_large: bool) -> Sequence[Table] | None:
-    """The records of a source one by one, where they can be had so; None where they cannot.
+def _tables(source: Source, options: Any, is_asked: bool) -> Sequence[Table] | None:
+    """The records of a source one by one; None where they are better read, or cannot be had so.
 
     Args:
-        is_large: worth a table of the datasets library, for which Parquet files are copied into its cache.
+        is_asked: by name, and not for the sake of speed, which JSON gains alone: its records are found without being
+            read. A CSV file is parsed for it, and a Parquet file copied into the cache of the datasets library.
     """
     if source.kind == "file":
         files = data_files(source.location)
-        if is_large and all(path.suffix.lower() == ".parquet" for path in files):
-            import datasets
-
-            return [MappedTable(path, datasets.Dataset.from_parquet(str(path))) for path in files]
-        return index_of(files)
-    if is_large and source.kind == "hf_hub":
-        return [MappedTable(Path(source.location), _hugging_face(source, options))]
+        is_json = all(READERS[path.suffix.lower()] is read_json for path in files)
+        return [_table(path) for path in files] if is_asked or is_json else None
+    if is_asked and source.kind in ("hf_hub", "ms_hub"):
+        return [MappedTable(Path(source.location), _REMOTE[source.kind](source, options))]
+    if options.streaming and source.kind == "cloud":
+        raise UserError(
+            Problem(
+                f'"streaming" reads records where they lie, and "{source.location}" lies in a cloud store.',
+                where=source.where,
+                remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
+            )
+        )
     return None
 
 
-class MappedTable:
-    """A table of the datasets library, which maps it from its cache."""
+def _table(path: Path) -> Table:
+    if path.suffix.lower() == ".parquet":
+        next(read_records(path), None)  # refuses what is no Parquet file
+        import datasets
 
-    def __init__(self, path: Path, rows: Any) -> None:
-        self.path, self.content_hash = path, str(rows._fingerprint)
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int, /) -> Values:
-        found: Values = self._rows[index]
-        return found
+        return MappedTable(path, datasets.Dataset.from_parquet(str(path)))
+    return TABLES[path.suffix.lower()](path)
 
 
 def _hugging_face(source: Source, options: Any) -> Iterable[Values]:

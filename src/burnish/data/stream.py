@@ -43,10 +43,10 @@ class StreamOptions:
     )
 
 
-def stream_notes(options: StreamOptions) -> list[str]:
+def stream_notes(options: Any) -> list[str]:
     """What is done other than asked."""
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
-    if asked <= cores:
+    if asked <= cores or options.streaming or options.encode_ahead is True:  # those have none: ahead_notes
         return []
     return [f'"dataloader_num_workers" is {asked}; this machine has {cores} cores, so {cores} are used.']
 

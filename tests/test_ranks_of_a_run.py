@@ -1,0 +1,69 @@
+"""A run of two processes, from its command line to its last file: the weights of one, however its rows are made."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish.cli import main
+from small_run import as_words, make_user
+from test_train_run import weights_in
+
+LAUNCHER = """
+import json, os, sys
+sys.path[:0] = {paths!r}
+import torch, accelerate, transformers, burnish.app.build
+from burnish.cli import main
+torch.set_num_threads(1)
+
+def run(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    for words in json.loads(sys.argv[1]):
+        assert main(words) == 0
+
+# Forked, so that the libraries are imported once.
+torch.multiprocessing.start_processes(run, nprocs=2, start_method="fork")
+"""
+KINDS = {
+    "encoded before": {"encode_ahead": False},
+    "encoded ahead": {"encode_ahead": True},
+    "streamed": {"streaming": True, "buffer_size": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where one process and two, which share a gloo group, have left what they trained."""
+    folder = tmp_path_factory.mktemp("ranks")
+    given = make_user(folder, max_steps=6, plot_loss=False, save_strategy="no")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CACHE", str(folder / "cache of one"))
+        for kind, options in KINDS.items():
+            assert main(["train", *as_words({**given, **options, "output_dir": str(folder / "one" / kind)})]) == 0
+    shared = {**given, "per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+    commands = [
+        ["train", *as_words({**shared, **options, "output_dir": str(folder / "two" / kind)})]
+        for kind, options in KINDS.items()
+    ]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = Path(__file__).parent
+    script = LAUNCHER.format(paths=[str(here), str(here.parent / "src")])
+    place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place["BURNISH_CACHE"] = str(folder / "cache of two")  # nothing is encoded yet
+    subprocess.run([sys.executable, "-c", script, json.dumps(commands)], env=place, check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_end_in_the_weights_of_one(folder, kind):
+    begun, one, two = (weights_in(path) for path in (folder / "model", folder / "one" / kind, folder / "two" / kind))
+    assert not torch.equal(one["lm_head.weight"], begun["lm_head.weight"])
+    for name, weight in one.items():  # sums over ranks are added in another order
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
