@@ -25,9 +25,9 @@ FEW = 10
 
 
 def burnish(folder: Path, model: Path, count: int) -> Any:
-    from burnish.app.build import prepare
     from burnish.app.config import merge, read_arguments
     from burnish.app.plan import aliases, plan
+    from burnish.app.prepare import prepare
 
     given = {**common(str(folder / "out")), "model_name_or_path": model, "dataset": folder / "conversations.json",
              "template": "chatml", "cutoff_len": 1024, "max_samples": count, "overwrite_cache": True}  # fmt: skip

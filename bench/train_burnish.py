@@ -18,9 +18,10 @@ from typing import Any
 from gauge import Gauge, common, peak_bytes
 from material import facts_of
 
-from burnish.app.build import assemble, prepare
+from burnish.app.build import assemble
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
+from burnish.app.prepare import prepare
 from burnish.core.loop import evaluate_all, train
 from burnish.engine.base import create_engine
 

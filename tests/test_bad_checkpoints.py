@@ -195,7 +195,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_c
 
     words = ["train", "run.yaml", "save_strategy=no"]
     with monkeypatch.context() as patched:
-        patched.setattr("burnish.app.build.save_model", fails)
+        patched.setattr("burnish.app.finish.save_model", fails)
         assert cli.main(words) == 1
     assert "Safe: out/checkpoint-8. The same command goes on from there." in told(capsys)[1]
     assert not Path("out/model.safetensors").exists()

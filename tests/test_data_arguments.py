@@ -93,8 +93,8 @@ def trained(explained, **given):
     """The words that are learned of a conversation in two rounds."""
     write(Path("data/c.json"), TALK)
     run = {"model_name_or_path": "model", "dataset": "c", "output_dir": "out", "cutoff_len": 64, "template": "chatml"}
-    from burnish.app.build import prepare
     from burnish.app.plan import plan
+    from burnish.app.prepare import prepare
     from burnish.core.options import Given
 
     prepared = prepare(plan({name: Given(value) for name, value in {**run, **given}.items()}))

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
-from burnish.app import build
+from burnish.app import prepare
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.core.types import IGNORE_INDEX
@@ -287,7 +287,7 @@ def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp
     some[23]["output"] = 5
     write(tmp_path / "data.json", some)
     given = {**user, "encode_ahead": True, "train_sampling_strategy": "sequential", "preprocessing_batch_size": 1}
-    monkeypatch.setattr(build, "LOOKED_AT", 2)
+    monkeypatch.setattr(prepare, "LOOKED_AT", 2)
     assert run(given) == 2
     said = "".join(capsys.readouterr())
     assert "data.json, record 24 (line " in said

@@ -166,8 +166,8 @@ def made(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 def told(run: Plan) -> dict[str, str]:
     """Label -> text of all sections; where two have a line of that label, the first one's."""
-    from burnish.app.build import prepare
     from burnish.app.explain import sections
+    from burnish.app.prepare import prepare
 
     lines = [line for section in sections(run, prepare(run)) for line in section.lines]
     return {line.label: line.text for line in reversed(lines)}
@@ -208,8 +208,8 @@ def test_the_options_are_what_they_were_after_planning(made: Any) -> None:
 
 
 def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
-    from burnish.app.build import prepare
     from burnish.app.explain import samples
+    from burnish.app.prepare import prepare
 
     prepared = prepare(made())
     first, middle = samples(prepared)

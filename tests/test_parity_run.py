@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from burnish.app.build import prepare
 from burnish.app.config import read_arguments
 from burnish.app.plan import plan
+from burnish.app.prepare import prepare
 from burnish.cli import main
 from burnish.data.batching import collate_padded
 from small_run import as_words, make_user

@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from burnish.app.build import assemble, prepare
+from burnish.app.build import assemble
 from burnish.app.metrics import METRICS, check_metrics, scores
 from burnish.app.plan import plan
 from burnish.app.predict import predict_all, questions_of
+from burnish.app.prepare import prepare
 from burnish.core.errors import UserError
 from burnish.core.options import Given
 from burnish.data.tally import Tally

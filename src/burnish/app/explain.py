@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
-from burnish.app.build import Prepared, prepare
 from burnish.app.callbacks import listeners_of
 from burnish.app.checks import step_notes, trains
 from burnish.app.estimate import shown_bytes
@@ -21,6 +20,7 @@ from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.listing import shown
 from burnish.app.plan import Plan
+from burnish.app.prepare import Prepared, prepare
 from burnish.app.resources import (
     Sizes,
     available_memory,

@@ -1,0 +1,116 @@
+"""The end of a run: the model, the last evaluation, predictions, figures and pictures, in ``output_dir``.
+
+In: a run that has trained, or that was made to evaluate or to predict. Out: files, and the figures of ``all_results``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from burnish.adapters.base import ModelState, trainable_summary
+from burnish.app.plan import Plan
+from burnish.app.predict import predict_all
+from burnish.app.prepare import Prepared
+from burnish.app.resume import write_finished
+from burnish.core.loop import TrainOutput, evaluate_all, save, switch
+from burnish.core.types import Run
+from burnish.data.ahead import AheadRows
+from burnish.models.save import save_model
+from burnish.report.card import CardFacts, write_card
+from burnish.report.console import warn
+from burnish.report.options import counts_tokens
+from burnish.report.plots import plot_history
+from burnish.report.results import save_metrics, save_state
+
+
+def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
+    """The model, the figures and the pictures, in ``output_dir``."""
+    options, folder = plan.options, Path(plan.options.output_dir)
+    results: dict[str, float] = {}
+    switch(run, is_training=False)  # a schedule-free optimizer keeps other weights for use than for training
+    if run.engine.rank == 0 and output is not None:
+        model_state = run.parts["model"]
+        assert isinstance(model_state, ModelState)
+        adapter, model = model_state.adapter, model_state.model
+        with nothing_lost(run):
+            save_model(
+                model, prepared.tokenizer, folder, adapter=None if adapter.saves_whole_model else adapter,
+                stop_token_ids=prepared.template.stop_token_ids(),
+            )  # fmt: skip
+        results |= {**output.metrics, "epoch": run.state.epoch or 0.0}
+        if counts_tokens(options):
+            results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
+        save_metrics("train", results, folder)
+    if run.eval_sets and (options.do_eval or options.eval_strategy != "no"):
+        metrics = last_evaluation(run, options) or evaluate_all(run)
+        metrics |= {"epoch": run.state.epoch} if run.state.epoch is not None else {}
+        if run.engine.rank == 0:
+            save_metrics("eval", metrics, folder)
+        results |= metrics
+    if options.do_predict:
+        results |= predict_all(run, prepared, plan)
+    if run.engine.rank == 0:
+        count_late(prepared)
+    if run.engine.rank == 0 and output is not None:
+        save_state(run.state, folder)
+        describe(run, plan, prepared, results)
+        write_finished(folder, run.state, prepared.fingerprints)
+    return results
+
+
+@contextmanager
+def nothing_lost(run: Run) -> Iterator[None]:
+    """Where the model cannot be written, what was trained is kept as a checkpoint, from which the same command writes
+    it. The failure goes on its way."""
+    is_written = False
+    try:
+        yield
+        is_written = True
+    finally:
+        is_kept = run.checkpoints.path(run.state.global_step).is_dir()
+        if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks do not know, and would not save
+            switch(run, is_training=True)
+            save(run)
+            run.checkpoints.wait()
+
+
+def last_evaluation(run: Run, options: Any) -> dict[str, float]:
+    """The metrics of the evaluation that the last step ended with, where the weights are still those."""
+    if options.load_best_model_at_end:
+        return {}
+    entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
+    found = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    is_whole = all(f"eval_{name}_loss".replace("__", "_") in found for name in run.eval_sets)
+    return found if is_whole else {}
+
+
+def count_late(prepared: Prepared) -> None:
+    """Say what happened to rows that were encoded while the loop ran."""
+    if isinstance(prepared.rows, AheadRows):
+        prepared.tally.merge(prepared.rows.counted())
+        for sentence in prepared.tally.sentences():
+            warn(sentence)
+
+
+def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float]) -> None:
+    """Pictures of the loss, and the model card."""
+    options, folder = plan.options, Path(plan.options.output_dir)
+    pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
+    trained: Any = run.parts["model"]
+    trainable, total = trainable_summary(trained.model)
+    write_card(
+        folder,
+        CardFacts(
+            name=folder.resolve().name,
+            base_model="" if options.train_from_scratch else options.model_name_or_path,
+            datasets=[str(name) for name in options.dataset or []],
+            stage=options.stage, method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
+            is_adapter=not trained.adapter.saves_whole_model,
+            options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
+            tally=prepared.tally.sentences(), has_chat_template=bool(prepared.tokenizer.chat_template),
+            picture=pictures[0].name if pictures else "",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,172 @@
+"""Plan -> Prepared: tokenizer, template, and records that have become rows. No weight is read, and no file is written
+but the cache of encoded rows.
+
+Everything a user can have done wrong is refused here or before; ``explain`` goes no further than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from burnish.adapters.base import ADAPTERS
+from burnish.app.checks import may_run_ahead, step_notes, trains
+from burnish.app.fingerprints import fingerprints_of
+from burnish.app.plan import Plan
+from burnish.app.resources import check_disk, sizes_of
+from burnish.core.errors import Problem, UserError
+from burnish.core.options import raise_if
+from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
+from burnish.core.types import Example, Row
+from burnish.data.ahead import AheadRows, ahead_notes, encode_ahead
+from burnish.data.batching import lengths_of, packed, splits_rows
+from burnish.data.budget import check_budget
+from burnish.data.examples import LazyExamples
+from burnish.data.prepare import prepare as prepare_rows
+from burnish.data.rows import Template
+from burnish.data.sources import DataSets, load_datasets
+from burnish.data.tally import Tally
+from burnish.data.templates import fit_tokenizer, load_template
+from burnish.engine.base import set_seed
+from burnish.models.check import check_model
+from burnish.models.load import check_context, load_config, meta_model
+from burnish.models.source import adapter_folders
+from burnish.models.tokens import check_vocabulary, load_tokenizer
+from burnish.objectives import OBJECTIVES
+
+LOOKED_AT = 256
+"""Rows that are encoded before the first step of a set that is encoded while the loop runs."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before a weight is read: the rows, and what happened on the way to them."""
+
+    tokenizer: Any
+    template: Template
+    config: Any
+    objective: Any
+    rows: Sequence[Row | None]  # None where an example gives no row, which is met while the loop runs
+    sample: Sequence[Row]  # what is known of them before: all, or some where they are encoded while the loop runs
+    eval_rows: Mapping[str, Sequence[Row]]
+    steps: StepPlan
+    tally: Tally
+    fingerprints: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(plan: Plan) -> Prepared:
+    """Records become rows, and everything that can be refused is refused. Reads no weight and writes no file but the
+    cache of encoded rows."""
+    options, tally = plan.options, Tally()
+    notes: list[str] = []
+    set_seed(options.seed, options.full_determinism)
+    sets = load_data(plan, tally)
+    config = load_config(options, options.cutoff_len, notes)
+    tokenizer = load_tokenizer(options, notes)
+    template = load_template(options, tokenizer)
+    notes += fit_tokenizer(template, tokenizer)
+    tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
+    raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config)]))
+
+    objective = OBJECTIVES[options.stage](options, template, tokenizer)
+    if isinstance(sets.train, LazyExamples):
+        rows: Sequence[Row | None] = encode_while_training(sets.train, objective, config, options)
+        sample: Sequence[Row] = sample_of(rows)
+        notes += ahead_notes(options)
+    else:
+        rows = sample = encode(sets.train, objective, tally, options)
+    eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
+    if not len(sample) and trains(options):
+        raise UserError(nothing_to_learn(tally, options))
+    longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
+    steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
+    sizes = sizes_of(options, config)
+    problems = check_context(config, longest) + check_curve(options, steps.max_steps)
+    largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
+    problems += check_budget(options.max_tokens_per_batch, largest)
+    raise_if(plan.placed([*problems, *check_disk(options, config, sizes, steps)]))
+    notes += [*sets.notes, *step_notes(options, steps)]
+    data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
+    fingerprints = fingerprints_of(plan, data, template.form_fingerprint, steps)
+    return Prepared(tokenizer, template, config, objective, rows, sample, eval_rows, steps, tally, fingerprints, notes)
+
+
+def load_data(plan: Plan, tally: Tally) -> DataSets:
+    """The data sets; what is wrong with them is said together with what is wrong with the model's files."""
+    options = plan.options
+    problems = plan.placed(check_model(options))
+    try:
+        sets = load_datasets(options, options.seed, tally, may_run_ahead(options))
+    except UserError as error:
+        raise UserError([*problems, *plan.placed(error.problems)]) from error
+    raise_if(problems)
+    return sets
+
+
+def encode(
+    examples: Sequence[Example], objective: Any, tally: Tally, options: Any, eval_name: str | None = None
+) -> Sequence[Row]:
+    """Rows of a set, packed where the options ask for it.
+
+    Args:
+        eval_name: of an evaluation set; None for the training set.
+    """
+    is_eval = eval_name is not None
+    cut = not splits_rows(options, options.stage, is_eval)
+    rows = prepare_rows(
+        examples,
+        lambda batch, counted: objective.encode(batch, counted, cut=cut),
+        tally,
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": cut},
+        options=options,
+        name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
+    )
+    return packed(rows, options, options.stage, options.cutoff_len, is_eval)
+
+
+def item_lengths(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each row, or of each pack."""
+    lengths = getattr(rows, "lengths", None)
+    return lengths if lengths is not None else [len(row["input_ids"]) for row in rows]
+
+
+def encode_while_training(examples: LazyExamples, objective: Any, config: Any, options: Any) -> AheadRows:
+    """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when it
+    is met."""
+
+    def check(row: Row) -> None:
+        raise_if(check_context(config, len(row["input_ids"])))
+
+    return encode_ahead(
+        examples, objective.encode, options=options, check=check,
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": True},
+    )  # fmt: skip
+
+
+def sample_of(rows: Sequence[Row | None]) -> list[Row]:
+    """Some rows from all over a set, for what has to be known or said before the first step."""
+    some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // LOOKED_AT)))
+    return [row for row in some if row is not None]
+
+
+def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each sequence; of a pack, of each row in it."""
+    lengths = getattr(rows, "lengths", None)
+    return lengths if lengths is not None else [length for row in rows for length in lengths_of(row)]
+
+
+def check_adapter(options: Any, config: Any) -> list[Problem]:
+    """What keeps the adapter from being attached to a model of this shape; no weight is read."""
+    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    return adapter.check(meta_model(config, options.trust_remote_code))
+
+
+def nothing_to_learn(tally: Tally, options: Any) -> Problem:
+    reasons = "; ".join(tally.sentences()) or "the training set is empty"
+    return Problem(
+        f"No row is left to learn from: {reasons}.",
+        where=", ".join(map(str, options.dataset or [])),
+        remedy="Raise cutoff_len, or correct the data.",
+    )
