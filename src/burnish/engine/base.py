@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from burnish.core.types import Batch, Engine, Stateful
 from burnish.engine.checkpointing import checkpoint_activations
+from burnish.engine.memory import keep_freed_memory
 from burnish.engine.offloading import Offloading
 from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, uses_accelerate
 
@@ -63,6 +64,8 @@ class SingleEngine:
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
         """The model on the device, checkpointed and compiled where asked, and the optimizer over its weights."""
         self.optimizer = optimizer
+        if self.device.type == "cpu" and optimizer is not None:
+            keep_freed_memory()
         model = model.to(self.device)
         if self.options.gradient_checkpointing:
             checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)
