@@ -1,15 +1,28 @@
 """LLaMA-Factory's data arguments, from the command line to what is trained on: each changes the run as it says."""
 
 import json
+import sys
+import types
 from pathlib import Path
 
+import datasets
 import pytest
+from safetensors.torch import load_file
 
+from burnish.app.plan import plan
+from burnish.app.prepare import prepare
 from burnish.cli import main
+from burnish.core.options import Given
+from burnish.core.types import IGNORE_INDEX
 from data_sets import chat, qa, write
 from small_run import WORDS, as_words, make_model
 
-TALK = [chat(("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone"))]
+
+def two_rounds(**said_of_the_first_answer):
+    """A conversation; what is given stands beside its first answer."""
+    record = chat(("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone"))
+    record["messages"][1] |= said_of_the_first_answer
+    return record
 
 
 @pytest.fixture
@@ -52,11 +65,11 @@ def explained(tmp_path, monkeypatch, capsys):
         ({"dataset": "a,b"}, ["training set 30 rows"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_under"}, ["training set 20 rows"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_over"}, ["training set 40 rows"]),
+        ({"dataset": "a,b", "mix_strategy": "interleave_once", "interleave_probs": "0.5,0.5"}, ["set 30 rows"]),
         ({"dataset": "data"}, ["data_files"]),
         ({"dataset": "a", "packing": True}, ["packs of 20 rows"]),
         ({"dataset": "a", "neat_packing": True}, ["packs of 20 rows"]),
         ({"preprocessing_num_workers": 2, "overwrite_cache": True}, ["training set 20 rows"]),
-        ({"dataset": "a", "cutoff_len": 20, "on_too_long": "drop"}, ["dropped"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -66,9 +79,6 @@ def test_an_argument_chooses_the_rows(explained, given, said):
         write(Path("many/1.json"), [qa(1)])
         write(Path("many/2.json"), [qa(2), qa(3)])
         given, said = {"dataset": "many"}, ["training set 3 rows"]
-    if "on_too_long" in given:
-        assert "No row is left to learn from" in explained(expected=2, **given)
-        return
     text = explained(**given)
     assert [sentence for sentence in said if sentence not in text] == []
 
@@ -89,18 +99,23 @@ def test_an_argument_that_does_not_fit_is_refused(explained, given, sentence):
     assert sentence in explained(expected=2, **given)
 
 
-def trained(explained, **given):
-    """The words that are learned of a conversation in two rounds."""
-    write(Path("data/c.json"), TALK)
-    run = {"model_name_or_path": "model", "dataset": "c", "output_dir": "out", "cutoff_len": 64, "template": "chatml"}
-    from burnish.app.plan import plan
-    from burnish.app.prepare import prepare
-    from burnish.core.options import Given
+def prepared(**given):
+    """What is known of a run before its first step."""
+    run = {"model_name_or_path": "model", "dataset": "a", "output_dir": "out", "cutoff_len": 64, "use_cpu": True}
+    return prepare(plan({name: Given(value) for name, value in {**run, **given}.items()}))
 
-    prepared = prepare(plan({name: Given(value) for name, value in {**run, **given}.items()}))
-    row = prepared.rows[0]
-    learned = [token for token in row["labels"] if token != -100]
-    return prepared.tokenizer.decode(learned)
+
+def first_row(**given):
+    """The text of the first row."""
+    run = prepared(**given)
+    return run.tokenizer.decode(run.rows[0]["input_ids"])
+
+
+def trained(explained, said_of_the_first_answer=None, **given):
+    """The words that are learned of a conversation in two rounds."""
+    write(Path("data/c.json"), [two_rounds(**said_of_the_first_answer or {})])
+    run = prepared(**{"dataset": "c", "template": "chatml", **given})
+    return run.tokenizer.decode([token for token in run.rows[0]["labels"] if token != IGNORE_INDEX])
 
 
 @pytest.mark.parametrize(
@@ -122,47 +137,189 @@ def test_prompts_are_learned_where_it_is_asked(explained):
 
 
 def test_a_message_may_say_whether_it_is_learned(explained):
-    TALK[0]["messages"][1]["train"] = False
-    try:
-        assert trained(explained).replace("\n", "") == "stone<|im_end|>"
-    finally:
-        del TALK[0]["messages"][1]["train"]
+    assert trained(explained, {"train": False}).replace("\n", "") == "stone<|im_end|>"
+
+
+def weights_after(records, **given):
+    """The model's weights after one step over these records."""
+    write(Path("data/c.json"), records)
+    out = f"out {len(list(Path().glob('out *')))}"
+    run = {
+        "model_name_or_path": "model", "dataset": "c", "output_dir": out, "cutoff_len": 64, "template": "chatml",
+        "max_steps": 1, "per_device_train_batch_size": 4, "finetuning_type": "full", "learning_rate": 1e-3,
+        "optim": "sgd", "save_strategy": "no", "use_cpu": True, "plot_loss": False,
+    }  # fmt: skip
+    assert main(["train", *as_words({**run, **given})]) == 0
+    return load_file(f"{out}/model.safetensors")
+
+
+def differ(a, b):
+    """By how much two sets of weights do, at most."""
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_a_run_learns_of_each_message_what_the_message_says(explained):
+    plain = weights_after([two_rounds()])
+    last = weights_after([two_rounds()], mask_history=True)
+    assert differ(weights_after([two_rounds(train=False)]), last) == 0
+    assert differ(weights_after([two_rounds(weight=0)]), last) == 0
+    assert differ(plain, last) > 1e-6
+
+
+def test_an_answer_of_weight_two_counts_as_two_answers(explained):
+    first, second = (chat(("user", "red"), ("assistant", words)) for words in ("green", "stone river lamp"))
+    twice = weights_after([first, first, second])
+    first["messages"][1]["weight"] = 2
+    weighted = weights_after([first, second])
+    assert differ(weighted, twice) < 1e-7
+    assert differ(weighted, weights_after([second])) > 1e-6
+
+
+LONG = {**qa(1), "output": "stone " * 100}
 
 
 @pytest.mark.parametrize(
-    ("entry", "sentence"),
+    ("choice", "expected"),
     [
-        ({"file_name": "a.json", "ranking": True}, "rank"),
-        ({"file_name": "a.json", "columns": {"prompt": "instruction", "images": "input"}}, "text"),
-        ({"file_name": "nowhere.json"}, "does not exist"),
-        ({"script_url": "load.py"}, "is a Python loading script"),
-        ({"file_name": "a.json", "num_sample": 3}, 'Did you mean "num_samples"'),
+        ("truncate", (0, ["training set 21 rows", "cut", "data/a.json: 21"])),
+        ("drop", (0, ["training set 20 rows", "dropped: longer than cutoff_len: 1 of 21 rows (data/a.json: 21)"])),
+        ("raise", (2, ["data/a.json, record 21", "cutoff_len"])),
     ],
-    ids=str,
 )
-def test_an_entry_that_cannot_be_trained_on_is_refused(explained, entry, sentence):
+def test_a_row_that_is_too_long_is_cut_or_dropped_or_refused(explained, choice, expected):
+    write(Path("data/a.json"), [*(qa(n, WORDS[n % 10]) for n in range(20)), LONG])
+    code, sentences = expected
+    said = explained(expected=code, on_too_long=choice)
+    assert [sentence for sentence in sentences if sentence not in said] == []
+
+
+def test_the_default_system_message_stands_where_a_record_has_none(explained):
+    assert "<|im_start|>system\nYou count.<|im_end|>" in first_row(template="chatml", default_system="You count.")
+    write(Path("data/a.json"), [{**qa(1), "system": "You add."}])
+    write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "columns": {**ALPACA, "system": "system"}}})
+    said = first_row(template="chatml", default_system="You count.")
+    assert "You add." in said
+    assert "You count." not in said
+
+
+# --- dataset_info.json ------------------------------------------------------------------------------------------------
+
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+RENAMED = {
+    "columns": {"messages": "talk", "system": "rules", "tools": "can"},
+    "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "u", "assistant_tag": "a", "observation_tag": "o",
+             "function_tag": "f", "system_tag": "s"},
+}  # fmt: skip
+CALL = json.dumps({"name": "add", "arguments": {"n": 1}})
+TALKS = [
+    {"who": "u", "what": "seven"}, {"who": "f", "what": CALL},
+    {"who": "o", "what": "blue"}, {"who": "a", "what": "lamp"},
+]  # fmt: skip
+TOOLS = json.dumps([{"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}])
+KEYS = {
+    "columns of questions and answers": (
+        {"columns": {"prompt": "q", "query": "more", "response": "r", "history": "before", "system": "rules"}},
+        {"q": "red", "more": "green", "r": "blue", "before": [["seven", "nine"]], "rules": "stone"},
+        ["stone", "seven", "nine", "red\ngreen", "blue"],
+    ),
+    "columns and tags of conversations": (
+        {"formatting": "sharegpt", **RENAMED}, {"talk": TALKS, "rules": "stone", "can": TOOLS},
+        ["stone", "adds", "seven", '{"n": 1}', "blue", "lamp"],
+    ),
+    "a system message under its tag": (
+        {"formatting": "sharegpt", **RENAMED},
+        {"talk": [{"who": "s", "what": "north"}, *TALKS], "rules": "stone", "can": ""},
+        ["north", "seven", "lamp"],
+    ),
+    "openai": ({"formatting": "openai", "columns": {"messages": "messages"}}, two_rounds(), ["red", "green", "stone"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_of_an_entry_says_where_a_part_is(explained, name):
+    entry, record, words = KEYS[name]
+    write(Path("data/a.json"), [record])
+    write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", **entry}})
+    said = first_row(template="qwen", cutoff_len=2048, rope_scaling="linear")
+    places = [said.find(word) for word in words]
+    assert -1 not in places, [word for word, place in zip(words, places, strict=True) if place < 0]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [
+        ("images", 'the column "extra" is not empty'), ("chosen", "preferences (chosen)"),
+        ("rejected", "preferences (rejected)"), ("kto_tag", "preferences (kto_tag)"),
+    ],
+)  # fmt: skip
+def test_a_column_for_another_kind_of_training_is_refused(explained, column, sentence):
+    write(Path("data/a.json"), [{**qa(1), "extra": "something"}])
+    entry = {"file_name": "a.json", "columns": {**ALPACA, column: "extra"}}
     write(Path("data/dataset_info.json"), {"a": entry})
-    write(Path("data/a.json"), [{**qa(1), "input": "picture.png"}])
     assert sentence in explained(expected=2)
 
 
-@pytest.mark.parametrize("entry", [{"num_samples": 30}, {"num_samples": 5}], ids=str)
-def test_num_samples_draws_as_many(explained, entry):
-    write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", **entry}})
-    assert f"training set {entry['num_samples']} rows" in explained()
+@pytest.fixture
+def hubs(monkeypatch):
+    """What the clients of the hubs are asked for; every data set there holds eight records."""
+    asked = []
+    rows = datasets.Dataset.from_list([qa(n, WORDS[n]) for n in range(8)])
+
+    def load_dataset(path, name, data_dir, split, cache_dir, token):
+        asked.append(("hf", path, name, data_dir, split, token))
+        return rows
+
+    class MsDataset:
+        @staticmethod
+        def load(path, subset_name, data_dir, split, cache_dir, token):
+            asked.append(("ms", path, subset_name, data_dir, split, token))
+            return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(MsDataset=MsDataset))
+    return asked
 
 
-def test_a_cloud_file_is_read(explained):
-    import fsspec
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"hf_hub_url": "x/y"}, ("hf", "x/y", None, None, "train", None)),
+        ({"ms_hub_url": "x/y"}, ("ms", "x/y", None, None, "train", None)),
+        ({"hf_hub_url": "x/y", "subset": "en"}, ("hf", "x/y", "en", None, "train", None)),
+        ({"hf_hub_url": "x/y", "split": "test"}, ("hf", "x/y", None, None, "test", None)),
+        ({"hf_hub_url": "x/y", "folder": "v2"}, ("hf", "x/y", None, "v2", "train", None)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_entry_says_what_a_hub_is_asked_for(explained, hubs, entry, expected):
+    write(Path("data/dataset_info.json"), {"a": {**entry, "num_samples": 5}})
+    assert "training set 5 rows" in explained()
+    assert hubs == [expected]
 
-    with fsspec.open("memory://bucket/a.jsonl", "w") as file:
-        file.write("".join(json.dumps(qa(n)) + "\n" for n in range(4)))
-    write(Path("data/dataset_info.json"), {"a": {"cloud_file_name": "memory://bucket/a.jsonl"}})
-    assert "training set 4 rows" in explained()
+
+def test_online_names_are_ids_of_a_hub(explained, hubs, monkeypatch):
+    given = {"dataset": "x/y", "dataset_dir": "ONLINE", "hf_hub_token": "h", "ms_hub_token": "m"}
+    assert "training set 8 rows" in explained(**given)
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    assert "training set 8 rows" in explained(**given)
+    assert hubs == [("hf", "x/y", None, None, "train", "h"), ("ms", "x/y", None, None, "train", "m")]
 
 
-def test_a_mistake_elsewhere_is_said_with_those_of_the_data_although_few_of_its_records_are_looked_at(explained):
-    write(Path("data/a.json"), [qa(n, 5 if n == 0 else "yes") for n in range(5)])
-    said = explained(expected=2, learning_rat=1, val_size=4000, save_steps=-5)
-    assert '"output" must be text' in said
-    assert "holds out" not in said
+def test_a_repository_may_hold_the_descriptions_and_is_asked_with_the_token(explained, hubs, monkeypatch):
+    import huggingface_hub
+
+    path = write(Path("fetched/dataset_info.json"), {"far": {"hf_hub_url": "x/y", "num_samples": 3}})
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda repo, name, **more: asked.append((repo, more["token"])) or str(path)
+    )
+    assert "training set 3 rows" in explained(dataset="far", dataset_dir="REMOTE:x/info", hf_hub_token="h")
+    assert asked == [("x/info", "h")]
+
+
+def test_python_may_hand_over_the_descriptions_themselves(explained):
+    assert (
+        len(prepared(dataset="d", dataset_dir={"d": {"records": [qa(n) for n in range(4)], "num_samples": 3}}).rows)
+        == 3
+    )

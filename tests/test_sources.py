@@ -197,7 +197,7 @@ def test_a_remote_repository_describes_data_sets(hub, monkeypatch):
     monkeypatch.setattr(
         huggingface_hub,
         "hf_hub_download",
-        lambda repo, name, repo_type: asked.append((repo, name, repo_type)) or str(path),
+        lambda repo, name, repo_type, cache_dir, token: asked.append((repo, name, repo_type)) or str(path),
     )
     assert len(load(dataset="mine", dataset_dir="REMOTE:someone/info").train) == 3
     assert asked == [("someone/info", "dataset_info.json", "dataset")]

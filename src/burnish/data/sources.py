@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -159,7 +159,7 @@ class _Loading:
         options = self.options
         bare = {"formatting": options.formatting, "columns": options.columns, "tags": options.tags}
         try:
-            return find_sources(names, options.dataset_dir, _remote_info, bare) if names else []
+            return find_sources(names, options.dataset_dir, partial(_remote_info, options), bare) if names else []
         except UserError as error:
             self.problems += error.problems
             return []
@@ -327,12 +327,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
 
 
-def _remote_info(repository: str) -> Path:
+def _remote_info(options: Any, repository: str) -> Path:
     """The dataset_info.json of a repository of the Hugging Face hub, as a local file."""
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repository, INFO_NAME, repo_type="dataset"))
+        return Path(
+            hf_hub_download(
+                repository, INFO_NAME, repo_type="dataset",
+                cache_dir=_of_hub(options, "cache_dir"), token=_of_hub(options, "hf_hub_token"),
+            )
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         what = f'"{INFO_NAME}" of the hub repository "{repository}" cannot be loaded: {_first_line(error)}'
         raise UserError(Problem(what, where="dataset_dir", remedy="Check the name and the network.")) from error
