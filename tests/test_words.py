@@ -6,9 +6,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from burnish.data import words
+from burnish.data import pre_tokens, word_premises
 from burnish.data.encoder import Encoder
-from burnish.data.words import Words, words_of
+from burnish.data.word_premises import words_of
+from burnish.data.words import Words
 
 CORPUS = [
     "The quick brown fox doesn't jump over 12 lazy dogs; I'll say: \"no\", we've seen 2,345 of them!\n\n- one\n- two",
@@ -17,7 +18,7 @@ CORPUS = [
     "日本語のテキスト、naïve café élan 😀🏽 ٣ ½ e\u0301 <tool_call>",
 ]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-SPLITS = {"gpt2": None, "qwen2": words._QWEN2, "llama3": words._LLAMA3, "qwen3.5": words._QWEN3_5}
+SPLITS = {"gpt2": None, "qwen2": pre_tokens.QWEN2, "llama3": pre_tokens.LLAMA3, "qwen3.5": pre_tokens.QWEN3_5}
 
 
 def byte_level(pattern=None, normalizer=None, **given):
@@ -45,7 +46,7 @@ def sentence_piece(kind="prepend", longest=None):
     unlearned = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     learner.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=600, special_tokens=unlearned))
     vocabulary = learner.get_vocab()
-    merges = [tuple(merge) for merge in words._state(learner.model)["merges"]]
+    merges = [tuple(merge) for merge in word_premises._state(learner.model)["merges"]]
     if longest:
         vocabulary["".join(longest)] = len(vocabulary)
         merges.append(longest)
@@ -63,8 +64,8 @@ def sentence_piece(kind="prepend", longest=None):
 
 TOKENIZERS = {
     **{name: lambda pattern=pattern: byte_level(pattern) for name, pattern in SPLITS.items()},
-    "qwen2, NFC": lambda: byte_level(words._QWEN2, normalizers.NFC()),
-    "llama3, whole words first": lambda: byte_level(words._LLAMA3, ignore_merges=True),
+    "qwen2, NFC": lambda: byte_level(pre_tokens.QWEN2, normalizers.NFC()),
+    "llama3, whole words first": lambda: byte_level(pre_tokens.LLAMA3, ignore_merges=True),
     **{
         f"▁, {kind}": lambda kind=kind: sentence_piece(kind)
         for kind in ("prepend", "gemma", "first", "always", "never")
@@ -143,7 +144,7 @@ WHOLE = {
     "an added token takes the spaces behind it": strips_spaces,
     "a token is more than one word": lambda: sentence_piece(longest=("▁the", "▁")),
     "a pattern that nobody looked at": lambda: byte_level(r"\S+\s|\s+|\S+"),
-    "another normalizer": lambda: byte_level(words._QWEN2, normalizers.NFKC()),
+    "another normalizer": lambda: byte_level(pre_tokens.QWEN2, normalizers.NFKC()),
     "chance in the merges": lambda: byte_level(dropout=0.5),
     "no BPE": unigram,
     "a space is put before a text": with_prefix_space,
@@ -156,7 +157,7 @@ def test_a_tokenizer_that_may_look_across_spaces_reads_whole_texts(why):
 
 
 def test_a_token_looked_for_behind_the_normalizer_makes_a_text_whole():
-    backend = byte_level(words._QWEN2, normalizers.NFC())
+    backend = byte_level(pre_tokens.QWEN2, normalizers.NFC())
     backend.add_tokens([AddedToken("K1", normalized=True)])
     found = words_of(fast(backend))
     assert found.ids("a K1") is None
@@ -164,15 +165,45 @@ def test_a_token_looked_for_behind_the_normalizer_makes_a_text_whole():
     assert found.ids("a K2") == backend.encode("a K2").ids
 
 
-def test_a_text_of_one_long_word_is_left_to_the_tokenizer():
-    backend = byte_level()
-    assert words_of(fast(backend)).ids("日本語のテキスト日本語のテキスト") is None
-    text = {"日本語のテキスト日本語のテキスト": None}
-    assert Encoder(fast(backend)).encode(text) == {t: backend.encode(t).ids for t in text}
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_character_is_of_the_class_that_the_tokenizer_takes_it_for(name):
+    backend = byte_level(SPLITS[name], normalizers.NFC() if name == "qwen2" else None)
+    found = words_of(fast(backend))
+    drawn = random.Random(3)
+    some = [*range(0x80, 0x250), *drawn.sample(range(0x250, 0xD800), 1500), *drawn.sample(range(0xE000, 0x110000), 500)]
+    read = 0
+    for character in map(chr, some):
+        text = f"a{character}b {character}1{character}{character}!{character}\n'{character}s {character}"
+        ids = found.ids(text)
+        read += ids is not None
+        assert ids in (None, backend.encode(text).ids), repr(text)
+    assert read > 2000
+
+
+LONG = "日本語のテキスト、日本語のテキスト。日本語のテキスト日本語のテキスト"
+
+
+def test_a_script_without_spaces_is_read_by_pre_tokens_and_located_by_them():
+    tokenizer = fast(byte_level(pre_tokens.QWEN2, normalizers.NFC()))
+    by_words, whole = Encoder(tokenizer), Encoder(tokenizer)
+    whole.__dict__["_read_words"] = None
+    text = f"<|im_start|>assistant\n{LONG}<|im_end|>\n"
+    positions = list(range(len(text) + 1))
+    assert words_of(tokenizer).ids(text) == tokenizer.backend_tokenizer.encode(text).ids
+    assert by_words.located([text], [positions]) == whole.located([text], [positions])
+
+
+@pytest.mark.parametrize(("make", "text"), [(sentence_piece, LONG), (byte_level, "e\u0301" * 40)], ids=["▁", "marks"])
+def test_a_long_word_that_cannot_be_parted_is_left_to_the_tokenizer(make, text):
+    backend = make()
+    if make is byte_level:
+        backend.normalizer = normalizers.NFC()
+    assert words_of(fast(backend)).ids(text) is None
+    assert Encoder(fast(backend)).encode([text]) == {text: backend.encode(text).ids}
 
 
 def test_words_are_forgotten_when_they_are_too_many(monkeypatch):
-    monkeypatch.setattr(words, "_KEPT_CHARACTERS", 50)
+    monkeypatch.setattr(pre_tokens, "ROOM", 50)
     backend = byte_level()
     found: Words = words_of(fast(backend))
     for at in range(200):

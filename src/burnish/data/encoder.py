@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from burnish.data.words import Words, any_of, words_of
+from burnish.data.word_premises import words_of
+from burnish.data.words import Words, any_of
 
 _MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; hidden itself should a text hold it
 _FIRST = 0xF0000  # private use: the character after the mark counts from here
