@@ -55,13 +55,11 @@ def liger_problems(device: torch.device) -> list[Problem]:
     """Why the kernels cannot run here."""
     reasons = []
     if device.type != "cuda":
-        reasons.append(("its kernels run on a GPU only, and this run is on a CPU", "burnish has its own way there"))
+        reasons.append("its kernels run on a GPU only, and this run is on a CPU")
     if find_spec("liger_kernel") is None:
-        reasons.append(("it needs the library liger-kernel, which is not installed", "or: pip install liger-kernel"))
-    return [
-        Problem(f'"enable_liger_kernel" is true: {why}.', remedy=f"Leave it out; {instead}.")
-        for why, instead in reasons
-    ]
+        reasons.append("it needs the library liger-kernel, which is not installed")
+    remedy = "Leave it out: burnish's own layers compute the same."
+    return [Problem(f'"enable_liger_kernel" is true, and {reason}.', remedy=remedy) for reason in reasons]
 
 
 def takes_liger(options: Any, device: torch.device) -> bool:
