@@ -1,5 +1,8 @@
 """Attention over sequences laid end to end: each gets what it would get alone."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -111,14 +114,40 @@ def test_masked_attention_takes_a_mask_of_either_kind():
 
 
 def test_the_kernel_is_chosen_by_what_it_can_do(monkeypatch):
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention, "_has", lambda name: name.startswith("torch"))
     assert attention.kernel_for(torch.bfloat16, Scores(window=4)) is attention._torch_varlen
     assert attention.kernel_for(torch.float32, Scores()) is None
     assert attention.kernel_for(torch.bfloat16, Scores(softcap=30.0)) is None
     assert attention.kernel_for(torch.bfloat16, Scores(dropout=0.1)) is None
-    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "_has", lambda name: True)
     assert attention.kernel_for(torch.float16, Scores(softcap=30.0, dropout=0.1)) is attention._flash_attn
     assert attention.kernel_for(torch.float16, Scores(sinks=torch.zeros(4))) is None
+
+
+def test_where_torchs_kernel_does_not_do_flash_attention_is_fetched_if_the_library_for_it_is_there(monkeypatch):
+    class Fetched:
+        def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **given):
+            return q, given
+
+    hub = SimpleNamespace(get_kernel=lambda name, version: Fetched)
+    monkeypatch.setitem(sys.modules, "kernels", hub)
+    monkeypatch.setattr(attention, "_has", lambda name: name != "flash_attn")
+    for remembered in (attention._flash_of_hub, attention._flash_function):
+        remembered.cache_clear()
+    try:
+        assert attention.kernel_for(torch.bfloat16, Scores()) is attention._torch_varlen
+        capped = Scores(softcap=30.0, window=4)
+        kernel = attention.kernel_for(torch.bfloat16, capped)
+        _, given = kernel(*inputs(), cu_seq_lens(), 140, capped)
+        assert given["softcap"] == 30.0
+        assert given["window_size"] == (3, 0)
+        hub.get_kernel = lambda name, version: (_ for _ in ()).throw(OSError("no network"))
+        attention._flash_of_hub.cache_clear()
+        with pytest.warns(UserWarning, match="no network.*a call of its own"):
+            assert attention.kernel_for(torch.bfloat16, capped) is None
+    finally:
+        for remembered in (attention._flash_of_hub, attention._flash_function):
+            remembered.cache_clear()
 
 
 @pytest.mark.parametrize("shares_keys", [True, False], ids=["torch 2.12", "torch 2.11"])

@@ -190,6 +190,23 @@ def test_an_attention_library_that_is_not_installed_is_named(flash_attn, package
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"attn_implementation": "flash_atention_2"},
+            'there is no "flash_atention_2". Did you mean "flash_attention_2"',
+        ),
+        ({"attn_implementation": "kernels-community/flash-attn2"}, "needs the library kernels"),
+        ({"attn_implementation": "eager", "flash_attn": "sdpa"}, "two answers to one question"),
+    ],
+)
+def test_an_attention_that_cannot_be_had_is_refused_by_its_name(given, expected, tmp_path):
+    saved_model(tmp_path)
+    (found,) = told(tmp_path, **given)
+    assert expected in found
+
+
+@pytest.mark.parametrize(
     ("content", "expected"), [(None, "there is no tokenizer in this folder"), ("{}", "its tokenizer cannot be loaded")]
 )
 def test_a_tokenizer_that_is_missing_or_hollow_is_refused(content, expected, tmp_path):

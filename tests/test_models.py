@@ -78,6 +78,11 @@ def test_flash_attn_names_an_implementation(flash_attn, expected, tmp_path):
     assert model.config._attn_implementation == expected
 
 
+def test_attention_can_be_named_as_transformers_names_it(tmp_path):
+    model = load_model(options(saved_model(tmp_path), attn_implementation="eager"))
+    assert model.config._attn_implementation == "eager"
+
+
 def test_an_engine_may_bring_its_own_attention(tmp_path):
     model = load_model(options(saved_model(tmp_path)), attn_implementation="eager")
     assert model.config._attn_implementation == "eager"

@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from burnish.app import checks
 from burnish.app.absent import ABSENT, NO_EFFECT
 from burnish.app.checks import trains
 from burnish.app.config import split_arguments
@@ -50,6 +52,24 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_no_problem_takes_more_than_four_lines(tmp_path: Path) -> None:
     for problem in refused(tmp_path, eval_strategy="steps", save_strategy="epoch", load_best_model_at_end="true"):
         assert len(problem.splitlines()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "value"), [("flash_attn", "fa2"), ("attn_implementation", "kernels-community/flash-attn2")]
+)
+def test_flash_attention_is_refused_on_a_cpu(asked: str, value: str, tmp_path: Path) -> None:
+    said = "\n".join(refused(tmp_path, **{asked: value}, use_cpu="true"))
+    assert f"{asked}: {value} runs on a GPU only" in said
+
+
+def test_flash_attention_is_refused_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "device_of", lambda options: torch.device("cuda"))
+    asked = plan(given(tmp_path)).options
+    float32, bf16 = (
+        dataclasses.replace(asked, flash_attn="fa2", finetuning_type="full", bf16=is_half) for is_half in (False, True)
+    )
+    assert "this run in float32" in str(checks.check_flash_attention(float32)[0])
+    assert checks.check_flash_attention(bf16) == []
 
 
 def test_a_consequence_of_a_mistake_is_not_reported_beside_it(tmp_path: Path) -> None:

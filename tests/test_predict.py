@@ -1,6 +1,7 @@
 """Predictions: the same answers in a batch as alone, in the order of the data, measured by name."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ from transformers import AutoModelForCausalLM
 from burnish.app.build import assemble
 from burnish.app.metrics import METRICS, check_metrics, scores
 from burnish.app.plan import plan
-from burnish.app.predict import predict_all, questions_of
+from burnish.app.predict import answer_all, bare_model, predict_all, questions_of
 from burnish.app.prepare import prepare
 from burnish.core.errors import UserError
 from burnish.core.options import Given
+from burnish.data.sources import load_datasets
 from burnish.data.tally import Tally
 from burnish.engine.base import create_engine
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
@@ -27,8 +29,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 def run_of(tmp_path, **given):
     given = make_user(
-        tmp_path, val_size=6, do_train=False, do_predict=True, template="qwen",
-        per_device_eval_batch_size=4, max_new_tokens=6, do_sample=False, **{"predict_metrics": "exact_match", **given},
+        tmp_path, val_size=6, do_train=False, do_predict=True, template="qwen", max_new_tokens=6, do_sample=False,
+        **{"predict_metrics": "exact_match", "per_device_eval_batch_size": 4, **given},
     )  # fmt: skip
     made = plan({name: Given(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
@@ -73,6 +75,23 @@ def test_answers_of_a_batch_are_those_of_each_prompt_alone(tmp_path):
     for token in together[0]:
         assert plain(ids).logits[0, -1].argmax() == token
         ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_answers_do_not_depend_on_the_size_of_a_batch_nor_on_the_cache(size, cache, tmp_path):
+    # In float32: in 16 bits padding rounds sums otherwise, and two tokens that are nearly as likely may change places.
+    made, prepared, run = run_of(
+        tmp_path, predict_with_generate=True, cache_implementation=cache, per_device_eval_batch_size=size
+    )
+    model, stops = bare_model(run), prepared.template.stop_token_ids()
+    examples = load_datasets(made.options, made.options.seed, Tally()).eval[""]
+    questions = questions_of(examples, prepared.template, stops)
+    config = generation_config(model, prepared.tokenizer, stops, made.options)
+    together = answer_all(run, questions, config, made.options)
+    plain = generation_config(model, prepared.tokenizer, stops, replace(made.options, cache_implementation="dynamic"))
+    assert together == [generate(model, [question.prompt], plain)[0] for question in questions]
+    assert any(together)
 
 
 def test_an_answer_ends_before_a_stop_token(tmp_path):

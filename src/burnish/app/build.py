@@ -39,6 +39,7 @@ from burnish.data.budget import Budget
 from burnish.data.stream import Cut, EvalBatches, RowStream
 from burnish.engine.base import create_engine, set_seed
 from burnish.models.attention import Layout, lay_flat
+from burnish.models.attention_choice import asked_attention
 from burnish.models.fused import fuse
 from burnish.models.liger import apply_liger, takes_liger
 from burnish.models.load import load_model, raise_if_not_finite
@@ -215,7 +216,7 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> t
     elif device.type == "cpu" and not options.torch_compile:  # a compiler fuses by itself
         fuse(model)
     if options.padding_free or packs_rows(options, options.stage):
-        layout = lay_flat(model, own_attention=options.flash_attn == "auto")
+        layout = lay_flat(model, own_attention=asked_attention(options) is None)
     notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat))
     return layout.is_flat, [sentence for sentence in (layout.note, *said, *notes) if sentence]
 

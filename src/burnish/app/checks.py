@@ -16,6 +16,8 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.schedule import FOLLOWS_METRIC, StepPlan, lr_factor
 from burnish.core.state import STATE_NAME
 from burnish.data.batching import packs_rows
+from burnish.engine.options import autocast_dtype, device_of
+from burnish.models.attention_choice import asked_attention, is_flash
 from burnish.report.jsonl import LOG_NAME
 
 FINISHED_NAME = ".finished.json"
@@ -108,6 +110,19 @@ def check_evaluation_set(options: Any) -> list[Problem]:
             remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out a tenth of the training set.",
         )
     ]
+
+
+def check_flash_attention(options: Any) -> list[Problem]:
+    """Flash attention needs a GPU, and numbers of 16 bits."""
+    name, device = asked_attention(options), device_of(options)
+    if not is_flash(name):
+        return []
+    asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
+    if device.type == "cpu":
+        return [Problem(f"{asked} runs on a GPU only, and this run is on a CPU.", remedy="Leave it out.")]
+    if options.finetuning_type == "full" and not options.pure_bf16 and autocast_dtype(options, device) is None:
+        return [Problem(f"{asked} computes in 16 bits, and this run in float32.", remedy="Set bf16: true.")]
+    return []
 
 
 def check_best_model(options: Any) -> list[Problem]:

@@ -5,7 +5,6 @@ In:  ``ModelOptions``. Out: problems, all of them at once, in a second or two; n
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.tensor_files import TensorInfo, read_headers, read_json
+from burnish.models.attention_choice import attention_problems
 from burnish.models.load import load_config, meta_model, weight_problems
 from burnish.models.quantize import check_quantised_files
 from burnish.models.quiet import quiet, refused_conversions
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
-_FLASH_LIBRARIES = {"fa2": ("flash_attn", "flash-attn"), "fa3": ("flash_attn_interface", "flash-attn-3")}
 
 
 def check_model(options: Any) -> list[Problem]:
     """Everything that would keep the model from being loaded."""
-    problems = _check_attention(options)
+    problems = [*attention_problems(options)]
     try:
         source = find_source(options.model_name_or_path, options)
         if source.folder is None:  # on the hub, not fetched yet: load_model has the last word
@@ -42,18 +41,6 @@ def check_model(options: Any) -> list[Problem]:
     if not identity and not options.train_from_scratch:
         problems += _check_weights(source.folder, raw, options)
     return problems
-
-
-def _check_attention(options: Any) -> list[Problem]:
-    module, package = _FLASH_LIBRARIES.get(options.flash_attn, ("", ""))
-    if not module or find_spec(module):
-        return []
-    return [
-        Problem(
-            f"flash_attn: {options.flash_attn} needs the library {package}, which is not installed.",
-            remedy=f"Install {package}, or leave flash_attn at auto: sdpa computes the same.",
-        )
-    ]
 
 
 def _raw_config(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
+from burnish.engine.options import device_of
 
 
 @dataclass
@@ -39,6 +40,10 @@ class GenerationOptions:
     )  # fmt: skip
     repetition_penalty: float = option(1.0, "Above 1 what was said already becomes less likely.", gt=0)
     length_penalty: float = option(1.0, "Above 0 a beam search prefers longer answers.")
+    cache_implementation: str = option(
+        "dynamic", "Keys and values in tensors that grow (dynamic), or of one size (static), for which a GPU compiles "
+        "the model: that takes a minute, and pays for many long answers.", choices=("dynamic", "static"),
+    )  # fmt: skip
     skip_special_tokens: bool = option(True, "Leave control tokens out of the text of answers.")
 
 
@@ -54,6 +59,8 @@ def check_generation(options: Any) -> list[Problem]:
 
 
 def generation_notes(options: Any) -> list[str]:
+    if options.cache_implementation == "static" and device_of(options).type == "cpu":
+        return ['"cache_implementation": static brings nothing on a CPU, where nothing is compiled for it.']
     if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
         return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']
     if options.predict_with_generate and not options.do_predict:
@@ -76,7 +83,12 @@ def generation_config(model: nn.Module, tokenizer: Any, stop_token_ids: Sequence
     config.max_new_tokens = options.max_new_tokens if options.max_new_tokens > 0 else None
     config.max_length = None if config.max_new_tokens else options.max_length
     config.use_cache = True  # training goes without it
+    config.cache_implementation = "static" if options.cache_implementation == "static" else None
     return config
+
+
+_STATIC_STEP = 64
+"""Tokens to a multiple of which prompts are padded where each shape is compiled anew."""
 
 
 @torch.no_grad()
@@ -89,6 +101,8 @@ def generate(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) ->
     """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
+    if config.cache_implementation == "static" and config.max_new_tokens:  # few shapes to compile for
+        longest = -(-longest // _STATIC_STEP) * _STATIC_STEP
     padded = [[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
     made = model.generate(  # type: ignore[operator]

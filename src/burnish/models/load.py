@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from burnish.core.errors import Problem, UserError
+from burnish.models.attention_choice import asked_attention
 from burnish.models.patches import apply_patches
 from burnish.models.quantize import keep_as_loaded, quantization_arguments
 from burnish.models.quiet import quiet, refused_conversions
@@ -25,9 +26,6 @@ from burnish.models.source import find_source, hub_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
-"""flash_attn -> what transformers calls it; None leaves the choice to the model."""
 
 
 def load_config(options: Any, max_length: int | None = None, notes: list[str] | None = None) -> PreTrainedConfig:
@@ -65,7 +63,7 @@ def load_model(
 
     Args:
         dtype: of every parameter; "auto" for the one the weights were saved in.
-        attn_implementation: overrides ``flash_attn``.
+        attn_implementation: overrides the options.
         device: where it is loaded to; the CPU where not given.
         config: what ``load_config`` gave; loaded again where not given.
         notes: receives sentences for a person: weights in the files that the model has no use for, patches.
@@ -74,7 +72,7 @@ def load_model(
     """
     notes = [] if notes is None else notes
     config = load_config(options) if config is None else config
-    attention = attn_implementation or ATTENTION[options.flash_attn]
+    attention = attn_implementation or asked_attention(options)
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     arguments |= quantization_arguments(options, dtype, config)
     if options.train_from_scratch:

@@ -36,6 +36,9 @@ class ModelOptions:
         "auto", "How attention is computed; auto leaves the choice to the model.",
         choices=("auto", "disabled", "sdpa", "fa2", "fa3"),
     )  # fmt: skip
+    attn_implementation: str | None = option(
+        None, "The same by transformers' name, or a kernel of the hub: kernels-community/flash-attn2, with kernels."
+    )
     rope_scaling: str | None = option(
         None, "Stretch rotary positions where cutoff_len is beyond the model's context.",
         choices=("linear", "dynamic", "yarn", "llama3"),

@@ -2,13 +2,13 @@
 
 In:  queries, keys and values of all tokens, and where each sequence begins. Out: the weighted values, token by token.
 
-On a GPU one kernel takes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``); nothing is
-read from the device. On a CPU each sequence has a call of its own: in 16 bits three matrix products for short sequences
-and ``ops.blockwise`` for long ones, else torch's fused attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2
-keys, forward and backward of one sequence, bfloat16), ms of the products, of blocks and of the fused kernel: 256 tokens
-6, 10, 16; 512 tokens 38, 29, 48; 1,024 tokens 240, 99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes
-as long as the products at 64 tokens, and less beyond. Where the scores are capped or have a sink, which no fused kernel
-of torch knows, the products are the only way.
+On a GPU one kernel takes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``, else
+flash-attn as the library kernels fetches it); nothing is read from the device. On a CPU each sequence has a call of its
+own: in 16 bits three matrix products for short sequences and ``ops.blockwise`` for long ones, else torch's fused
+attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2 keys, forward and backward of one sequence, bfloat16),
+ms of the products, of blocks and of the fused kernel: 256 tokens 6, 10, 16; 512 tokens 38, 29, 48; 1,024 tokens 240,
+99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes as long as the products at 64 tokens, and less
+beyond. Where the scores are capped or have a sink, which no fused kernel of torch knows, the products are the only way.
 """
 
 # T tokens of all sequences, S sequences, L tokens of one sequence, H query heads, K key heads (H is a multiple of K),
@@ -16,6 +16,7 @@ of torch knows, the products are the only way.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -182,9 +183,16 @@ def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
     """The GPU kernel that can do it; None where there is none, and each sequence gets a call of its own."""
     if dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
         return None
-    if find_spec("flash_attn") is not None:
+    if _has("flash_attn"):
         return _flash_attn
-    return _torch_varlen if scores.is_plain and not scores.dropout else None
+    if scores.is_plain and not scores.dropout and _has("torch.nn.attention.varlen"):
+        return _torch_varlen
+    return _flash_attn if _has("kernels") and _flash_of_hub() is not None else None
+
+
+@cache
+def _has(module: str) -> bool:
+    return find_spec(module) is not None
 
 
 def _window(scores: Scores) -> tuple[int, int]:
@@ -193,14 +201,44 @@ def _window(scores: Scores) -> tuple[int, int]:
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, max_length: int, scores: Scores) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-
-    mixed: Tensor = flash_attn_varlen_func(
+    mixed: Tensor = _flash_function()(
         q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length,
         dropout_p=scores.dropout, softmax_scale=scores.scale, causal=True, window_size=_window(scores),
         softcap=scores.softcap or 0.0,
     )  # fmt: skip
     return mixed
+
+
+@cache
+def _flash_function() -> Callable[..., Any]:
+    """flash-attn's function for sequences that lie end to end: of the library, or of the hub."""
+    if not _has("flash_attn"):
+        function = _flash_of_hub()
+        assert function is not None
+        return function
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+_HUB_KERNEL, _HUB_VERSION = "kernels-community/flash-attn2", 4
+"""Where the library kernels finds flash-attn 2, and its version for torch from 2.10 on, as in transformers 5.23."""
+
+
+@cache
+def _flash_of_hub() -> Callable[..., Any] | None:
+    """The same function, compiled and published by Hugging Face; None where it cannot be fetched, which is said."""
+    from kernels import get_kernel  # type: ignore[import-not-found]
+
+    try:
+        function: Callable[..., Any] = get_kernel(_HUB_KERNEL, version=_HUB_VERSION).flash_attn_varlen_func
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
+        warnings.warn(
+            f"{_HUB_KERNEL} cannot be used ({str(error).splitlines()[0]}): each sequence attends in a call of its own.",
+            stacklevel=2,
+        )
+        return None
+    return function
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, max_length: int, scores: Scores) -> Tensor:

@@ -156,10 +156,18 @@ def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
 
 def _one_format(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
     """autocast where some weights are in half precision and others are not, as it is on when such a model is trained:
-    without it a frozen layer in bfloat16 and a trained one in float32 do not multiply."""
+    without it a frozen layer in bfloat16 and a trained one in float32 do not multiply. The same where all weights are
+    in float32 under an attention that has no kernel for it."""
+    halves = _formats(model) & {torch.bfloat16, torch.float16}
+    return torch.autocast(device.type, halves.pop()) if halves and len(_formats(model)) > 1 else nullcontext()
+
+
+def _formats(model: nn.Module) -> set[torch.dtype]:
+    """The formats in which a model computes."""
     formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    halves = formats & {torch.bfloat16, torch.float16}
-    return torch.autocast(device.type, halves.pop()) if halves and len(formats) > 1 else nullcontext()
+    attention = str(getattr(causal_lm(model).config, "_attn_implementation", ""))
+    # Flash attention by transformers' names, and kernels of the hub (owner/name), have 16 bits only.
+    return formats | {torch.bfloat16} if "flash" in attention and formats == {torch.float32} else formats
 
 
 @contextmanager
@@ -192,8 +200,7 @@ def _device(model: nn.Module) -> torch.device:
 
 def _close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
     """Equal but for rounding in the coarsest format among the weights: half of its digits agree."""
-    formats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    tolerance = max(torch.finfo(dtype).eps for dtype in formats) ** 0.5
+    tolerance = max(torch.finfo(dtype).eps for dtype in _formats(model)) ** 0.5
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
 
 

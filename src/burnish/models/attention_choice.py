@@ -1,0 +1,74 @@
+"""Which attention a person asked for: LLaMA-Factory's ``flash_attn``, or transformers' ``attn_implementation``.
+
+In: the options. Out: transformers' name of it, or None, which leaves the choice to the model and to burnish.
+Refused, by name and before a model loads: a name that nobody knows, a library that is missing, two answers that differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from burnish.core.errors import Problem, did_you_mean
+
+_NAMES = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+"""flash_attn -> what transformers calls it."""
+
+_FLASH_LIBRARIES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_4": ("flash_attn.cute", "flash-attn-4"),
+}
+"""Name -> its module, and its package. Where that is missing, transformers takes a kernel of the hub."""
+
+_OTHERS = ("eager", "sdpa", "flex_attention")
+_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
+"""owner/name of a kernel on the hub, perhaps with a revision and the name of a function."""
+
+
+def asked_attention(options: Any) -> str | None:
+    """transformers' name of the attention that was asked for."""
+    name: str | None = options.attn_implementation or _NAMES[options.flash_attn]
+    return name
+
+
+def is_flash(name: str | None) -> bool:
+    """Whether attention of that name runs on a GPU and in 16 bits alone."""
+    return name is not None and (name in _FLASH_LIBRARIES or _KERNEL.fullmatch(name) is not None)
+
+
+def attention_problems(options: Any) -> Iterator[Problem]:
+    """What the options ask for that nobody knows or that is not installed."""
+    name, usual = asked_attention(options), _NAMES[options.flash_attn]
+    if options.attn_implementation and usual not in (None, name):
+        yield Problem(
+            f"attn_implementation is {name} and flash_attn is {options.flash_attn}: two answers to one question.",
+            remedy="Keep one of them.",
+        )
+    if name is None or name in _OTHERS:
+        return
+    if not is_flash(name):
+        known = [*_OTHERS, *_FLASH_LIBRARIES]
+        yield Problem(
+            f'attn_implementation: there is no "{name}".{did_you_mean(name, known)}',
+            remedy=f"Known: {', '.join(known)}, and kernels of the hub, such as kernels-community/flash-attn2.",
+        )
+    elif not _can_be_had(name):
+        asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
+        package = _FLASH_LIBRARIES.get(name, ("", "kernels"))[1]
+        other = " (or kernels)" if package != "kernels" else ""
+        yield Problem(
+            f"{asked} needs the library {package}, which is not installed.",
+            remedy=f"Install {package}{other}, or leave it out: sdpa computes the same.",
+        )
+
+
+def _can_be_had(name: str) -> bool:
+    module = _FLASH_LIBRARIES.get(name, ("", ""))[0]
+    if module and find_spec(module.split(".")[0]) is not None:
+        return True
+    from transformers.utils import is_kernels_available
+
+    return bool(is_kernels_available())  # of a version that this transformers takes

@@ -1,0 +1,180 @@
+"""What only a GPU can tell: each fast path against the plain one, in bfloat16, and a run from end to end.
+
+Every test is skipped without a GPU; those of a library also without that library. Differences are held to a few units
+of bfloat16's rounding (2^-8) of the greatest value: two orders of summation differ by that much.
+"""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from burnish.app.build import train_run
+from burnish.app.plan import plan
+from burnish.core.options import Given
+from burnish.core.types import IGNORE_INDEX
+from burnish.models.attention import Layout, lay_flat
+from burnish.models.liger import apply_liger
+from burnish.ops import attention
+from burnish.ops.attention import Scores, flat_attention
+from burnish.ops.cross_entropy import TokenLoss
+from burnish.ops.head_kernels import head_loss
+from small_run import make_user
+from tiny_shapes import tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ROUNDING = 4 * 2**-8
+LENGTHS = [5, 1, 140, 333]
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a.float() - b.float()).abs().max() <= ROUNDING * b.float().abs().max())
+
+
+def needs(*libraries: str):
+    missing = [library for library in libraries if find_spec(library) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def heads_of(queries=8, keys=2, size=64):
+    torch.manual_seed(0)
+    shapes = [(queries, size), (keys, size), (keys, size)]
+    made = [torch.randn(sum(LENGTHS), *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    return [tensor.requires_grad_() for tensor in made]
+
+
+def begins() -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("scores", [Scores(), Scores(window=7), Scores(scale=0.5)], ids=["plain", "window", "scaled"])
+def test_one_kernel_gives_each_sequence_what_a_call_of_its_own_gives_it(scores, monkeypatch):
+    found = []
+    for kernel in (attention.kernel_for, lambda dtype, scores: None):
+        monkeypatch.setattr(attention, "kernel_for", kernel)
+        tensors = heads_of()
+        mixed = flat_attention(*tensors, begins(), max(LENGTHS), scores)
+        upstream = torch.randn(mixed.shape, generator=torch.Generator().manual_seed(1)).to(mixed)
+        found.append([mixed, *torch.autograd.grad(mixed, tensors, upstream)])
+    assert all(near(fast, plain) for fast, plain in zip(*found, strict=True))
+
+
+def test_in_bfloat16_there_is_a_kernel_and_it_waits_for_nothing():
+    tensors, where = heads_of(), begins()
+    assert attention.kernel_for(torch.bfloat16, Scores()) is not None
+    flat_attention(*tensors, where, max(LENGTHS), Scores())  # compiles and allocates
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flat_attention(*tensors, where, max(LENGTHS), Scores())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_models_flat_sequences_do_not_see_each_other(family):
+    model = tiny(family, torch.bfloat16, head_dim=16).cuda()
+    assert lay_flat(model) == Layout(True)
+    assert model.config._attn_implementation == "burnish"
+
+
+@needs("flash_attn")
+def test_flash_attention_that_was_asked_for_keeps_neighbours_apart_in_a_model_of_float32_weights():
+    model = tiny("llama", head_dim=16).cuda()
+    model.set_attn_implementation("flash_attention_2")
+    assert lay_flat(model, own_attention=False).is_flat
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["summed", "weighted"])
+@pytest.mark.parametrize(
+    ("way", "rules"),
+    [
+        pytest.param("chunked", TokenLoss(label_smoothing=0.1, softcap=30.0)),
+        pytest.param("liger", TokenLoss(), marks=needs("liger_kernel")),
+        pytest.param("liger", TokenLoss(label_smoothing=0.1, softcap=30.0), marks=needs("liger_kernel")),
+        pytest.param("cut_cross_entropy", TokenLoss(), marks=needs("cut_cross_entropy")),
+        pytest.param("cut_cross_entropy", TokenLoss(softcap=30.0), marks=needs("cut_cross_entropy")),
+    ],
+)
+def test_each_way_of_the_head_gives_the_loss_and_gradients_of_float32(way, rules, weighted):
+    tokens, width, vocabulary = 700, 128, 5000
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, width).cuda(), (torch.randn(vocabulary, width) / 8).cuda()
+    targets = torch.randint(vocabulary, (tokens,)).cuda()
+    targets[::9] = IGNORE_INDEX
+    counts = torch.rand(tokens).cuda() if weighted else None
+
+    def sums(way, autocast):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            total = head_loss(way, *leaves, targets, rules, None, counts).total
+        return [total.detach(), *torch.autograd.grad(total / tokens, leaves)]
+
+    for fast, plain in zip(sums(way, True), sums("chunked", False), strict=True):
+        assert near(fast, plain)
+
+
+def test_the_chunks_of_the_head_wait_for_nothing():
+    hidden = torch.randn(64, 32, device="cuda", requires_grad=True)
+    weight = torch.randn(500, 32, device="cuda", requires_grad=True)
+    targets = torch.randint(500, (64,), device="cuda")
+    head_loss("chunked", hidden, weight, targets, TokenLoss()).total.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        head_loss("chunked", hidden, weight, targets, TokenLoss()).total.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+@needs("liger_kernel")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
+def test_ligers_layers_give_the_gradients_of_the_models_own(family):
+    # The plain model goes first: Liger's rotary positions are set for the whole family.
+    gradients = []
+    for is_fast in (False, True):
+        model = tiny(family, torch.bfloat16).cuda()
+        ids = torch.arange(3, 43, device="cuda").view(2, 20)
+        if is_fast:
+            apply_liger(model, None)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(near(fast, plain) for plain, fast in zip(*gradients, strict=True))
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+WAYS_OF_A_RUN = {
+    "plain": {},
+    "lora": {"finetuning_type": "lora"},
+    "compiled": {"torch_compile": True},
+    "checkpointed": {"gradient_checkpointing": True},
+    "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
+    "offloaded": {"activation_offloading": True},
+    "whole logits": {"fused_loss": False},
+    "padded": {"padding_free": False},
+    "liger": {"enable_liger_kernel": True, "fused_loss": "liger"},
+    "paged": {"optim": "paged_adamw_8bit"},
+    "4 bits": {"finetuning_type": "lora", "quantization_bit": 4, "optim": "paged_adamw_8bit"},
+}
+LIBRARIES = {"liger": ("liger_kernel",), "paged": ("bitsandbytes",), "4 bits": ("bitsandbytes",)}
+
+
+@pytest.mark.parametrize("way", [pytest.param(name, marks=needs(*LIBRARIES.get(name, ()))) for name in WAYS_OF_A_RUN])
+def test_a_run_goes_down_each_way_and_its_first_loss_is_that_of_float32(way, tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    losses = []
+    for name, given in {"float32": {"bf16": False}, way: {"bf16": True, **WAYS_OF_A_RUN[way]}}.items():
+        asked = make_user(tmp_path / name, **{"max_steps": 3, "logging_steps": 1, "use_cpu": False, **given})
+        train_run(plan({key: Given(value, "the test") for key, value in asked.items()}))
+        state = json.loads((tmp_path / name / "out" / "trainer_state.json").read_text())
+        losses.append(state["log_history"][0]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02 if way != "4 bits" else 0.2)
