@@ -59,12 +59,12 @@ def check_generation(options: Any) -> list[Problem]:
 
 
 def generation_notes(options: Any) -> list[str]:
-    if options.cache_implementation == "static" and device_of(options).type == "cpu":
-        return ['"cache_implementation": static brings nothing on a CPU, where nothing is compiled for it.']
     if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
         return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']
     if options.predict_with_generate and not options.do_predict:
         return ['"predict_with_generate" has no effect without do_predict: an evaluation measures the loss.']
+    if options.cache_implementation == "static" and device_of(options).type == "cpu":
+        return ['"cache_implementation": static brings nothing on a CPU, where nothing is compiled for it.']
     return []
 
 
