@@ -18,7 +18,7 @@ if {keeps}:
 def step():
     return [torch.ones(count) for count in (2**23, 3 * 2**20, 2**18, 5 * 2**20)]
 
-for _ in range(10):
+for _ in range(40):  # until the heap has a place for each
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
@@ -35,7 +35,7 @@ def test_a_step_takes_the_memory_that_the_step_before_it_freed() -> None:
 
 
 def _faults(keeps: bool) -> int:
-    """Pages fetched by the second ten of twenty steps, in a process of its own."""
+    """Pages fetched by the last ten of fifty steps, in a process of its own."""
     mine = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
     code = _FAULTS.format(keeps=keeps)
     done = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, check=True)
