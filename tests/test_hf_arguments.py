@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import get_type_hints
 
@@ -179,6 +180,8 @@ def test_the_numbers_that_follow_from_them():
     assert args.get_warmup_steps(171) == 18
     assert args.device.type == "cpu"
     assert arguments("out", warmup_steps=5).get_warmup_steps(171) == 5
+    assert arguments("out", ddp_timeout=90).ddp_timeout_delta == timedelta(seconds=90)
+    assert TrainingArguments.default_optim == transformers.TrainingArguments.default_optim
 
 
 def test_setters_set_and_can_be_chained():

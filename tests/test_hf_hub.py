@@ -104,6 +104,14 @@ def test_a_pushed_model_can_be_loaded_and_has_a_card_that_the_hub_reads(hub, tmp
         assert loaded.get_parameter(name).equal(parameter), name
 
 
+def test_what_a_push_is_told_by_position_or_name_overrules_the_arguments(hub, tmp_path):
+    trainer = make_trainer(tmp_path / "out", model=bert(), train=classes(), hub_model_id="us/tiny")
+    trainer.push_to_hub("Done", True, "hf_other", None, True)
+    assert hub.made == {"us/tiny": "private"}
+    assert hub.tokens == {"Bearer hf_other"}
+    assert hub.commits[-1][0] == "Done"
+
+
 @pytest.mark.parametrize(
     ("strategy", "folders"),
     [

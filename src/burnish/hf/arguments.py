@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -91,7 +92,8 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     # --- types that differ
     lr_scheduler_type: SchedulerType | str = option("linear", "The curve of the learning rate.")
     lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of that curve.")  # type: ignore[type-arg]
-    optim: OptimizerNames | str = option("adamw_torch_fused", "The optimizer.")
+    default_optim = "adamw_torch_fused"  # no field: scripts read it from the class
+    optim: OptimizerNames | str = option(default_optim, "The optimizer.")
     logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
     eval_strategy: IntervalStrategy | str = option("no", "When to evaluate.")
     save_strategy: SaveStrategy | str = option("steps", "When to save a checkpoint.")
@@ -262,6 +264,10 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     def n_gpu(self) -> int:
         """1 on an accelerator, 0 on a CPU: burnish uses several GPUs with a process each, never with one for all."""
         return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        return timedelta(seconds=self.ddp_timeout)
 
     @property
     def world_size(self) -> int:

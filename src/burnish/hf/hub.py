@@ -30,11 +30,16 @@ class HubMethods(Face):
 
     def push_to_hub(
         self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
-        revision: str | None = None, **kwargs: Any,
+        revision: str | None = None, private: bool | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Save the model, write its card, upload ``output_dir``. ``kwargs`` are the card's."""
+        """Save the model, write its card, upload ``output_dir``.
+
+        Args:
+            private: of a repository that is made now; ``hub_private_repo`` if not given.
+            kwargs: the card's.
+        """
         if self.hub_model_id is None:
-            self.init_hf_repo(token)
+            self.init_hf_repo(token, private)
         self.save_model(_internal_call=True)  # type: ignore[attr-defined]
         if self.args.process_index != 0:
             return None
