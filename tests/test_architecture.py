@@ -36,7 +36,7 @@ DOORS = {
     "transformers": {"models", "hf", "optim/adafactor.py", "optim/builtin.py", "report/trackers.py", "app/demo.py"},
     "peft": {"adapters/peft.py"},
     "bitsandbytes": {"models", "optim", "ops/quantised.py"},
-    "yaml": {"app/config.py", "data/templates.py"},
+    "yaml": {"app/config.py", "data/templates.py", "models/tokens.py"},
     "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},
     "wandb": {"report/trackers.py"},

@@ -156,7 +156,6 @@ _family(
 _absent("Use gradient_accumulation_steps: the update is the same however a step is cut.", auto_find_batch_size=False)
 _absent("Leave it out, or lower per_device_train_batch_size.", torch_empty_cache_steps=None)
 _absent("Set train_sampling_strategy: sequential.", disable_shuffling=False)
-_absent("Name the tokens in add_special_tokens.", new_special_tokens_config=None, init_special_tokens="noise_init")
 _absent("Set it in the tokenizer of the model.", eos_token=None, pad_token=None)
 _absent("Give the folder in adapter_name_or_path.", adapter_folder=None)
 _absent("Set template: to its path.", chat_template_path=None)

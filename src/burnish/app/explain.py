@@ -57,7 +57,7 @@ def explain(plan: Plan) -> None:
 
 
 def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
-    sizes = sizes_of(plan.options, prepared.config)
+    sizes = sizes_of(plan.options, prepared.config, prepared.tokenizer)
     yield _model(plan, prepared, sizes)
     yield _data(plan, prepared)
     if trains(plan.options):

@@ -34,11 +34,11 @@ from burnish.data.tally import Tally
 from burnish.data.templates import check_template, fit_tokenizer, load_template
 from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload
-from burnish.models.load import context_length, load_config, load_model, meta_model, raise_if_not_finite
+from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
 from burnish.models.quantize import is_quantised
 from burnish.models.save import save_model
 from burnish.models.source import adapter_folders, find_source
-from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, load_tokenizer
+from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
 from burnish.report.console import note
 
 CONVERSATION = (
@@ -60,9 +60,9 @@ def export(given: Mapping[str, Given]) -> Path:
     options = export_options(given)
     adapters = adapter_folders(options)
     config = load_config(options)
-    raise_if(problems_of_adapters(options, config, adapters))
     notes: list[str] = []
     tokenizer, options = tokenizer_of(options, adapters, notes)
+    raise_if(problems_of_adapters(options, config, tokenizer, adapters))
     template = load_template(options, tokenizer, LONG_ENOUGH)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
@@ -118,11 +118,11 @@ def quantised_base(options: Any) -> list[Problem]:
     ]
 
 
-def problems_of_adapters(options: Any, config: Any, adapters: Sequence[Path]) -> list[Problem]:
+def problems_of_adapters(options: Any, config: Any, tokenizer: Any, adapters: Sequence[Path]) -> list[Problem]:
     """Adapters that do not fit the base. No weight is read."""
     if options.finetuning_type == "peft":
         return []  # peft checks its own
-    model = meta_model(config, options.trust_remote_code)
+    model = fitted_shapes(config, tokenizer, options)
     return [problem for folder in adapters for problem in check_fit(model, folder)]
 
 

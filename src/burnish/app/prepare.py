@@ -30,9 +30,9 @@ from burnish.data.tally import Tally
 from burnish.data.templates import fit_tokenizer, load_template
 from burnish.engine.base import set_seed
 from burnish.models.check import check_model
-from burnish.models.load import check_context, load_config, meta_model
+from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
-from burnish.models.tokens import check_vocabulary, load_tokenizer
+from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.objectives import OBJECTIVES
 
 LOOKED_AT = 256
@@ -68,7 +68,7 @@ def prepare(plan: Plan) -> Prepared:
     template = load_template(options, tokenizer)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
-    raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config)]))
+    raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config, tokenizer)]))
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     if isinstance(sets.train, LazyExamples):
@@ -82,7 +82,7 @@ def prepare(plan: Plan) -> Prepared:
         raise UserError(nothing_to_learn(tally, options))
     longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
-    sizes = sizes_of(options, config)
+    sizes = sizes_of(options, config, tokenizer)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
     problems += check_budget(options.max_tokens_per_batch, largest)
@@ -157,10 +157,10 @@ def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
     return lengths if lengths is not None else [length for row in rows for length in lengths_of(row)]
 
 
-def check_adapter(options: Any, config: Any) -> list[Problem]:
+def check_adapter(options: Any, config: Any, tokenizer: Any) -> list[Problem]:
     """What keeps the adapter from being attached to a model of this shape; no weight is read."""
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    return adapter.check(meta_model(config, options.trust_remote_code))
+    return adapter.check(fitted_shapes(config, tokenizer, options))
 
 
 def nothing_to_learn(tally: Tally, options: Any) -> Problem:

@@ -21,8 +21,8 @@ from burnish.core.errors import Problem
 from burnish.core.schedule import StepPlan, steps_of
 from burnish.core.snapshot import split
 from burnish.engine.options import autocast_dtype, device_of
-from burnish.models.load import meta_model
 from burnish.models.source import adapter_folders
+from burnish.models.tokens import fitted_shapes
 from burnish.objectives.lm import way_of
 from burnish.ops.head_kernels import logits_bytes
 from burnish.optim.builtin import create_optimizer
@@ -44,9 +44,9 @@ class Sizes:
     saves_whole_model: bool
 
 
-def sizes_of(options: Any, config: Any) -> Sizes:
+def sizes_of(options: Any, config: Any, tokenizer: Any) -> Sizes:
     """The model on the meta device with the adapter of the run attached."""
-    model: nn.Module = meta_model(config, options.trust_remote_code)
+    model: nn.Module = fitted_shapes(config, tokenizer, options)
     name, base = type(model).__name__, trainable_summary(model)[1]
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     if options.finetuning_type != "full":

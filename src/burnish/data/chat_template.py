@@ -46,7 +46,7 @@ class JinjaFormat:
 
     def fit(self) -> None:
         """Take note of the tokenizer as it is now; called again when its special tokens have changed."""
-        self.encoder = Encoder(self.tokenizer, keep=_WORDS)
+        self.encoder = Encoder(self.tokenizer, keep=_WORDS, template=str(self.templates))
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=_WORDS)
         if not self.renderer.writes_messages():
             raise UserError(

@@ -33,18 +33,23 @@ class Encoder:
         tokenizer: any transformers tokenizer; fast ones work on a batch with all their threads.
         keep: what may stand in an assistant's text although it is a special token, such as the words that open and
             close a thought.
+        template: what surrounds those texts, as text. A token that the user added to the vocabulary
+            (``tokenizer.new_tokens``) is there for the data, unless it stands in the template.
     """
 
-    def __init__(self, tokenizer: Any, keep: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, keep: Sequence[str] = (), template: str = "") -> None:
         self.tokenizer = tokenizer
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._specials = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
-        self._codes = {text: _MARK + chr(_FIRST + index) for index, text in enumerate([*self._specials, _MARK])}
+        own = set(tokenizer.all_special_tokens)
+        free = {token for token in getattr(tokenizer, "new_tokens", ()) if token not in template} - own
+        specials = sorted((special | own) - free, key=len, reverse=True)
+        self._tokens = special | own | free
+        self._codes = {text: _MARK + chr(_FIRST + index) for index, text in enumerate([*specials, _MARK])}
         self._texts = {code: text for text, code in self._codes.items()}
         self._hints = {text[0] for text in self._codes if text}
-        hidden, kept = any_of([*self._specials, _MARK]), any_of(list(filter(None, keep)))
+        hidden, kept = any_of([*specials, _MARK]), any_of(list(filter(None, keep)))
         self._hidden, self._hidden_or_kept = re.compile(hidden), re.compile(f"({kept})|{hidden}")
-        self._control = re.compile(f"({any_of(self._specials)})")
+        self._control = re.compile(f"({any_of(sorted(self._tokens, key=len, reverse=True))})")
         self._shown = re.compile(f"{_MARK}.", re.DOTALL)
 
     def hide(self, text: str, *, assistant: bool = False) -> str:
@@ -141,10 +146,11 @@ class Encoder:
         return backend
 
     def _around_hidden(self, text: str) -> list[int]:
-        """The ids of a text with hidden specials: the template's control tokens, and ordinary text between them."""
+        """The ids of a text with hidden specials: the template's control tokens and those that the data may hold, and
+        ordinary text between them."""
         ids: list[int] = []
         for piece in self._control.split(text):
-            if piece in self._codes:
+            if piece in self._tokens:
                 ids.append(self.tokenizer.convert_tokens_to_ids(piece))
             elif piece:
                 shown = self.show(piece)

@@ -81,7 +81,7 @@ class SlotFormat:
 
     def fit(self) -> None:
         """Take note of the tokenizer as it is now; called again when its special tokens have changed."""
-        self.encoder = Encoder(self.tokenizer, keep=_words(self.spec))
+        self.encoder = Encoder(self.tokenizer, keep=_words(self.spec), template=str(self.spec))
         slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
         self._tokens = {slot: self._token(slot) for slot in slots if isinstance(slot, Token)}
 

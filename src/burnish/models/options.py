@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from burnish.core.errors import Problem
 from burnish.core.options import option
 
 
@@ -31,6 +33,14 @@ class ModelOptions:
         None, "New special tokens for the tokenizer, never split and not part of text; implies resize_vocab.",
         aliases=("new_special_tokens", "additional_special_tokens"),
     )  # fmt: skip
+    new_special_tokens_config: str | dict[str, Any] | None = option(
+        None, "New special tokens with what each stands for, in words: a YAML or JSON file, {<token>: <description>}; "
+        "implies resize_vocab.",
+    )  # fmt: skip
+    init_special_tokens: str = option(
+        "noise_init", "How the rows of those begin: around the mean of all rows, or as the mean of the rows of the "
+        "words that describe them, with noise or without.", choices=("noise_init", "desc_init", "desc_init_w_noise"),
+    )  # fmt: skip
     resize_vocab: bool = option(False, "Grow the embedding where the tokenizer has more tokens than it has rows.")
     flash_attn: str = option(
         "auto", "How attention is computed; auto leaves the choice to the model.",
@@ -48,3 +58,20 @@ class ModelOptions:
     low_cpu_mem_usage: bool = option(
         True, "Load without a second copy in memory.", ignored="transformers 5 always loads so"
     )
+
+
+def check_new_tokens(options: Any) -> list[Problem]:
+    problems = []
+    if options.init_special_tokens != "noise_init" and not options.new_special_tokens_config:
+        what = f'"init_special_tokens" is {options.init_special_tokens}, and no token is described.'
+        problems.append(Problem(what, remedy="Describe them in new_special_tokens_config: {<token>: <description>}."))
+    if options.add_special_tokens and options.new_special_tokens_config:
+        what = '"add_special_tokens" and "new_special_tokens_config" both name new special tokens.'
+        problems.append(Problem(what, remedy="Name all of them in new_special_tokens_config."))
+    return problems
+
+
+def new_tokens_notes(options: Any) -> list[str]:
+    if not options.new_special_tokens_config or options.init_special_tokens != "noise_init":
+        return []
+    return ["The descriptions in new_special_tokens_config have no effect without init_special_tokens: desc_init."]

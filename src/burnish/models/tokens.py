@@ -6,15 +6,19 @@ Refuses: a folder without a tokenizer; tokens that the model has no rows for. We
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from burnish.core.errors import Problem, UserError
+from burnish.models.load import meta_model
 from burnish.models.source import find_source, hub_arguments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
 """What models call the end, tried in this order in a vocabulary that does not say."""
@@ -72,7 +76,46 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 def may_resize(options: Any) -> bool:
     """Whether the embedding is to grow: asked for, or implied by new tokens."""
-    return bool(options.resize_vocab or options.add_tokens or options.add_special_tokens)
+    return bool(options.resize_vocab or named_tokens(options))
+
+
+def named_tokens(options: Any) -> list[str]:
+    """The tokens that the options add."""
+    special = list(descriptions(options)) or options.add_special_tokens or []
+    return [*(options.add_tokens or []), *special]
+
+
+def descriptions(options: Any) -> dict[str, str]:
+    """New special token -> what it stands for.
+
+    Raises:
+        UserError: where the file is not there, or holds something else.
+    """
+    given = options.new_special_tokens_config
+    if not given:
+        return {}
+    found = given if isinstance(given, dict) else _read_descriptions(Path(given))
+    if not found or not all(isinstance(word, str) and word.strip() for pair in found.items() for word in pair):
+        raise UserError(_no_descriptions(given, found))
+    return found
+
+
+def _read_descriptions(path: Path) -> Any:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(_no_descriptions(path, error)) from error
+    return found if isinstance(found, dict) else {"": found}
+
+
+def _no_descriptions(given: Any, received: Any) -> Problem:
+    return Problem(
+        f"new_special_tokens_config must give each new token a description. Received: {received}",
+        where="" if isinstance(given, dict) else str(given),
+        remedy='It looks like {"<think>": "the beginning of a line of thought"}.',
+    )
 
 
 def fit_vocabulary(
@@ -81,8 +124,9 @@ def fit_vocabulary(
     """Give every token a row, where the tokenizer has grown and the options allow it.
 
     New rows are drawn around the mean of the old ones, with their covariance (Hewitt 2021,
-    https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Sets ``model.has_new_tokens``, so that an adapter knows
-    that frozen rows would stay noise.
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html), or begin as ``init_special_tokens`` says. Sets
+    ``model.has_new_tokens``, so that an adapter knows that frozen rows would stay noise: also where an embedding with
+    rows to spare need not grow.
 
     Raises:
         UserError: where rows are missing and may not be added.
@@ -91,19 +135,60 @@ def fit_vocabulary(
     if problems:
         raise UserError(problems)
     before = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    if len(tokenizer) <= before:
-        return
+    model.has_new_tokens = bool(named_tokens(options)) or len(tokenizer) > before  # type: ignore[assignment]
+    if len(tokenizer) > before:
+        _grow(model, tokenizer, notes)
+    if options.init_special_tokens != "noise_init":
+        _begin_as_described(model, tokenizer, options)
+
+
+def _grow(model: nn.Module, tokenizer: PreTrainedTokenizerBase, notes: list[str] | None) -> None:
+    before = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE)  # type: ignore[operator]
-    model.has_new_tokens = True  # type: ignore[assignment]
     after = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if notes is not None:
         notes.append(f"The embedding grew from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
 
 
+def fitted_shapes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: Any) -> PreTrainedModel:
+    """The model without weights, with a row for every token."""
+    model = meta_model(deepcopy(config), options.trust_remote_code)  # which is told the new size
+    grows = len(tokenizer) > model.get_input_embeddings().weight.shape[0]
+    if grows:
+        with torch.device("meta"):
+            model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE, mean_resizing=False)
+    model.has_new_tokens = grows or bool(named_tokens(options))
+    return model
+
+
+@torch.no_grad()
+def _begin_as_described(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Any) -> None:
+    """The row of each described token becomes the mean of the rows of its description's tokens, in the embedding and
+    in a head of its own; the noise has a deviation of one over the root of the rows' width (LLaMA-Factory 0.9.5,
+    model/model_utils/embedding.py, which gives the head rows of the embedding)."""
+    described = descriptions(options)
+    new = {tokenizer.convert_tokens_to_ids(token) for token in named_tokens(options)}
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    weights = {id(table.weight): table.weight for table in tables if table is not None}
+    for token, words in described.items():
+        ids = [i for i in tokenizer.encode(words, add_special_tokens=False) if i not in new]
+        if not ids:
+            raise UserError(
+                _no_descriptions(options.new_special_tokens_config, f'"{token}": "{words}", all new tokens')
+            )
+        for weight in weights.values():
+            mean = weight[ids].float().mean(0)
+            if options.init_special_tokens == "desc_init_w_noise":
+                mean += torch.randn(mean.shape).to(mean.device) / mean.numel() ** 0.5
+            weight[tokenizer.convert_tokens_to_ids(token)] = mean.to(weight.dtype)
+
+
 def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, options: Any, notes: list[str]) -> None:
     added = tokenizer.add_tokens(options.add_tokens) if options.add_tokens else 0
-    if options.add_special_tokens:
-        added += tokenizer.add_tokens(options.add_special_tokens, special_tokens=True)
+    special = list(descriptions(options)) or options.add_special_tokens
+    if special:
+        added += tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.new_tokens = named_tokens(options)  # data may hold them: data/encoder.py
     if added and not options.resize_vocab:
         notes.append(f"{added} new tokens: the embedding grows for them (resize_vocab).")
 

@@ -1,0 +1,169 @@
+"""Tokens that a run adds: from their description to rows that are trained, saved, exported and loaded by others."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from burnish.app.plan import plan
+from burnish.app.prepare import prepare
+from burnish.cli import main
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+from burnish.core.types import Example, Message
+from burnish.data.tally import Tally
+from burnish.models.load import load_model
+from burnish.models.options import ModelOptions
+from burnish.models.tokens import fit_vocabulary, load_tokenizer
+from small_run import as_words, make_model, make_user, records
+from test_train_run import weights_in
+
+WORDS = {"<calc>": "seven nine", "<look>": "lamp"}
+
+
+def full_model(folder, spare_rows=0):
+    """A model whose embedding has a row for each token, and some to spare."""
+    make_model(folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokenizer) + spare_rows)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return full_model(tmp_path_factory.mktemp("tokens") / "model")
+
+
+def fitted(folder, **given):
+    """(model, tokenizer, rows of the embedding before, rows of the head before) under the options."""
+    options = ModelOptions(model_name_or_path=str(folder), **given)
+    tokenizer, model = load_tokenizer(options), load_model(options)
+    before = [model.get_input_embeddings().weight.clone(), model.get_output_embeddings().weight.clone()]
+    fit_vocabulary(model, tokenizer, options)
+    return model, tokenizer, before
+
+
+@pytest.mark.parametrize("given_as", ["yaml", "json", "mapping"])
+def test_a_described_token_begins_as_the_mean_of_its_description(model, tmp_path, given_as):
+    path = tmp_path / f"tokens.{given_as}"
+    path.write_text(yaml.safe_dump(WORDS) if given_as == "yaml" else json.dumps(WORDS))
+    config = WORDS if given_as == "mapping" else str(path)
+    found, tokenizer, before = fitted(model, new_special_tokens_config=config, init_special_tokens="desc_init")
+    tables = (found.get_input_embeddings().weight, found.get_output_embeddings().weight)
+    for token, words in WORDS.items():
+        (new,) = tokenizer.encode(token, add_special_tokens=False)
+        ids = tokenizer.encode(words, add_special_tokens=False)
+        for table, rows in zip(tables, before, strict=True):
+            torch.testing.assert_close(table[new], rows[ids].mean(0))
+        assert tokenizer.added_tokens_decoder[new].special
+
+
+def test_noise_is_added_where_it_is_asked_for(model):
+    given = {"new_special_tokens_config": WORDS}
+    plain, tokenizer, _ = fitted(model, init_special_tokens="desc_init", **given)
+    noisy, _, _ = fitted(model, init_special_tokens="desc_init_w_noise", **given)
+    new = tokenizer.convert_tokens_to_ids("<calc>")
+    noise = (noisy.get_input_embeddings().weight - plain.get_input_embeddings().weight)[new]
+    assert 0.5 < noise.std() * 32**0.5 < 2
+
+
+def test_an_embedding_with_rows_to_spare_is_trained_too(tmp_path):
+    found, _, before = fitted(full_model(tmp_path, spare_rows=8), add_special_tokens=["<calc>"])
+    assert torch.equal(found.get_input_embeddings().weight, before[0])
+    assert found.has_new_tokens
+    assert not fitted(tmp_path, resize_vocab=True)[0].has_new_tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("nowhere.yaml", "nowhere.yaml"), (["<a>"], "a description"), ({"<a>": ""}, "a description"), ({"<a>": 3}, "3")],
+    ids=str,
+)
+def test_a_file_that_describes_no_tokens_is_refused(model, tmp_path, config, words):
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(config))
+    given = config if isinstance(config, str) else str(path)
+    with pytest.raises(UserError, match=words):
+        load_tokenizer(ModelOptions(model_name_or_path=str(model), new_special_tokens_config=given))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"init_special_tokens": "desc_init"}, "no token is described"),
+        ({"add_special_tokens": "<a>", "new_special_tokens_config": "{<b>: b}"}, "both name new special tokens"),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_are_refused(tmp_path, capsys, given, sentence):
+    assert main(["explain", *as_words({**make_user(tmp_path), **given})]) == 2
+    assert sentence in "".join(capsys.readouterr())
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """A run whose answers hold the new tokens."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "300")
+    full_model(tmp_path / "model")
+    (tmp_path / "tokens.yaml").write_text(yaml.safe_dump(WORDS))
+    given = make_user(tmp_path, plot_loss=False, save_strategy="no", learning_rate=1e-2, resize_vocab=True)
+    answers = [{**record, "output": f"<calc> {record['output']} tok60000"} for record in records(16)]
+    (tmp_path / "data.json").write_text(json.dumps(answers))
+    return {**given, "new_special_tokens_config": str(tmp_path / "tokens.yaml"), "add_tokens": "tok60000",
+            "init_special_tokens": "desc_init", "lora_rank": 2, "max_steps": 4}  # fmt: skip
+
+
+def test_new_rows_of_a_whole_model_are_trained_and_saved(tmp_path, user):
+    assert main(["train", *as_words(user)]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(tokenizer) <= model.get_input_embeddings().weight.shape[0] == model.config.vocab_size
+    begun = fitted(user["model_name_or_path"], add_tokens=["tok60000"], new_special_tokens_config=WORDS,
+                   init_special_tokens="desc_init")[0].get_input_embeddings().weight  # fmt: skip
+    new = tokenizer.convert_tokens_to_ids("<calc>")
+    assert (model.get_input_embeddings().weight - begun)[new].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("template", ["chatml", None])
+def test_data_may_hold_the_tokens_that_a_run_adds_and_not_those_of_its_template(user, template):
+    user |= {"add_special_tokens": ["<calc>", "<|im_start|>"], "template": template}
+    given = {name: Given(value) for name, value in user.items() if "special_tokens_" not in name}
+    run = prepare(plan({name: item for name, item in given.items() if name != "init_special_tokens"}))
+    calc, start = run.tokenizer.convert_tokens_to_ids(["<calc>", "<|im_start|>"])
+    assert run.rows[0]["input_ids"].count(calc) == 1
+    question = Message("user", "What do <|im_start|> and <calc> mean?")
+    (row,) = run.template.encode([Example((question, Message("assistant", "Something")))], Tally())
+    assert row["input_ids"].count(start) == 2  # before the question, and before the answer
+    assert row["input_ids"].count(calc) == 1
+
+
+def test_new_rows_beside_lora_are_trained_saved_merged_and_loaded_by_peft(tmp_path, user, capsys):
+    from peft import PeftModel
+
+    user |= {"finetuning_type": "lora"}
+    assert main(["explain", *as_words(user)]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert main(["train", *as_words(user)]) == 0
+    held = weights_in(tmp_path / "out")
+    whole = {name: weight for name, weight in held.items() if "lora_" not in name}
+    assert {name.split(".")[-2] for name in whole} == {"embed_tokens", "lm_head"}
+    assert f"{sum(weight.numel() for weight in held.values()):,}" in said
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload()
+    merge = {"model_name_or_path": user["model_name_or_path"], "adapter_name_or_path": tmp_path / "out",
+             "export_dir": tmp_path / "merged"}  # fmt: skip
+    assert main(["export", *as_words(merge)]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokens = torch.tensor([tokenizer.encode("red <calc> tok60000 lamp")])
+    torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+    again = {**user, "adapter_name_or_path": tmp_path / "out", "output_dir": tmp_path / "again"}
+    assert main(["train", *as_words(again)]) == 0
+    assert weights_in(tmp_path / "again").keys() == held.keys()
