@@ -177,23 +177,24 @@ def _rows(
     ``1 - (logit / softcap)²`` where a logit is capped.
     """
     capped = rules.softcap * torch.tanh(logits.float() / rules.softcap) if rules.softcap else logits
-    logps = torch.log_softmax(capped, -1, dtype=torch.float32)
+    # One exponential per logit. The greatest probability is one over the sum of exponentials that are at most 1, so the
+    # logarithm of that sum comes from it without one, and a target whose own probability is 0 still has its loss.
+    slope = torch.softmax(capped, -1, dtype=torch.float32)
+    log_sum = capped.amax(-1).float() - slope.amax(-1).log()
     at_target = targets.unsqueeze(-1)
-    losses = logps.gather(-1, at_target).squeeze(-1) * (rules.label_smoothing - 1)
+    losses = log_sum - capped.gather(-1, at_target).squeeze(-1).float() * (1 - rules.label_smoothing)
     if rules.label_smoothing:
-        losses -= rules.label_smoothing * logps.mean(-1)
+        losses -= rules.label_smoothing * capped.mean(-1, dtype=torch.float32)
     none = torch.zeros_like(losses)
-    correct = (logps.argmax(-1) == targets).float() if rules.accuracy else none
-    entropy = -(logps.exp() * logps).sum(-1) if rules.entropy else none
+    correct = (capped.argmax(-1) == targets).float() if rules.accuracy else none
+    entropy = log_sum - (slope * capped).sum(-1) if rules.entropy else none
     if needs_slope:
-        slope = logps.exp_()
         if rules.label_smoothing:
             slope -= rules.label_smoothing / slope.shape[-1]
         slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, rules.label_smoothing - 1))
-        slope *= weights.unsqueeze(-1)
         if rules.softcap:
             slope *= 1 - (capped / rules.softcap).square()
-        logits.copy_(slope)
+        torch.mul(slope, weights.unsqueeze(-1), out=logits)
     return losses, correct, entropy
 
 
