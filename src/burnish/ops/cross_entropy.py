@@ -194,7 +194,7 @@ def _rows(
         slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, rules.label_smoothing - 1))
         if rules.softcap:
             slope *= 1 - (capped / rules.softcap).square()
-        torch.mul(slope, weights.unsqueeze(-1), out=logits)
+        logits.copy_(slope.mul_(weights.unsqueeze(-1)))
     return losses, correct, entropy
 
 
