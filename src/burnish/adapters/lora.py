@@ -32,6 +32,7 @@ from burnish.adapters.lora_model import (
     find_targets,
     load_adapter_state,
     merge_into_base,
+    names_for_peft,
     output_head,
     shortest_names,
     train_only,
@@ -167,7 +168,7 @@ class LoraAdapter:
                 pissa=options.pissa_iter if options.pissa_init else None,
             ),
             target_modules=shortest_names(targets, model),
-            modules_to_save=tuple(extra),
+            modules_to_save=names_for_peft(whole, extra, model),
             base_model=getattr(getattr(model, "config", None), "name_or_path", None) or None,
         )
         fit = Fit(config, targets, whole)

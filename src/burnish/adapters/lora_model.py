@@ -70,6 +70,13 @@ def shortest_names(paths: Sequence[str], model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path if path.split(".")[-1] in taken else path.split(".")[-1] for path in paths))
 
 
+def names_for_peft(paths: Sequence[str], names: Sequence[str], model: nn.Module) -> tuple[str, ...]:
+    """``names``, where peft, which takes every module whose path ends in the letters of one ("norm": "input_layernorm"
+    too), finds ``paths`` by them and no others; else the whole paths."""
+    found = [path for path, _ in model.named_modules() if path.endswith(tuple(names))] if names else []
+    return tuple(names) if set(found) == set(paths) else tuple(paths)
+
+
 def embeddings(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
 

@@ -133,7 +133,9 @@ def context_length(config: PreTrainedConfig) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
         length = getattr(text, name, None)
         if isinstance(length, int) and length > 0:
-            return length
+            rope = getattr(text, "rope_parameters", None)
+            is_dynamic = isinstance(rope, dict) and rope.get("rope_type") == "dynamic"
+            return int(length * rope["factor"]) if is_dynamic else length
     return None
 
 
@@ -176,10 +178,11 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
     if kind == "llama3":
         changed |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     text.rope_parameters = changed
+    said = f"The context is stretched from {length} to {int(original * factor)} tokens ({kind}, factor {factor:g})."
+    if kind == "dynamic":  # transformers scales where a row is longer than max_position_embeddings: it stays as it is
+        return f"{said} How far depends on the longest row of a micro-batch, so a step depends on how it is cut."
     text.max_position_embeddings = int(original * factor)
-    return (
-        f"The context is stretched from {length} to {text.max_position_embeddings} tokens ({kind}, factor {factor:g})."
-    )
+    return said
 
 
 def upcast_norms(model: nn.Module) -> None:

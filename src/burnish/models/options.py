@@ -71,6 +71,13 @@ def check_new_tokens(options: Any) -> list[Problem]:
     return problems
 
 
+def check_norms(options: Any) -> list[Problem]:
+    if not (options.upcast_layernorm and options.pure_bf16):
+        return []
+    what = '"upcast_layernorm" holds norms in float32, and "pure_bf16" holds every weight in bfloat16.'
+    return [Problem(what, remedy="Set bf16: true instead of pure_bf16, or leave upcast_layernorm out.")]
+
+
 def new_tokens_notes(options: Any) -> list[str]:
     if not options.new_special_tokens_config or options.init_special_tokens != "noise_init":
         return []

@@ -1,0 +1,207 @@
+"""What trains and how it is held, asked for on the command line and looked at in the model: while it is trained, and as
+it was saved."""
+
+import json
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from burnish.app import build
+from burnish.cli import main
+from burnish.models.load import context_length
+from small_run import as_words, make_user
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains under the options; gives the model as it is in memory at the end, and the folder."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    given = make_user(tmp_path, plot_loss=False, save_strategy="no", max_steps=2, learning_rate=1e-2)
+    models = []
+
+    def fit(model, *more):
+        models.append(model)
+        return fit_vocabulary(model, *more)
+
+    fit_vocabulary = build.fit_vocabulary
+    monkeypatch.setattr(build, "fit_vocabulary", fit)
+
+    def run(name="out", **options):
+        assert main(["train", *as_words({**given, "output_dir": str(tmp_path / name), **options})]) == 0
+        return models[-1], tmp_path / name
+
+    return run
+
+
+def begun(folder):
+    return AutoModelForCausalLM.from_pretrained(folder.parent / "model")
+
+
+# --- positions and precision ------------------------------------------------------------------------------------------
+
+
+def linear(config, inv_freq):
+    return inv_freq / 2
+
+
+def stretched(kind):
+    """What transformers computes of the config for this kind of scaling."""
+    return lambda config, inv_freq: ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=config.max_position_embeddings)[0]
+
+
+ROPE = {"linear": linear, "yarn": stretched("yarn"), "llama3": stretched("llama3")}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_is_stretched_in_the_model_and_in_what_is_saved(train, kind):
+    model, folder = train(rope_scaling=kind, cutoff_len=512)
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.rope_parameters["rope_type"], config.max_position_embeddings) == (kind, 512)
+    plain = begun(folder).model.rotary_emb.inv_freq
+    found = model.model.rotary_emb.inv_freq
+    torch.testing.assert_close(found, ROPE[kind](config, plain))
+    assert not torch.allclose(found, plain)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(again(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_dynamic_rope_stretches_by_the_length_that_is_read(train):
+    model, folder = train(rope_scaling="dynamic", cutoff_len=512)
+    rope = model.model.rotary_emb
+    plain = begun(folder).model.rotary_emb.inv_freq
+    torch.testing.assert_close(rope.inv_freq, plain)  # the rows were short
+    rope(torch.zeros(1, 1, 8), torch.arange(512)[None])
+    # base * (factor * length / context - (factor - 1)) ** (d / (d - 2)) with d = 8, as transformers has it
+    base = 10_000 * (2 * 512 / 256 - 1) ** (8 / 6)
+    torch.testing.assert_close(rope.inv_freq, base ** (-torch.arange(0, 8, 2) / 8))
+    saved = AutoConfig.from_pretrained(folder)
+    assert (saved.rope_parameters["rope_type"], context_length(saved)) == ("dynamic", 512)
+
+
+def formats(model, part):
+    return {parameter.dtype for name, parameter in model.named_parameters() if part(name)}
+
+
+def of_norms(name):
+    return "norm" in name
+
+
+def of_the_rest(name):
+    return "norm" not in name
+
+
+@pytest.mark.parametrize(
+    ("given", "norms", "rest"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"pure_bf16": True}, torch.bfloat16, torch.bfloat16),
+        ({"pure_bf16": True, "finetuning_type": "lora"}, torch.bfloat16, torch.bfloat16),
+        ({"bf16": True, "finetuning_type": "lora", "upcast_layernorm": True}, torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_weights_are_held_in_the_format_that_is_asked_for(train, given, norms, rest):
+    model, folder = train(**given)
+    base = [name for name in dict(model.named_parameters()) if "lora_" not in name]
+    assert formats(model, lambda name: name in base and of_norms(name)) == {norms}
+    assert formats(model, lambda name: name in base and of_the_rest(name)) == {rest}
+    assert (folder / "train_results.json").is_file()
+
+
+def test_norms_in_float32_and_every_weight_in_bfloat16_contradict(tmp_path, capsys):
+    given = make_user(tmp_path, pure_bf16=True, upcast_layernorm=True)
+    assert main(["explain", *as_words(given)]) == 2
+    assert "Set bf16: true instead of pure_bf16" in "".join(capsys.readouterr())
+
+
+# --- LoRA -------------------------------------------------------------------------------------------------------------
+
+TARGETS = {
+    "all": ({"lora_target": "all"}, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, 2),
+    "names": ({"lora_target": "q_proj,v_proj"}, {"q_proj", "v_proj"}, 2),
+    "a regular expression": ({"lora_target": r"model\.layers\.1\.mlp\..*_proj"},
+                             {"gate_proj", "up_proj", "down_proj"}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_lora_goes_over_the_layers_that_are_named_and_peft_finds_them(train, name):
+    given, layers, depth = TARGETS[name]
+    model, folder = train(finetuning_type="lora", lora_rank=2, additional_target="norm", **given)
+    held = load_file(folder / "adapter_model.safetensors")
+    a_factors = [key for key in held if key.endswith("lora_A.weight")]
+    assert {key.split(".")[-3] for key in a_factors} == layers
+    assert len(a_factors) == len(layers) * depth
+    assert [key for key in held if "lora_" not in key] == ["base_model.model.model.norm.weight"]
+    theirs = peft.PeftModel.from_pretrained(begun(folder), folder)
+    torch.testing.assert_close(theirs(IDS).logits, model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
+    moved = held["base_model.model.model.norm.weight"] - begun(folder).model.norm.weight
+    assert moved.abs().max() > 0
+
+
+def test_adapters_are_merged_in_their_order_as_peft_merges_them(train):
+    lora = {"finetuning_type": "lora", "learning_rate": 5e-2}
+    _, first = train("first", lora_rank=2, **lora)
+    _, second = train("second", adapter_name_or_path=first, create_new_adapter=True, lora_rank=3, **lora)
+    both = f"{first},{second}"
+    expected = begun(first)
+    for folder in (first, second):
+        expected = peft.PeftModel.from_pretrained(expected, folder).merge_and_unload()
+    wanted = {name: weight.clone() for name, weight in expected.state_dict().items()}
+
+    model, third = train("third", adapter_name_or_path=both, create_new_adapter=True, lora_rank=4, **lora)
+    assert {p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name} == {4}
+    held = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+    assert held.keys() <= wanted.keys()
+    for name, weight in held.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(wanted["model.layers.0.mlp.up_proj.weight"],
+                              begun(first).model.layers[0].mlp.up_proj.weight, atol=1e-4)  # fmt: skip
+
+    _, goes_on = train("goes on", adapter_name_or_path=both, **lora)
+    assert json.loads((goes_on / "adapter_config.json").read_text())["r"] == 3
+    assert third != goes_on
+
+
+@pytest.mark.parametrize("iterations", [-1, 8])
+def test_pissa_trains_the_largest_directions_and_is_saved_as_lora(train, tmp_path, iterations):
+    pissa = {"pissa_init": True, "pissa_iter": iterations, "pissa_convert": True, "lora_rank": 4}
+    model, folder = train(finetuning_type="lora", learning_rate=1e-8, **pissa)
+    layer = model.model.layers[0].mlp.up_proj
+    whole = begun(folder).model.layers[0].mlp.up_proj.weight
+    left, values, right = torch.linalg.svd(whole)
+    principal = (left[:, :4] * values[:4]) @ right[:4]  # Meng et al. 2024, eq. 2, https://arxiv.org/abs/2404.02948
+    rest = whole - principal
+    if iterations == -1:
+        torch.testing.assert_close(layer.base_layer.weight, rest, rtol=0, atol=1e-5)
+    assert rest.norm() * 0.999 < layer.base_layer.weight.norm() < rest.norm() * 1.02
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
+    theirs = peft.PeftModel.from_pretrained(begun(folder), folder)
+    torch.testing.assert_close(theirs(IDS).logits, model.eval()(IDS).logits, rtol=1e-3, atol=1e-4)
+
+
+# --- freeze -----------------------------------------------------------------------------------------------------------
+
+FREEZE = {
+    "the last layer": ({"freeze_trainable_layers": 1}, lambda name: "layers.1." in name),
+    "the first layer": ({"freeze_trainable_layers": -1}, lambda name: "layers.0." in name),
+    "some modules": ({"freeze_trainable_layers": 1, "freeze_trainable_modules": "mlp"},
+                     lambda name: "layers.1.mlp" in name),
+    "modules beside the layers": ({"freeze_trainable_layers": 1, "freeze_extra_modules": "lm_head,norm"},
+                                  lambda name: "layers.1." in name or name in ("lm_head.weight", "model.norm.weight")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FREEZE)
+def test_what_is_not_frozen_moves_and_nothing_else(train, name):
+    given, moves = FREEZE[name]
+    _, folder = train(finetuning_type="freeze", **given)
+    before, after = begun(folder).state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if moves(name)}
