@@ -269,7 +269,7 @@ def test_a_missing_library_is_said_with_its_extra(monkeypatch):
     assert "burnish[quantization]" in problem.remedy
     config = {"quantization_config": {"quant_method": "gptq"}}
     (problem,) = check_quantised_files(options(), config)
-    assert "gptqmodel" in str(problem)
+    assert "pip install gptqmodel optimum" in str(problem)
 
 
 def test_files_that_are_quantised_already_are_not_quantised_again_nor_trained_whole(monkeypatch):
@@ -279,6 +279,25 @@ def test_files_that_are_quantised_already_are_not_quantised_again_nor_trained_wh
     assert not check_quantised_files(options(), config)
     assert "quantization_bit" in str(check_quantised_files(options(quantization_bit=4), config)[0])
     assert "finetuning_type: lora" in str(check_quantised_files(options(finetuning_type="full"), config)[0])
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("backend", "expected"), [(None, "auto_trainable"), ("auto", "auto_trainable"), ("gptq_torch", "gptq_torch")]
+)
+def test_packed_weights_are_multiplied_by_kernels_that_have_a_backward_pass(method, backend, expected):
+    described = {"quant_method": method, "bits": 4, "backend": backend}
+    for given in (described.copy(), SimpleNamespace(**described)):
+        config = SimpleNamespace(quantization_config=given)
+        quantize.use_kernels_that_train(config)
+        assert (given["backend"] if isinstance(given, dict) else given.backend) == expected
+
+
+def test_other_models_are_left_as_they_are():
+    config = SimpleNamespace(quantization_config={"quant_method": "bitsandbytes"})
+    quantize.use_kernels_that_train(config)
+    assert config.quantization_config == {"quant_method": "bitsandbytes"}
+    quantize.use_kernels_that_train(LlamaConfig())
 
 
 class PackedLinear(nn.Module):

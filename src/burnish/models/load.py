@@ -20,7 +20,7 @@ from torch import nn
 from burnish.core.errors import Problem, UserError
 from burnish.models.attention_choice import asked_attention
 from burnish.models.patches import apply_patches
-from burnish.models.quantize import keep_as_loaded, quantization_arguments
+from burnish.models.quantize import keep_as_loaded, quantization_arguments, use_kernels_that_train
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
 
@@ -75,6 +75,7 @@ def load_model(
     attention = attn_implementation or asked_attention(options)
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     arguments |= quantization_arguments(options, dtype, config)
+    use_kernels_that_train(config)
     if options.train_from_scratch:
         model = _random_model(options, config, arguments, device)
     else:
@@ -135,7 +136,7 @@ def context_length(config: PreTrainedConfig) -> int | None:
         if isinstance(length, int) and length > 0:
             rope = getattr(text, "rope_parameters", None)
             is_dynamic = isinstance(rope, dict) and rope.get("rope_type") == "dynamic"
-            return int(length * rope["factor"]) if is_dynamic else length
+            return int(length * (rope or {})["factor"]) if is_dynamic else length
     return None
 
 

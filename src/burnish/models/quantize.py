@@ -6,7 +6,8 @@ In:  ``quantization_bit`` and its kin. Out: what transformers is told, so that l
 Refuses: training weights that are quantised; decomposing them (PiSSA); other methods of quantising while a model is
      loaded; a missing library.
 Models whose files hold quantised weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
-installed.
+installed. GPTQ was tried on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23 (docs/notebook.md); AWQ, and
+either on a GPU, was not.
 """
 
 from __future__ import annotations
@@ -134,6 +135,19 @@ def quantised_by(config: Any) -> str:
         return ""
     found = _entry(described, "quant_method")
     return str(getattr(found, "value", found) or "an unnamed method")
+
+
+def use_kernels_that_train(config: Any) -> None:
+    """Have GPTQ's and AWQ's library choose among the kernels that have a backward pass, where the model does not name
+    one: "auto" takes the fastest, which may have none. "auto_trainable" is what transformers documents for it, and what
+    peft asks that library for."""
+    described = _entry(config, "quantization_config")
+    if quantised_by(config) not in ("gptq", "awq") or _entry(described, "backend") not in (None, "auto"):
+        return
+    if isinstance(described, dict):
+        described["backend"] = "auto_trainable"
+    else:
+        described.backend = "auto_trainable"
 
 
 def _entry(holder: Any, name: str) -> Any:
