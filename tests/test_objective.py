@@ -310,7 +310,7 @@ def test_a_row_is_as_long_as_its_tokens_and_not_as_its_padding():
 class Template:
     fingerprint = "abc"
 
-    def encode(self, examples, tally):
+    def encode_flat(self, examples, tally):
         return [{"input_ids": [1], "labels": [1]} for _ in examples]
 
     def encode_text(self, examples, tally, cut=True):

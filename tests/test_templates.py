@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from burnish.core.errors import UserError
 from burnish.core.options import Given, build, union
-from burnish.core.types import Example, Message
+from burnish.core.types import Example, Message, as_lists
 from burnish.data.tally import Tally
 from burnish.data.templates import TemplateOptions, check_template, fit_tokenizer, load_template
 from burnish.data.truncate import EncodingOptions
@@ -302,7 +302,7 @@ def test_a_plain_text_is_learned_as_a_whole_with_one_eos():
     texts = ["once upon a time", "ends by itself</s>"]
     for rows in (
         template.encode([Example(text=text) for text in texts], Tally()),
-        template.encode_text([Example(text=text) for text in texts], Tally()),
+        [as_lists(row) for row in template.encode_text([Example(text=text) for text in texts], Tally())],
     ):
         assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["once upon a time</s>", "ends by itself</s>"]
         assert all(row["labels"] == row["input_ids"] for row in rows)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from burnish.core.errors import UserError
-from burnish.core.types import Example, Message
+from burnish.core.types import Example, Message, as_lists
 from burnish.data.tally import Tally
 from burnish.data.templates import fit_tokenizer, load_template
 from burnish.data.truncate import infer_seqlen
@@ -53,7 +53,7 @@ def test_plain_texts_are_cut_as_llamafactory_cuts_them_where_that_is_asked_for(n
     template = load_template(options, tokenizer)
     fit_tokenizer(template, tokenizer)
     texts = ["Document one. " * 5, "Second doc. " * 40]
-    rows = template.encode_text([Example(text=text) for text in texts], Tally())
+    rows = [as_lists(row) for row in template.encode_text([Example(text=text) for text in texts], Tally())]
     assert rows[0]["input_ids"] == case["out"]["input_ids"][0]
     assert rows[1]["input_ids"] == case["out"]["input_ids"][1][:40]
 
@@ -173,10 +173,10 @@ def test_a_tool_call_and_a_list_of_tools_are_never_cut():
 def test_a_cut_text_keeps_its_eos():
     template, tokenizer = loaded("default", cutoff_len=10)
     tally = Tally()
-    row = template.encode_text([Example(text="once upon a time", source="d", number=1)], tally)[0]
+    row = as_lists(template.encode_text([Example(text="once upon a time", source="d", number=1)], tally)[0])
     assert tokenizer.decode(row["input_ids"]) == "once upon</s>"
     assert tally.count("cut: messages shortened to cutoff_len") == 1
-    whole = template.encode_text([Example(text="once upon a time")], Tally(), cut=False)[0]
+    whole = as_lists(template.encode_text([Example(text="once upon a time")], Tally(), cut=False)[0])
     assert tokenizer.decode(whole["input_ids"]) == "once upon a time</s>"
 
 

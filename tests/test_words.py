@@ -99,7 +99,7 @@ def test_a_text_read_by_words_has_the_ids_of_the_whole_text(name, alphabet):
     by_words = [(text, ids) for text in texts(800, alphabet) if (ids := found.ids(text)) is not None]
     assert len(by_words) > 300
     for text, ids in by_words:
-        assert ids == backend.encode(text, add_special_tokens=False).ids, repr(text)
+        assert list(ids) == backend.encode(text, add_special_tokens=False).ids, repr(text)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -119,7 +119,7 @@ def test_every_piece_of_real_text_is_read_by_words(name):
     backend = TOKENIZERS[name]()
     found = words_of(fast(backend))
     for text in CORPUS:
-        assert found.ids(f"<s>{text}</s>") == backend.encode(f"<s>{text}</s>", add_special_tokens=False).ids
+        assert list(found.ids(f"<s>{text}</s>")) == backend.encode(f"<s>{text}</s>", add_special_tokens=False).ids
 
 
 def strips_spaces():
@@ -162,7 +162,7 @@ def test_a_token_looked_for_behind_the_normalizer_makes_a_text_whole():
     found = words_of(fast(backend))
     assert found.ids("a K1") is None
     assert found.ids("a \u212a1") is None  # the Kelvin sign, K once normalised
-    assert found.ids("a K2") == backend.encode("a K2").ids
+    assert list(found.ids("a K2")) == backend.encode("a K2").ids
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -176,7 +176,7 @@ def test_every_character_is_of_the_class_that_the_tokenizer_takes_it_for(name):
         text = f"a{character}b {character}1{character}{character}!{character}\n'{character}s {character}"
         ids = found.ids(text)
         read += ids is not None
-        assert ids in (None, backend.encode(text).ids), repr(text)
+        assert ids is None or list(ids) == backend.encode(text).ids, repr(text)
     assert read > 2000
 
 
@@ -189,7 +189,7 @@ def test_a_script_without_spaces_is_read_by_pre_tokens_and_located_by_them():
     whole.__dict__["_read_words"] = None
     text = f"<|im_start|>assistant\n{LONG}<|im_end|>\n"
     positions = list(range(len(text) + 1))
-    assert words_of(tokenizer).ids(text) == tokenizer.backend_tokenizer.encode(text).ids
+    assert list(words_of(tokenizer).ids(text)) == tokenizer.backend_tokenizer.encode(text).ids
     assert by_words.located([text], [positions]) == whole.located([text], [positions])
 
 
@@ -199,7 +199,7 @@ def test_a_long_word_that_cannot_be_parted_is_left_to_the_tokenizer(make, text):
     if make is byte_level:
         backend.normalizer = normalizers.NFC()
     assert words_of(fast(backend)).ids(text) is None
-    assert Encoder(fast(backend)).encode([text]) == {text: backend.encode(text).ids}
+    assert Encoder(fast(backend)).encode([text])[text].tolist() == backend.encode(text).ids
 
 
 def test_words_are_forgotten_when_they_are_too_many(monkeypatch):
@@ -208,7 +208,7 @@ def test_words_are_forgotten_when_they_are_too_many(monkeypatch):
     found: Words = words_of(fast(backend))
     for at in range(200):
         text = f"<s>number {at} of {at * 7} is {at * 13} words</s>"
-        assert found.ids(text) == backend.encode(text).ids
+        assert list(found.ids(text)) == backend.encode(text).ids
     assert len(found._inner) < 30
 
 

@@ -18,7 +18,7 @@ from burnish.app.resources import check_disk, sizes_of
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
-from burnish.core.types import Example, Row
+from burnish.core.types import Example, FlatRow, Row
 from burnish.data.ahead import AheadRows, ahead_notes, encode_ahead
 from burnish.data.batching import lengths_of, packed, splits_rows
 from burnish.data.budget import check_budget
@@ -136,7 +136,7 @@ def encode_while_training(examples: LazyExamples, objective: Any, config: Any, o
     """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when it
     is met."""
 
-    def check(row: Row) -> None:
+    def check(row: Row | FlatRow) -> None:
         raise_if(check_context(config, len(row["input_ids"])))
 
     return encode_ahead(

@@ -8,6 +8,7 @@ record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -81,6 +82,17 @@ class Row(TypedDict, total=False):
     labels: list[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
     loss_weights: list[float]  # only where a message carried a weight other than 1
     seq_lengths: list[int]  # only in a pack: the lengths of the rows laid end to end in it
+
+
+FlatRow: TypeAlias = "dict[str, array[Any]]"
+"""A row whose columns are arrays, between the template and the place where rows are kept: no list is made of it."""
+
+
+def as_lists(row: Row | FlatRow | None) -> Row | None:
+    """The row with plain lists."""
+    columns: Mapping[str, Any] = row or {}
+    lists: Any = {name: values.tolist() if isinstance(values, array) else values for name, values in columns.items()}
+    return None if row is None else lists
 
 
 Batch: TypeAlias = dict[str, Any]

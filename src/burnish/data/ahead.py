@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from burnish.core.errors import UserError
-from burnish.core.types import Row
+from burnish.core.types import FlatRow, Row, as_lists
 from burnish.data.examples import LazyExamples
 from burnish.data.prepare import Encode, begin_place, place_ahead, replacing, without_tokenizer_threads
 from burnish.data.row_store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
 from burnish.data.tally import Tally
 
-EncodeSome: TypeAlias = Callable[[Sequence[int]], tuple[list[Row | None], Tally]]
+EncodeSome: TypeAlias = "Callable[[Sequence[int]], tuple[Sequence[Row | FlatRow | None], Tally]]"
 """Numbers of examples -> a row for each, None where it gives none, and what was counted on the way."""
 
 _SEGMENTS = 64  # of equal size, behind those that double
@@ -44,7 +44,7 @@ _NO_ROW: Row = {}
 
 def encode_ahead(
     examples: LazyExamples, encode: Encode, *, fingerprint: Mapping[str, Any], options: Any,
-    check: Callable[[Row], None] = lambda row: None,
+    check: Callable[[Row | FlatRow], None] = lambda row: None,
 ) -> AheadRows:  # fmt: skip
     """The rows of ``examples``, encoded when they are wanted or before.
 
@@ -54,7 +54,7 @@ def encode_ahead(
         check: raises UserError for a row that the run cannot take.
     """
 
-    def encode_some(numbers: Sequence[int]) -> tuple[list[Row | None], Tally]:
+    def encode_some(numbers: Sequence[int]) -> tuple[Sequence[Row | FlatRow | None], Tally]:
         tally = Tally()
         found = examples.take(numbers, tally)
         rows = iter(encode([example for example in found if example is not None], tally))
@@ -128,7 +128,7 @@ class AheadRows(Sequence["Row | None"]):
                 self.tally.merge(counted)
             for example in missing:
                 self._made[example] = 1
-            made = dict(zip(missing, rows, strict=True))
+            made = dict(zip(missing, map(as_lists, rows), strict=True))
         return [made[example] if example in made else self._stored(example) for example in examples]
 
     @property

@@ -19,6 +19,7 @@ from burnish.core.types import Example, Message
 from burnish.data.answers import Chat, Rendered, Renderer, Tools, Unreadable, common_end, common_start
 from burnish.data.encoder import Encoder
 from burnish.data.labels import Turn
+from burnish.data.pre_tokens import Ids
 from burnish.data.tally import Tally
 from burnish.data.template_table import TemplateSpec
 from burnish.data.tools import ToolError, function_schema, read_calls, read_tools
@@ -96,7 +97,7 @@ class JinjaFormat:
         if chat and chat[-1]["role"] == "assistant":
             chat.pop()
         text = self.renderer.render(chat, self._tools(example), prompt=True)
-        return self.encoder.encode([text])[text]
+        return self.encoder.encode([text])[text].tolist()
 
     def _try(self, example: Example, tally: Tally) -> Rendered | None:
         try:
@@ -112,9 +113,7 @@ class JinjaFormat:
             tally.add(TWO_QUESTIONS, example)
         return rendered
 
-    def _turns(
-        self, example: Example, rendered: Rendered, ids: list[int], borders: list[tuple[int, int]]
-    ) -> list[Turn]:
+    def _turns(self, example: Example, rendered: Rendered, ids: Ids, borders: list[tuple[int, int]]) -> list[Turn]:
         """The turns of one conversation.
 
         Args:

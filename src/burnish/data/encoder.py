@@ -13,11 +13,13 @@ special; tokens that it merely added (``<tool_call>`` in Qwen's) stay what they 
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+from burnish.data.pre_tokens import Ids
 from burnish.data.word_premises import words_of
 from burnish.data.words import Words, any_of
 
@@ -63,13 +65,14 @@ class Encoder:
         """The text as it was before ``hide``."""
         return self._shown.sub(lambda found: self._texts[found[0]], text)
 
-    def encode(self, texts: Iterable[str]) -> dict[str, list[int]]:
+    def encode(self, texts: Iterable[str]) -> dict[str, Ids]:
         """Text -> ids: each distinct text once, what cannot be read by words in one call of the tokenizer."""
-        ids, whole = {}, []
+        ids: dict[str, Ids] = {}
+        whole = []
         words = self._words()
         for text in dict.fromkeys(texts):
             if _MARK in text:
-                ids[text] = self._around_hidden(text)
+                ids[text] = array("i", self._around_hidden(text))
             elif words and (found := words.ids(text)) is not None:
                 ids[text] = found
             else:
@@ -101,9 +104,9 @@ class Encoder:
 
     def located(
         self, texts: Sequence[str], positions: Sequence[Sequence[int]]
-    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    ) -> list[tuple[Ids, list[tuple[int, int]]]]:
         """The ids of each text, and the ``boundaries`` of its positions, in one call of the tokenizer."""
-        found: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
+        found: dict[int, tuple[Ids, list[tuple[int, int]]]] = {}
         ordinary = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
         if words := self._words():
             by_words = ((at, words.located(texts[at], positions[at])) for at in ordinary)
@@ -112,7 +115,7 @@ class Encoder:
         for at, encoding in zip(with_offsets, self._encodings([texts[at] for at in with_offsets]), strict=True):
             starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
             borders = [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions[at]]
-            found[at] = encoding.ids, borders
+            found[at] = array("i", encoding.ids), borders
         for at in set(range(len(texts))) - set(ordinary):
             beginnings = [texts[at][:position] for position in positions[at]]
             ids = self.encode([texts[at], *beginnings])
@@ -128,10 +131,11 @@ class Encoder:
             self._backend()  # as it is to be, whatever others asked of it in the meantime
         return self._read_words
 
-    def _batch(self, texts: list[str]) -> list[list[int]]:
+    def _batch(self, texts: list[str]) -> list[Ids]:
         if not self.tokenizer.is_fast:
-            return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return [encoding.ids for encoding in self._backend().encode_batch_fast(texts, add_special_tokens=False)]
+            return [array("i", self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        encodings = self._backend().encode_batch_fast(texts, add_special_tokens=False)
+        return [array("i", encoding.ids) for encoding in encodings]
 
     def _encodings(self, texts: list[str]) -> list[Any]:
         """With offsets, which cost time."""
@@ -158,7 +162,7 @@ class Encoder:
         return ids
 
 
-def shared_start(prefix: list[int], whole: list[int]) -> tuple[int, int]:
+def shared_start(prefix: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
     """How far the ids of a text's beginning go within the ids of the whole text.
 
     Returns:

@@ -8,6 +8,7 @@ otherwise for the whole run, a message's ``train`` and ``weight`` for itself.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.types import IGNORE_INDEX, Message
+from burnish.data.pre_tokens import Ids
 from burnish.data.truncate import Half
 
 
@@ -54,8 +56,8 @@ class Turn:
         unlearned: how many tokens at the end of ``target`` only follow the answer, and are not learned.
     """
 
-    source: list[int]
-    target: list[int]
+    source: Ids
+    target: Ids
     asked_from: int
     question: Message
     answer: Message
@@ -79,12 +81,12 @@ def label_turns(turns: Sequence[Turn], options: Any, ends: Ends) -> list[tuple[H
 
 def _label(turn: Turn, place: int, is_last: bool, options: Any, ends: Ends) -> tuple[Half, Half]:
     learn_answer = turn.answer.train if turn.answer.train is not None else is_last or not options.mask_history
-    target = list(turn.target) if learn_answer else [IGNORE_INDEX] * len(turn.target)
+    target = turn.target[:] if learn_answer else unlearned(len(turn.target))
     if options.train_on_eos == "none" or (options.train_on_eos == "last" and not is_last):
         end = _end_of(turn.target, ends)
-        target[end:] = [IGNORE_INDEX] * (len(target) - end)
+        target[end:] = unlearned(len(target) - end)
     if turn.unlearned:
-        target[-turn.unlearned :] = [IGNORE_INDEX] * turn.unlearned
+        target[-turn.unlearned :] = unlearned(turn.unlearned)
     content = _Once(turn.content)
     return (
         Half(turn.source, _source_labels(turn, place, options, ends), _weights(turn, "source"), lambda: content()[0]),
@@ -92,10 +94,10 @@ def _label(turn: Turn, place: int, is_last: bool, options: Any, ends: Ends) -> t
     )
 
 
-def _source_labels(turn: Turn, place: int, options: Any, ends: Ends) -> list[int]:
+def _source_labels(turn: Turn, place: int, options: Any, ends: Ends) -> Ids:
     if options.train_on_prompt and turn.question.train is not False:
-        return list(turn.source)
-    labels = [IGNORE_INDEX] * len(turn.source)
+        return turn.source[:]
+    labels = unlearned(len(turn.source))
     if turn.question.train:
         labels[turn.asked_from :] = turn.source[turn.asked_from :]
     if options.train_on_eos == "all" and ends.closing_id is None:
@@ -107,6 +109,14 @@ def _source_labels(turn: Turn, place: int, options: Any, ends: Ends) -> list[int
         # therefore eos, and the answer before it learns to stop (LLaMA-Factory's efficient_eos).
         labels[0] = ends.closing_id
     return labels
+
+
+def unlearned(length: int) -> Ids:
+    """So many labels of what is not learned."""
+    return _UNLEARNED * length
+
+
+_UNLEARNED = array("i", [IGNORE_INDEX])
 
 
 def _end_of(target: Sequence[int], ends: Ends) -> int:

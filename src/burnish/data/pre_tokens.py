@@ -16,8 +16,11 @@ from array import array
 from codecs import charmap_decode
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 from unicodedata import category, is_normalized
+
+Ids: TypeAlias = "array[int]"
+"""Token ids, or labels, of 32 bits: laid end to end and written at the speed of memory, as no list is."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = (

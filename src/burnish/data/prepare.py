@@ -28,12 +28,12 @@ from typing import Any, TypeAlias
 
 import burnish
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import Example, Row
+from burnish.core.types import Example, FlatRow, Row
 from burnish.data.examples import content_hash
 from burnish.data.row_store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
 from burnish.data.tally import Tally
 
-Encode: TypeAlias = Callable[[Sequence[Example], Tally], list[Row | None]]
+Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | FlatRow | None]]"
 """A batch of examples -> a row for each, None where it gives none; reasons go into the tally."""
 
 BATCH_SIZE = 1000
@@ -231,7 +231,7 @@ _job: tuple[Sequence[Example], Encode, int] | None = None
 
 def _batches(
     examples: Sequence[Example], encode: Encode, starts: range, num_workers: int
-) -> Iterator[tuple[list[Row | None], Tally]]:
+) -> Iterator[tuple[Sequence[Row | FlatRow | None], Tally]]:
     """Rows and tally of each batch, in order."""
     global _job
     _job = (examples, encode, starts.step)
@@ -245,7 +245,7 @@ def _batches(
         _job = None
 
 
-def _encode_batch(start: int) -> tuple[list[Row | None], Tally] | tuple[Problem, ...]:
+def _encode_batch(start: int) -> tuple[Sequence[Row | FlatRow | None], Tally] | tuple[Problem, ...]:
     """The rows of one batch, or what is wrong with it: an exception would lose its problems between processes."""
     assert _job is not None
     examples, encode, size = _job
@@ -256,11 +256,12 @@ def _encode_batch(start: int) -> tuple[list[Row | None], Tally] | tuple[Problem,
         return error.problems
 
 
-def _taken(result: tuple[list[Row | None], Tally] | tuple[Problem, ...]) -> tuple[list[Row | None], Tally]:
+def _taken(
+    result: tuple[Sequence[Row | FlatRow | None], Tally] | tuple[Problem, ...],
+) -> tuple[Sequence[Row | FlatRow | None], Tally]:
     if isinstance(result[0], Problem):
         raise UserError(problem for problem in result if isinstance(problem, Problem))
     rows, counted = result
-    assert isinstance(rows, list)
     assert isinstance(counted, Tally)
     return rows, counted
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, overload
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import Row
+from burnish.core.types import FlatRow, Row
 
 MANIFEST = "rows.json"
 LAYOUT = 1
@@ -123,13 +123,14 @@ class RowWriter:
         self._columns: dict[str, _Growing] = {}
         self._origins = array("q")
 
-    def add(self, origin: int, row: Row) -> None:
+    def add(self, origin: int, row: Row | FlatRow) -> None:
         """Args: origin: the index of the example that the row was made from."""
         for name, values in row.items():
-            if name not in self._columns and values != []:
+            if isinstance(values, Sized) and not len(values):
+                continue
+            if name not in self._columns:
                 self._columns[name] = self._column(name, values)
-            if values != []:
-                self._columns[name].add(values)
+            self._columns[name].add(values)
         for column in self._columns.values():
             column.ends.append(column.end)
         self._origins.append(origin)
@@ -157,7 +158,7 @@ class RowWriter:
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
     def _column(self, name: str, values: Any) -> _Growing:
-        is_scalar = not isinstance(values, Sequence)
+        is_scalar = not isinstance(values, Sized)
         kind = _KINDS[type(values if is_scalar else values[0])]
         file = None if self.folder is None else (self.folder / f"{name}.values").open("wb")
         return _Growing(kind, is_scalar, file, len(self._origins))
@@ -173,7 +174,8 @@ class _Growing:
         self.end = 0
 
     def add(self, values: Any) -> None:
-        flat = array(self.kind, [values] if self.is_scalar else values)
+        is_flat = isinstance(values, array) and values.typecode == self.kind
+        flat = values if is_flat else array(self.kind, [values] if self.is_scalar else values)
         self.end += len(flat)
         if self.file is None:
             self.values.extend(flat)

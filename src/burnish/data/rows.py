@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from itertools import chain
 from typing import Any, Final, Protocol
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import IGNORE_INDEX, Example, Row
+from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Row, as_lists
 from burnish.data.encoder import Encoder, shared_start
-from burnish.data.labels import Ends, Turn, label_turns
+from burnish.data.labels import Ends, Turn, label_turns, unlearned
+from burnish.data.pre_tokens import Ids
 from burnish.data.tally import Tally
 from burnish.data.template_table import TemplateSpec
 from burnish.data.truncate import Half, fit_turns
@@ -110,10 +112,14 @@ class Template:
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise"; names every such row of the batch.
         """
+        return [as_lists(row) for row in self.encode_flat(examples, tally)]
+
+    def encode_flat(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+        """The same as arrays, for those who keep rows as such."""
         with _without_collection():
             return self._encoded(examples, tally)
 
-    def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+    def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
         is_plain = [example.text is not None or example.completion is not None for example in examples]
         conversations = self._conversations(
             [e for e, plain in zip(examples, is_plain, strict=True) if not plain], tally
@@ -121,8 +127,8 @@ class Template:
         texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], tally)
         return self._rows(examples, [next(texts if plain else conversations) for plain in is_plain], tally)
 
-    def encode_text(self, examples: Sequence[Example], tally: Tally, cut: bool = True) -> list[Row | None]:
-        """A row per plain text, all of it learned, eos at its end.
+    def encode_text(self, examples: Sequence[Example], tally: Tally, cut: bool = True) -> list[FlatRow | None]:
+        """A row per plain text, all of it learned, eos at its end, as arrays.
 
         Args:
             cut: hold rows to ``cutoff_len``; false for those who lay texts end to end and cut blocks themselves.
@@ -177,7 +183,7 @@ class Template:
         ]
         prompts = [example.prompt or "" for example in examples]
         ids = self.form.encoder.encode(filter(None, (*texts, *prompts)))
-        opening = self._opening_ids() if examples else []
+        opening = self._opening_ids() if examples else array("i")
         for example, text, prompt in zip(examples, texts, prompts, strict=True):
             if not text:
                 tally.add(NO_TEXT, example)
@@ -187,30 +193,28 @@ class Template:
             has_end = example.completion is None and bool(ending)
             yield self._text(opening + ids[text], len(opening), len(opening) + learned_from, has_end)
 
-    def _text(self, ids: list[int], opening: int, learned_from: int, has_end: bool) -> Draft:
+    def _text(self, ids: Ids, opening: int, learned_from: int, has_end: bool) -> Draft:
         """One turn: what precedes, and what is learned, with eos where the text does not end in it."""
         eos = self.tokenizer.eos_token_id
         is_open = not has_end and eos is not None and ids[-1] != eos
-        source, target = ids[:learned_from], ids[learned_from:] + ([eos] if is_open else [])
+        source, target = ids[:learned_from], ids[learned_from:] + array("i", [eos] if is_open else [])
         last = len(target) - (has_end or eos is not None)
         return Draft(
             [
                 (
-                    Half(
-                        source, [IGNORE_INDEX] * len(source), None, lambda: [at >= opening for at in range(len(source))]
-                    ),
-                    Half(target, list(target), None, lambda: [at < last for at in range(len(target))]),
+                    Half(source, unlearned(len(source)), None, lambda: [at >= opening for at in range(len(source))]),
+                    Half(target, target, None, lambda: [at < last for at in range(len(target))]),
                 )
             ]
         )
 
-    def _opening_ids(self) -> list[int]:
+    def _opening_ids(self) -> Ids:
         """bos, for tokenizers that put it before a text of their own accord."""
         bos = self.tokenizer.bos_token_id
         own = self.tokenizer("", add_special_tokens=True)["input_ids"]
-        return [bos] if bos is not None and list(own[:1]) == [bos] else []
+        return array("i", [bos] if bos is not None and list(own[:1]) == [bos] else [])
 
-    def _rows(self, examples: Sequence[Example], drafts: Sequence[Draft | None], tally: Tally) -> list[Row | None]:
+    def _rows(self, examples: Sequence[Example], drafts: Sequence[Draft | None], tally: Tally) -> list[FlatRow | None]:
         if self.options.on_too_long == "raise":
             self._refuse_long(examples, drafts)
         return [
@@ -230,14 +234,14 @@ class Template:
         if problems:
             raise UserError(problems)
 
-    def _row(self, example: Example, draft: Draft, tally: Tally) -> Row | None:
+    def _row(self, example: Example, draft: Draft, tally: Tally) -> FlatRow | None:
         if draft.length > self.cutoff_len:
             if self.options.on_too_long == "drop":
                 tally.add(TOO_LONG, example)
                 return None
             draft = self._fitted(example, draft, tally)
         row = self._joined(draft)
-        if row["labels"].count(IGNORE_INDEX) == len(row["labels"]):
+        if row["labels"] == unlearned(len(row["labels"])):
             tally.add(NOTHING_TO_LEARN, example)
             return None
         if draft.ends and not any(label in draft.ends for label in reversed(row["labels"])):
@@ -253,19 +257,19 @@ class Template:
             tally.add(SHORTENED, example)
         return Draft(kept, draft.closing if kept else None, draft.ends)
 
-    def _joined(self, draft: Draft) -> Row:
+    def _joined(self, draft: Draft) -> FlatRow:
         """Turns in the order of the conversation, and the token that closes it."""
         halves = list(chain(*(reversed(draft.turns) if self.options.mask_history else draft.turns)))
-        row: Row = {
-            "input_ids": list(chain.from_iterable(half.ids for half in halves)),
-            "labels": list(chain.from_iterable(half.labels for half in halves)),
-        }
+        row: FlatRow = {"input_ids": array("i"), "labels": array("i")}
+        for half in halves:
+            row["input_ids"] += half.ids
+            row["labels"] += half.labels
         if draft.closing is not None:
             row["input_ids"].append(draft.closing)
             row["labels"].append(IGNORE_INDEX if self.options.train_on_eos == "none" else draft.closing)
         if any(half.weights for half in halves):
-            weights = list(chain.from_iterable(half.weights or [1.0] * len(half.ids) for half in halves))
-            row["loss_weights"] = weights + [1.0] * (draft.closing is not None)
+            weights = chain.from_iterable(half.weights or [1.0] * len(half.ids) for half in halves)
+            row["loss_weights"] = array("d", [*weights, *[1.0] * (draft.closing is not None)])
         return row
 
 

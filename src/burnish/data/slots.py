@@ -11,7 +11,8 @@ joined; the parts are remembered for the rows that are too long, which give up c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias
 from burnish.core.types import Example, Message
 from burnish.data.encoder import Encoder
 from burnish.data.labels import Turn
+from burnish.data.pre_tokens import Ids
 from burnish.data.tally import Tally
 from burnish.data.template_jinja import write_jinja
 from burnish.data.template_table import CONTENT, Slots, TemplateSpec, Token
@@ -217,7 +219,7 @@ class SlotFormat:
             return [self.tokenizer.convert_tokens_to_ids(token.name)]
         return [(token.name,)] if token.kind == "named" else []
 
-    def _ids(self, conversations: Sequence[list[Written] | None]) -> Mapping[str, list[int]]:
+    def _ids(self, conversations: Sequence[list[Written] | None]) -> Mapping[str, Ids]:
         """Text -> ids for all texts of a batch, in one call of the tokenizer."""
         return self.encoder.encode(
             "".join(element)
@@ -227,12 +229,12 @@ class SlotFormat:
             if not isinstance(element, int)
         )
 
-    def _turns(self, messages: Sequence[Message], written: list[Written], ids: Mapping[str, list[int]]) -> list[Turn]:
+    def _turns(self, messages: Sequence[Message], written: list[Written], ids: Mapping[str, Ids]) -> list[Turn]:
         tokens = [[_tokens(element, ids) for element in half.elements] for half in written]
         return [
             Turn(
-                source=list(chain.from_iterable(tokens[place])),
-                target=list(chain.from_iterable(tokens[place + 1])),
+                source=_end_to_end(tokens[place]),
+                target=_end_to_end(tokens[place + 1]),
                 asked_from=sum(map(len, tokens[place][: written[place].opening])),
                 question=messages[place],
                 answer=messages[place + 1],
@@ -241,14 +243,12 @@ class SlotFormat:
             for place in range(0, len(written), 2)
         ]
 
-    def _content_of(
-        self, source: Written, target: Written, ids: Mapping[str, list[int]]
-    ) -> tuple[list[bool], list[bool]]:
+    def _content_of(self, source: Written, target: Written, ids: Mapping[str, Ids]) -> tuple[list[bool], list[bool]]:
         """For each token of a question and of its answer: is it of a message's content?"""
         marks = [[m for element in half.elements for m in self._marks(element, ids)] for half in (source, target)]
         return marks[0], marks[1]
 
-    def _marks(self, element: Element, ids: Mapping[str, list[int]]) -> list[bool]:
+    def _marks(self, element: Element, ids: Mapping[str, Ids]) -> list[bool]:
         marks = [False] * len(_tokens(element, ids))
         if isinstance(element, int) or len(element) == 1:
             return marks
@@ -276,5 +276,12 @@ def _continue(parts: Parts, more: Parts) -> Parts:
     return (*parts, *more)
 
 
-def _tokens(element: Element, ids: Mapping[str, list[int]]) -> list[int]:
-    return [element] if isinstance(element, int) else ids["".join(element)]
+def _tokens(element: Element, ids: Mapping[str, Ids]) -> Ids:
+    return array("i", [element]) if isinstance(element, int) else ids["".join(element)]
+
+
+def _end_to_end(tokens: Iterable[Ids]) -> Ids:
+    found = array("i")
+    for some in tokens:
+        found += some
+    return found

@@ -12,11 +12,13 @@ headers included, for rows that must equal those of an earlier run there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from burnish.core.options import option
+from burnish.data.pre_tokens import Ids
 
 
 @dataclass
@@ -43,15 +45,16 @@ class Half:
         content: tells for each token whether it may be given up; asked only where something has to be cut.
     """
 
-    ids: list[int]
-    labels: list[int]
+    ids: Ids
+    labels: Ids
     weights: list[float] | None
     content: Callable[[], list[bool]]
 
     def only(self, kept: Sequence[int]) -> Half:
         """The tokens at the given places."""
         weights = self.weights and [self.weights[i] for i in kept]
-        return replace(self, ids=[self.ids[i] for i in kept], labels=[self.labels[i] for i in kept], weights=weights)
+        ids, labels = (array("i", [values[i] for i in kept]) for values in (self.ids, self.labels))
+        return replace(self, ids=ids, labels=labels, weights=weights)
 
 
 def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int, int]:

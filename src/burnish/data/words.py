@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from burnish.data.pre_tokens import ROOM, Memory, Whole, by_tokenizer, refuse_long
+from burnish.data.pre_tokens import ROOM, Ids, Memory, Whole, by_tokenizer, refuse_long
 
 _CUT = re.compile(r"(?<=\S)(?= )")
 _ANY_WORD = "a"
@@ -62,16 +62,16 @@ class Words:
         self._borders: dict[tuple[str, str, int], tuple[int, int]] = {}
         self._room = ROOM
 
-    def ids(self, text: str) -> list[int] | None:
+    def ids(self, text: str) -> Ids | None:
         """The ids of a text, None where it cannot be cut or nothing is gained by it."""
         if not self._may_be_cut(text):
             return None
         try:
-            return _numbers(b"".join(self._by_segment(self._control.split(text)))).tolist()
+            return _numbers(b"".join(self._by_segment(self._control.split(text))))
         except Whole:
             return None
 
-    def located(self, text: str, positions: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]] | None:
+    def located(self, text: str, positions: Sequence[int]) -> tuple[Ids, list[tuple[int, int]]] | None:
         """The ids of a text, and where each character position falls among them, as ``Encoder.boundaries`` says it."""
         if not self._may_be_cut(text):
             return None
@@ -91,7 +91,7 @@ class Words:
             else:
                 ended, begun = self._border(segments[at], inside, at > 0) if inside else (0, 0)
                 borders.append((counts[at] + ended, counts[at] + begun))
-        return _numbers(b"".join(found)).tolist(), borders
+        return _numbers(b"".join(found)), borders
 
     def _may_be_cut(self, text: str) -> bool:
         return not any(word in text for word in self._refused) and (not self._ascii_only or text.isascii())
@@ -206,7 +206,7 @@ def _is_open(word: str) -> bool:
     return not word or word[-1].isspace()
 
 
-def _numbers(found: bytes) -> array[int]:
+def _numbers(found: bytes) -> Ids:
     numbers = array("i")
     numbers.frombytes(found)
     return numbers

@@ -87,7 +87,7 @@ class AssistantMasks:
         mask = [0] * len(ids)
         for (begin, _), (_, end) in zip(borders[::2], borders[1::2], strict=True):
             mask[begin:end] = [1] * (end - begin)
-        return ids, mask
+        return ids.tolist(), mask
 
     def _renderer(self, variables: dict[str, Any]) -> Renderer:
         """One for each set of arguments, written into the template: it may write answers by them."""

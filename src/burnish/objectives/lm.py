@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.core.types import IGNORE_INDEX, Batch, Example, Loss, Row
+from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Row
 from burnish.engine.options import device_of
 from burnish.objectives.base import OBJECTIVES, Collate, Encoder
 from burnish.objectives.neftune import EmbeddingNoise
@@ -135,16 +135,16 @@ class LmObjective:
 class SftObjective(LmObjective):
     """Answers, given what precedes them."""
 
-    def encode(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> list[Row | None]:
+    def encode(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> list[FlatRow | None]:
         """Args: cut: without effect: a conversation is always held to ``cutoff_len``, turn by turn."""
-        return self.template.encode(examples, tally)
+        return self.template.encode_flat(examples, tally)
 
 
 @OBJECTIVES.register("pt", options=LmOptions)
 class PretrainObjective(LmObjective):
     """Plain text, all of it."""
 
-    def encode(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> list[Row | None]:
+    def encode(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> list[FlatRow | None]:
         """Args: cut: hold rows to ``cutoff_len``; false where packing splits them (``data.batching.splits_rows``)."""
         return self.template.encode_text(examples, tally, cut=cut)
 
