@@ -1,6 +1,9 @@
 """How fast conversations become token ids and labels. Runs in the environment of the library it is given.
 
-    python bench/encode.py burnish|trl|llamafactory MATERIAL [--rows 2000]
+    python bench/encode.py burnish|trl|llamafactory MATERIAL [--rows 2000] [--records FILE]
+
+FILE is a JSON list of alpaca or sharegpt records of your own, with as many rows as it has at most; without it the
+conversations are drawn from the words of ``material.py``. The tokenizer is the one in MATERIAL/model.
 
 Each library prepares a few conversations twice, then all of them, in one process and without a cache. What the first
 time takes is left out: libraries are imported then. The difference of the other two is what the rest takes. Out: the
@@ -41,20 +44,28 @@ def trl(folder: Path, model: Path, count: int) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     records = json.loads((folder / "conversations.json").read_text())[:count]
-    rows = [
-        {"prompt": [{"role": "user", "content": record["instruction"]}],
-         "completion": [{"role": "assistant", "content": record["output"]}]}
-        for record in records
-    ]  # fmt: skip
     from transformers import AutoTokenizer
 
     shape = Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     args = SFTConfig(max_length=1024, **common(str(folder / "out")))
     trainer = SFTTrainer(
-        Qwen2ForCausalLM(shape), args=args, train_dataset=Dataset.from_list(rows),
+        Qwen2ForCausalLM(shape), args=args, train_dataset=Dataset.from_list([prompt_and_completion(record) for record in records]),
         processing_class=AutoTokenizer.from_pretrained(model),
     )  # fmt: skip
     return len(trainer.train_dataset)
+
+
+def prompt_and_completion(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as TRL learns answers from: the last message, given the others; tools are a system message."""
+    if "conversations" in record:
+        roles = {"human": "user", "observation": "tool", "system": "system"}
+        said = [(roles.get(turn["from"], "assistant"), turn["value"]) for turn in record["conversations"]]
+    else:
+        question = "\n".join(filter(None, (record["instruction"], record.get("input"))))
+        said = [("user", question), ("assistant", record["output"])]
+    system = "\n".join(filter(None, (record.get("system"), record.get("tools"))))
+    messages = [{"role": role, "content": content} for role, content in ([("system", system)] if system else []) + said]
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
 def llamafactory(folder: Path, model: Path, count: int) -> Any:
@@ -63,7 +74,12 @@ def llamafactory(folder: Path, model: Path, count: int) -> Any:
     from llamafactory.hparams import get_train_args
     from llamafactory.model import load_tokenizer
 
-    (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "conversations.json"}}))
+    entry: dict[str, Any] = {"file_name": "conversations.json"}
+    first = json.loads((folder / "conversations.json").read_text())[0]
+    if "conversations" in first:
+        columns = {"messages": "conversations"} | ({"tools": "tools"} if "tools" in first else {})
+        entry |= {"formatting": "sharegpt", "columns": columns}
+    (folder / "dataset_info.json").write_text(json.dumps({"rows": entry}))
     given = {**common(str(folder / "out")), "model_name_or_path": str(model), "stage": "sft", "do_train": True,
              "finetuning_type": "full", "dataset": "rows", "dataset_dir": str(folder), "template": "chatml",
              "cutoff_len": 1024, "max_samples": count, "overwrite_cache": True}  # fmt: skip
@@ -88,12 +104,15 @@ if __name__ == "__main__":
     parser.add_argument("library", choices=("burnish", "trl", "llamafactory"))
     parser.add_argument("material", type=Path)
     parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--records", type=Path, help="a JSON list of alpaca or sharegpt records of your own")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, prepare = Path(name), globals()[arguments.library]
-        (folder / "conversations.json").write_text(json.dumps(conversations(arguments.rows)))
+        given = json.loads(arguments.records.read_text()) if arguments.records else conversations(arguments.rows)
+        (folder / "conversations.json").write_text(json.dumps(given))
+        rows = min(arguments.rows, len(given))
         seconds(prepare, folder, arguments.material / "model", FEW)  # imports, and whatever else is done once
         few = seconds(prepare, folder, arguments.material / "model", FEW)
-        taken = seconds(prepare, folder, arguments.material / "model", arguments.rows) - few
-    found = {"rows_per_cpu_s": (arguments.rows - FEW) / taken, "peak_bytes": peak_bytes(), "versions": versions()}
+        taken = seconds(prepare, folder, arguments.material / "model", rows) - few
+    found = {"rows_per_cpu_s": (rows - FEW) / taken, "peak_bytes": peak_bytes(), "versions": versions()}
     print(MARK + json.dumps(found))

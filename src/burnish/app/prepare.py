@@ -24,7 +24,7 @@ from burnish.data.batching import lengths_of, packed, splits_rows
 from burnish.data.budget import check_budget
 from burnish.data.examples import LazyExamples
 from burnish.data.prepare import prepare as prepare_rows
-from burnish.data.rows import Template
+from burnish.data.rows import Template, without_collection
 from burnish.data.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
 from burnish.data.templates import fit_tokenizer, load_template
@@ -56,6 +56,7 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
 
+@without_collection()
 def prepare(plan: Plan) -> Prepared:
     """Records become rows, and everything that can be refused is refused. Reads no weight and writes no file but the
     cache of encoded rows."""
@@ -76,7 +77,7 @@ def prepare(plan: Plan) -> Prepared:
         sample: Sequence[Row] = sample_of(rows)
         notes += ahead_notes(options)
     else:
-        rows = sample = encode(sets.train, objective, tally, options)
+        rows = sample = encode(sets.train, objective, tally, options, data=sets.fingerprint)
     eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
         raise UserError(nothing_to_learn(tally, options))
@@ -106,12 +107,14 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
 
 
 def encode(
-    examples: Sequence[Example], objective: Any, tally: Tally, options: Any, eval_name: str | None = None
-) -> Sequence[Row]:
+    examples: Sequence[Example], objective: Any, tally: Tally, options: Any, eval_name: str | None = None,
+    data: str | None = None,
+) -> Sequence[Row]:  # fmt: skip
     """Rows of a set, packed where the options ask for it.
 
     Args:
         eval_name: of an evaluation set; None for the training set.
+        data: the ``content_hash`` of the examples, where it is known.
     """
     is_eval = eval_name is not None
     cut = not splits_rows(options, options.stage, is_eval)
@@ -122,6 +125,7 @@ def encode(
         fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": cut},
         options=options,
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
+        data=data,
     )
     return packed(rows, options, options.stage, options.cutoff_len, is_eval)
 

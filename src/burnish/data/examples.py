@@ -43,8 +43,8 @@ def content_hash(examples: Sequence[Example]) -> str:
         if example.extra:
             parts.append(json.dumps(example.extra, sort_keys=True, default=str))
         # With its length before it, no part can be taken for the end of one and the beginning of another.
-        text = "".join("-" if part is None else f"{len(part)}:{part}" for part in (str(len(parts)), *parts))
-        hashed.update(text.encode(errors="surrogatepass"))
+        sized = ["-" if part is None else f"{len(part)}:{part}" for part in (str(len(parts)), *parts)]
+        hashed.update("".join(sized).encode(errors="surrogatepass"))
     return hashed.hexdigest()
 
 

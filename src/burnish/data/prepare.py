@@ -44,6 +44,7 @@ _STARTED = time.time()
 def prepare(
     examples: Sequence[Example], encode: Encode, tally: Tally, *, fingerprint: str | Mapping[str, Any],
     options: Any = None, name: str = "train", progress: Callable[[int, int], None] | None = None,
+    data: str | None = None,
 ) -> Rows:  # fmt: skip
     """The rows of ``examples``: found if they were encoded before, encoded and kept otherwise.
 
@@ -53,6 +54,7 @@ def prepare(
         options: ``DataOptions``; None keeps the rows in memory.
         name: of the set, for its folder in ``tokenized_path``.
         progress: called with (examples done, examples in all) after each batch.
+        data: the ``content_hash`` of the examples, where it is known.
 
     Raises:
         UserError: if ``tokenized_path`` holds rows that were made otherwise.
@@ -61,7 +63,7 @@ def prepare(
         writer = RowWriter()
         _encode_all(examples, encode, tally, writer, BATCH_SIZE, 1, progress)
         return writer.in_memory()
-    made_from = _made_from(examples, fingerprint)
+    made_from = _made_from(data or content_hash(examples), fingerprint)
     folder = _folder(options, name, made_from, examples)
     with _alone(folder):
         if _is_stale(folder, options):
@@ -94,16 +96,18 @@ def cache_home() -> Path:
 
 def place_ahead(examples: Sequence[Example], fingerprint: Mapping[str, Any], options: Any) -> Path:
     """The folder of rows that are encoded while the loop runs; an old one is emptied where the options ask for it."""
-    key = blake2b(json.dumps(_made_from(examples, fingerprint), sort_keys=True).encode(), digest_size=16).hexdigest()
+    key = blake2b(
+        json.dumps(_made_from(content_hash(examples), fingerprint), sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
     folder = cache_home() / "ahead" / key
     if options.overwrite_cache and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 
-def _made_from(examples: Sequence[Example], fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
+def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
     settings = {"settings": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
-    made_from = {"burnish": burnish.__version__, "data": content_hash(examples), **settings}
+    made_from = {"burnish": burnish.__version__, "data": data, **settings}
     return dict(json.loads(json.dumps(made_from, default=str)))  # as it will be read back, to be compared with that
 
 

@@ -116,7 +116,7 @@ class Template:
 
     def encode_flat(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
         """The same as arrays, for those who keep rows as such."""
-        with _without_collection():
+        with without_collection():
             return self._encoded(examples, tally)
 
     def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
@@ -274,7 +274,7 @@ class Template:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """No search for cyclic garbage meanwhile.
 
     Encoding makes many objects and no cycles; a full search walks all of torch and transformers, and took a third of
