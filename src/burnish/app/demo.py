@@ -33,7 +33,7 @@ def demo(words: list[str]) -> int:
 
     run = demo_plan(words)
     questions = held_out()
-    print(f"A small model that has learned nothing yet answers {len(questions)} held-out questions ...", flush=True)
+    print(f"A small model that was not taught this yet answers {len(questions)} held-out questions ...", flush=True)
     before = answers(CARRIED / "model", questions)
     result = train_run(run)
     if result.exit_code is not None:
