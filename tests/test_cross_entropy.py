@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,8 @@ CASES = {
     "plain": TokenLoss(),
     "smoothed": TokenLoss(label_smoothing=0.1),
     "capped": TokenLoss(softcap=3.0),
+    "dft": TokenLoss(factor="dft", softcap=3.0, accuracy=True, entropy=True),
+    "eaft": TokenLoss(factor="eaft", eaft_alpha=1.7, label_smoothing=0.1),
     "all": TokenLoss(label_smoothing=0.2, softcap=2.0, accuracy=True, entropy=True),
 }
 
@@ -74,6 +77,30 @@ def test_smoothing_is_that_of_transformers():
     logits = (hidden @ weight.t()).unsqueeze(0)
     theirs = LabelSmoother(epsilon=0.15)({"logits": logits}, targets.unsqueeze(0))
     assert torch.allclose(ours / N, theirs, rtol=1e-6)
+
+
+def factors_by_the_book(logits, targets, alpha):
+    """Of each token: the probability of its target; (entropy of the twenty likeliest / 3) ^ alpha, in numpy."""
+    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    top = np.sort(probabilities, -1)[:, -20:]
+    top /= top.sum(-1, keepdims=True)
+    return probabilities[np.arange(len(targets)), targets], (-(top * np.log(top)).sum(-1) / 3) ** alpha
+
+
+def test_dft_and_eaft_multiply_a_loss_by_what_the_papers_say_and_send_no_gradient_through_it():
+    logits = torch.randn(N, V, generator=torch.manual_seed(1)).mul(2).requires_grad_()
+    targets = torch.randint(0, V, (N,))
+    of_targets, of_entropy = factors_by_the_book(logits.detach().double().numpy(), targets.numpy(), 1.5)
+    for rules, factors in (
+        (TokenLoss(factor="dft"), of_targets),
+        (TokenLoss(factor="eaft", eaft_alpha=1.5), of_entropy),
+    ):
+        expected = (F.cross_entropy(logits, targets, reduction="none") * torch.from_numpy(factors).float()).sum()
+        ours = plain_cross_entropy(logits, targets, rules).total
+        assert torch.allclose(ours, expected, rtol=1e-5)
+        mine, other = (torch.autograd.grad(total, logits)[0] for total in (ours, expected))
+        assert torch.allclose(mine, other, atol=1e-6)
 
 
 def test_correct_tokens_and_entropy_are_counted():

@@ -7,12 +7,12 @@ import torch
 from burnish.adapters.base import ADAPTERS, FinetuningOptions, ModelState, parameter_lines, trainable_summary
 from burnish.adapters.freeze import FreezeOptions, decoder_layers
 from burnish.adapters.lora import LoraOptions
-from burnish.adapters.peft import PeftOptions
+from burnish.adapters.peft import OftOptions, PeftOptions, check_oft
 from burnish.core.errors import UserError
 from burnish.core.options import union
 from tiny_models import CONFIGS, tiny_model, token_ids
 
-Options = union("Options", FinetuningOptions, FreezeOptions, LoraOptions, PeftOptions)
+Options = union("Options", FinetuningOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions)
 
 
 def trained(family="llama", model=None, **options):
@@ -33,6 +33,17 @@ def test_layers_are_counted_from_the_end_or_from_the_beginning(count, expected):
     names = trained(freeze_trainable_layers=count)
     assert layers_of(names) == expected
     assert all(name.startswith("model.layers.") for name in names)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, [3]), (2, [1, 3]), (4, [0, 1, 2, 3])])
+def test_of_a_model_that_llama_pro_expanded_the_last_layer_of_each_group_is_trained(count, expected):
+    assert layers_of(trained(freeze_trainable_layers=count, use_llama_pro=True)) == expected
+
+
+@pytest.mark.parametrize("count", [3, -2])
+def test_groups_of_layers_that_are_not_equal_are_refused(count):
+    with pytest.raises(UserError, match=f"equal groups of 4 layers. Received: {count}"):
+        trained(freeze_trainable_layers=count, use_llama_pro=True)
 
 
 def test_the_default_is_the_last_two_layers_with_all_their_modules():
@@ -120,7 +131,7 @@ def test_training_the_model_itself_keeps_no_reference_and_says_so(kind):
 
 
 def test_an_unknown_finetuning_type_is_refused_with_those_there_are():
-    with pytest.raises(UserError, match="Known: freeze, full, lora, peft"):
+    with pytest.raises(UserError, match="Known: freeze, full, lora, oft, peft"):
         ADAPTERS["loar"]
 
 
@@ -166,6 +177,30 @@ def test_a_method_of_the_peft_library_trains_is_saved_and_goes_on(method, tmp_pa
     other_adapter.load_state(other, state)
     assert torch.equal(logits(other.eval()), logits(model))
     assert len(state) < len(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"oft_block_size": 4}, (4, 0, 14)),
+        ({"oft_block_size": 0, "oft_rank": 2, "oft_target": ["q_proj"], "module_dropout": 0.5}, (None, 2, 2)),
+    ],
+)
+def test_oft_is_described_by_the_keys_of_llamafactory(given, expected):
+    adapter = ADAPTERS["oft"](Options(finetuning_type="oft", **given), [])
+    model = adapter.attach(tiny_model())
+    (config,) = model.peft_config.values()
+    size, rank, layers = expected
+    assert size in (None, config.oft_block_size)
+    assert config.r == rank or rank == 0
+    assert config.module_dropout == given.get("module_dropout", 0)
+    assert sum(name.endswith("oft_R.default.weight") for name, _ in model.named_parameters()) == layers
+
+
+def test_oft_is_told_its_size_in_one_way():
+    (problem,) = check_oft(Options(finetuning_type="oft", oft_rank=2))
+    assert "oft_block_size" in problem.what
+    assert not check_oft(Options(finetuning_type="lora", oft_rank=2))
 
 
 def test_inside_reference_a_peft_model_is_its_base():

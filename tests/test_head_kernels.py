@@ -40,6 +40,7 @@ def _installed(monkeypatch):
         ("liger", CPU, TokenLoss(), False, "on a GPU only"),
         ("liger", GPU, TokenLoss(accuracy=True), False, "no accuracy"),
         ("cut_cross_entropy", GPU, TokenLoss(entropy=True), False, "no entropy"),
+        ("liger", GPU, TokenLoss(factor="dft"), False, "the model's own probabilities"),
         ("cut_cross_entropy", GPU, TokenLoss(label_smoothing=0.1), False, "no label smoothing"),
         ("cut_cross_entropy", GPU, TokenLoss(), True, "no bias"),
     ],
@@ -58,7 +59,14 @@ def test_on_a_gpu_the_kernels_do_what_they_know():
 def test_a_kernel_whose_library_is_missing_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(head_kernels, "find_spec", lambda name: None)
     options = SimpleNamespace(
-        fused_loss="liger", use_cpu=True, label_smoothing_factor=0.0, compute_accuracy=False, compute_entropy=False
+        fused_loss="liger",
+        use_cpu=True,
+        label_smoothing_factor=0.0,
+        compute_accuracy=False,
+        compute_entropy=False,
+        use_dft_loss=False,
+        use_eaft_loss=False,
+        eaft_alpha=1.0,
     )
     (problem,) = check_fused_loss(options)
     assert "fused_loss: liger" in str(problem)

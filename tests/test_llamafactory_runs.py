@@ -169,6 +169,11 @@ KINDS = {
                "galore_scale: 2.0\npure_bf16: true\n" + EVALUATED, "model"),
     "apollo": (SFT + "finetuning_type: full\nuse_apollo: true\napollo_layerwise: true\napollo_target: all\n"
                "apollo_rank: 8\napollo_scale: 32.0\napollo_scale_type: channel\npure_bf16: true\n", "model"),
+    "llama pro": (SFT + "finetuning_type: freeze\nfreeze_trainable_layers: 1\nfreeze_trainable_modules: all\n"
+                  "use_llama_pro: true\nbf16: true\n", "model"),
+    "oft": (SFT + "finetuning_type: oft\noft_block_size: 8\noft_target: all\nbf16: true\n", "adapter_model"),
+    "dft": (SFT + "finetuning_type: full\nuse_dft_loss: true\nbf16: true\n", "model"),
+    "eaft": (SFT + "finetuning_type: full\nuse_eaft_loss: true\nbf16: true\n", "model"),
     "muon": (SFT + "finetuning_type: full\nuse_muon: true\nbf16: true\n", "model"),
     "lora, as versions 0.7 and 0.8 wrote it": (
         SFT + "finetuning_type: lora\nlora_target: q_proj,v_proj\nlora_alpha: 16\nlora_dropout: 0\nadditional_target:\n"
@@ -279,17 +284,14 @@ REFUSED = {
     "ray": ("ray_num_workers: 4", "torchrun"),
     "ray_num_workers": ("ray_run_name: one\nray_num_workers: 2\nplacement_strategy: PACK", "torchrun"),
     "visual_inputs": ("visual_inputs: true", "trains on text"),
-    "use_dft_loss": ("use_dft_loss: true", "cross entropy"),
-    "use_eaft_loss": ("use_eaft_loss: true\neaft_alpha: 1.0", "cross entropy"),
+    "use_asft_loss": ("use_asft_loss: true\nasft_alpha: 0.1", "use_dft_loss: true"),
     "kto": ("stage: kto", "KTOTrainer"),
     "orpo": ("stage: orpo", "ORPOTrainer"),
     "flash_attn": ("flash_attn: 'off'", "disabled"),
     "hqq": ("quantization_bit: 4\nquantization_method: hqq", "quantization_method: bnb"),
     "mmlu_test": ("task: mmlu_test\nlang: en\nn_shot: 5", "lm-evaluation-harness"),
     "use_adam_mini": ("use_adam_mini: true", "use_badam"),
-    "use_llama_pro": ("use_llama_pro: true", "finetuning_type"),
-    "mixture_of_depths": ("mixture_of_depths: convert", "finetuning_type"),
-    "oft": ("finetuning_type: oft\noft_block_size: 32\noft_target: all", "peft_config: {peft_type: OFT"),
+    "mixture_of_depths": ("mixture_of_depths: convert", "the model that it was given"),
     "dpo": ("stage: dpo\npref_beta: 0.1", "DPOTrainer"),
     "fp8": ("fp8: true", "bf16"),
     "export_quantization_bit": ("export_quantization_bit: 4", "quantise it with a tool"),

@@ -3,11 +3,14 @@
 In:  how many layers from which end, which modules in them, which modules outside the layers.
 Out: ``requires_grad`` on exactly those parameters. The whole model is saved.
 Refuses: module names that the model does not have, with those it has.
+
+LLaMA Pro (Wu et al. 2024, section 3.2, https://arxiv.org/abs/2401.02415) puts a new layer behind each group of layers,
+and trains the new ones alone: ``use_llama_pro`` takes the last layer of each group of a model that was expanded so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -31,6 +34,9 @@ class FreezeOptions:
     freeze_extra_modules: list[str] | None = option(
         None, "Modules outside the layers that are trained too (lm_head, norm, embed_tokens, ...)."
     )
+    use_llama_pro: bool = option(
+        False, "Train the last layer of each of freeze_trainable_layers equal groups: those that LLaMA Pro put there."
+    )
 
 
 @ADAPTERS.register("freeze", options=FreezeOptions)
@@ -42,12 +48,7 @@ class FreezeAdapter(FullAdapter):
         _, layers = decoder_layers(model)
         if not layers:
             return [*problems, Problem("finetuning_type freeze finds no stack of layers in this model.")]
-        if self.options.freeze_trainable_layers == 0:
-            problems.append(
-                Problem(
-                    f"freeze_trainable_layers is 0; give 1 to {len(layers)}, or -1 to -{len(layers)} for the first."
-                )
-            )
+        problems += self._check_count(len(layers))
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
         wanted = [name for name in self.options.freeze_trainable_modules if name != "all"]
         problems += unknown_names("freeze_trainable_modules", wanted, sorted(inside), "module in the layers")
@@ -55,15 +56,34 @@ class FreezeAdapter(FullAdapter):
         extra = self.options.freeze_extra_modules or []
         return problems + unknown_names("freeze_extra_modules", extra, outside, "module outside the layers")
 
+    def _check_count(self, num_layers: int) -> list[Problem]:
+        count = self.options.freeze_trainable_layers
+        if count == 0:
+            what = f"freeze_trainable_layers is 0; give 1 to {num_layers}, or -1 to -{num_layers} for the first."
+            return [Problem(what)]
+        if self.options.use_llama_pro and (count < 0 or num_layers % count):
+            what = (
+                f"use_llama_pro makes freeze_trainable_layers equal groups of {num_layers} layers. Received: {count}."
+            )
+            return [Problem(what, remedy="Give the number of layers by which the model was expanded.")]
+        return []
+
+    def _chosen(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """The layers that train."""
+        count = self.options.freeze_trainable_layers
+        if self.options.use_llama_pro:
+            group = len(layers) // count
+            return layers[group - 1 :: group]
+        return layers[-count:] if count > 0 else layers[:-count]
+
     def attach(self, model: nn.Module) -> nn.Module:
         problems = self.check(model)
         if problems:
             raise UserError(problems)
         model.requires_grad_(False)
         _, layers = decoder_layers(model)
-        count = self.options.freeze_trainable_layers
         modules = set(self.options.freeze_trainable_modules)
-        for layer in layers[-count:] if count > 0 else layers[:-count]:
+        for layer in self._chosen(layers):
             for name, parameter in layer.named_parameters():
                 if "all" in modules or modules & set(name.split(".")[:-1]):
                     parameter.requires_grad_(parameter.is_floating_point())

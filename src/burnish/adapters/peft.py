@@ -1,7 +1,8 @@
 """Any method of the peft library: prompt tuning, IA3, OFT and the rest, through peft itself.
 
 In:  peft's config, as a mapping with ``peft_type`` and the method's own fields, as a JSON file, or as a folder with an
-     ``adapter_config.json``; from Python also a ``PeftConfig`` or a model that peft has wrapped already.
+     ``adapter_config.json``; from Python also a ``PeftConfig`` or a model that peft has wrapped already. OFT may be
+     described by LLaMA-Factory's keys instead.
 Out: peft's model around the model; peft's files.
 Refuses: methods and fields that this peft does not know.
 
@@ -35,7 +36,7 @@ class PeftOptions:
     )
 
 
-@ADAPTERS.register("peft", options=PeftOptions)
+@ADAPTERS.register("peft", options=PeftOptions, is_of_peft=True)
 class PeftAdapter:
     """An adapter of the peft library is trained, the model itself is frozen."""
 
@@ -128,6 +129,50 @@ class PeftAdapter:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
             raise UserError(Problem(f"peft_config: {kind} refuses it: {error}.")) from error
+
+
+@dataclass
+class OftOptions:
+    """The adapter that is trained with finetuning_type oft."""
+
+    oft_block_size: int = option(
+        32, "The size of the rotations, a divisor of a layer's inputs; 0 where oft_rank says it.", ge=0
+    )
+    oft_rank: int = option(0, "The number of rotations in a layer; 0 where oft_block_size says it.", ge=0)
+    oft_target: list[str] = option(
+        ["all"], "The layers that get an adapter, by name; all for every linear one but the head."
+    )
+    module_dropout: float = option(0.0, "The share of rotations that a step leaves out.", ge=0, lt=1)
+
+
+def check_oft(options: Any) -> list[Problem]:
+    if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
+        return []
+    return [
+        Problem(
+            '"oft_rank" and "oft_block_size" say the same in two ways: one is given, and the other is 0. '
+            f"Received: {options.oft_rank} and {options.oft_block_size}.",
+            remedy="Leave oft_rank out, or set oft_block_size: 0.",
+        )
+    ]
+
+
+@ADAPTERS.register("oft", options=OftOptions, is_of_peft=True)
+class OftAdapter(PeftAdapter):
+    """The inputs of layers are turned by small orthogonal matrices, and those are trained (OFT, through peft)."""
+
+    def _config(self) -> Any:
+        """Source: Qiu et al. 2023, https://arxiv.org/abs/2306.07280."""
+        from peft import OFTConfig
+
+        options = self.options
+        return OFTConfig(
+            task_type="CAUSAL_LM",
+            r=options.oft_rank,
+            oft_block_size=options.oft_block_size,
+            module_dropout=options.module_dropout,
+            target_modules="all-linear" if "all" in options.oft_target else options.oft_target,
+        )
 
 
 def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:

@@ -75,10 +75,6 @@ ABSENT: dict[str, Absent] = {}
 NO_EFFECT: dict[str, str] = {}
 _ELSEWHERE = "burnish trains with stage: sft and stage: pt. A model that it has trained goes on in TRL's {} as it is."
 ABSENT_CHOICES: dict[str, dict[str, str]] = {
-    "finetuning_type": {
-        "oft": "Set finetuning_type: peft, and "
-        'peft_config: {peft_type: OFT, oft_block_size: 32, target_modules: "all-linear"}.',
-    },
     "stage": {
         "rm": _ELSEWHERE.format("RewardTrainer"),
         "ppo": _ELSEWHERE.format("PPOTrainer"),
@@ -116,10 +112,12 @@ _no_effect(
     "ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type "
     "ld_alpha dpo_beta dpo_loss dpo_ftx orpo_beta",
 )
-_CROSS_ENTROPY = "The loss of stage: sft and stage: pt is cross entropy; leave it out."
-_absent(_CROSS_ENTROPY, use_dft_loss=False, loss_type="nll")
-_family("use_asft_loss", False, _CROSS_ENTROPY, "asft_alpha")
-_family("use_eaft_loss", False, _CROSS_ENTROPY, "eaft_alpha")
+_absent("For TRL's dft set use_dft_loss: true; else leave it out: the loss is cross entropy.", loss_type="nll")
+_family(
+    "use_asft_loss", False,
+    "It keeps a frozen copy of the model beside the one that trains. use_dft_loss: true is the same loss without it.",
+    "asft_alpha",
+)  # fmt: skip
 _absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
 _no_effect("the answers are what is learned, unless train_on_prompt says otherwise.", "assistant_only_loss label_names")
 _absent(
@@ -141,11 +139,12 @@ _no_effect(
     "memory of the gradients.",
     "galore_layerwise apollo_layerwise",
 )
-_METHODS = "Choose with finetuning_type: burnish train --help finetuning_type lists the methods."
-_absent(_METHODS, use_llama_pro=False, mixture_of_depths=None, shift_attn=False)
-_no_effect(
-    "for OFT set finetuning_type: peft, and give its settings in peft_config.",
-    "module_dropout oft_rank oft_block_size oft_target",
+_absent(
+    "It takes layers of the model out and others in; leave it out: burnish trains the model that it was given.",
+    mixture_of_depths=None,
+)
+_absent(
+    "It attends within pieces of a long row; leave it out, and rope_scaling stretches the context.", shift_attn=False
 )
 _family("fp8", False, "Use bf16: true.", "fp8_backend fp8_enable_fsdp_float8_all_gather")
 _family(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from burnish.adapters.base import ADAPTERS
 from burnish.adapters.lora import load_adapter
 from burnish.adapters.lora_fit import check_fit
 from burnish.adapters.lora_model import merge_into_base
@@ -120,10 +121,14 @@ def quantised_base(options: Any) -> list[Problem]:
 
 def problems_of_adapters(options: Any, config: Any, tokenizer: Any, adapters: Sequence[Path]) -> list[Problem]:
     """Adapters that do not fit the base. No weight is read."""
-    if options.finetuning_type == "peft":
+    if _is_of_peft(options):
         return []  # peft checks its own
     model = fitted_shapes(config, tokenizer, options)
     return [problem for folder in adapters for problem in check_fit(model, folder)]
+
+
+def _is_of_peft(options: Any) -> bool:
+    return bool(ADAPTERS.get(options.finetuning_type).traits.get("is_of_peft"))
 
 
 def tokenizer_of(options: Any, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Any]:
@@ -146,7 +151,7 @@ def merged_model(options: Any, config: Any, tokenizer: Any, adapters: Sequence[P
     dtype: Any = torch.float32 if wanted == torch.float32 else "auto"
     model: nn.Module = load_model(options, dtype=dtype, config=config, device=device, notes=notes)
     fit_vocabulary(model, tokenizer, options, notes)
-    if adapters and options.finetuning_type == "peft":
+    if adapters and _is_of_peft(options):
         from burnish.adapters.peft import merge_folders
 
         model = merge_folders(model, adapters)

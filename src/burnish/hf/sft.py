@@ -226,12 +226,10 @@ class SFTTrainer(Trainer):
         head = None if return_outputs or self.compute_loss_func is not None else self._head()
         rules = self._rules(head)
         if head is not None:
-            sums, outputs = sums_without_logits(
-                model, given, learned, labels.shape[1], head, rules, self.args.loss_type
-            )
+            sums, outputs = sums_without_logits(model, given, learned, labels.shape[1], head, rules)
         else:
             outputs = model(**given)
-            sums = sums_of_logits(outputs.logits, learned, labels.shape[1], rules, self.args.loss_type)
+            sums = sums_of_logits(outputs.logits, learned, labels.shape[1], rules)
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=num_items_in_batch)
         else:
@@ -253,8 +251,10 @@ class SFTTrainer(Trainer):
         return self._heads[key]
 
     def _rules(self, head: Head | None) -> TokenLoss:
-        smoothing = self.args.label_smoothing_factor if self.args.loss_type == "nll" else 0.0
-        return TokenLoss(smoothing, head.softcap if head else None, accuracy=True, entropy=True)
+        is_dft = self.args.loss_type == "dft"
+        smoothing = 0.0 if is_dft else self.args.label_smoothing_factor
+        softcap = head.softcap if head else None
+        return TokenLoss(smoothing, softcap, accuracy=True, entropy=True, factor="dft" if is_dft else None)
 
     def _measure(self, sums: TokenSums, items: Tensor, aux: Tensor | None, weight: Tensor | None) -> None:
         """Sums for the log, on the device; in an evaluation for its metrics.

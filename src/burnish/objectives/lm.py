@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,13 @@ class LmOptions:
         "chunked is burnish's own, liger and cut_cross_entropy are kernels of other libraries, for a GPU.",
         choices=("auto", True, False, *WAYS),
     )  # fmt: skip
+    use_dft_loss: bool = option(
+        False, "Multiply the loss of each token by the probability that the model gives it (DFT)."
+    )
+    use_eaft_loss: bool = option(
+        False, "Multiply the loss of each token by how undecided the model is between its likeliest candidates (EAFT)."
+    )
+    eaft_alpha: float = option(1.0, "The power to which EAFT raises that entropy.", ge=0)
     router_aux_loss_coef: float | None = option(
         None, "Weight of the loss that balances a mixture of experts; as the model's config says if not given.", ge=0,
         aliases=("moe_aux_loss_coef",),
@@ -61,13 +68,29 @@ def check_fused_loss(options: Any) -> list[Problem]:
     return [Problem(f"fused_loss: {options.fused_loss} cannot be used. {reason}", remedy="Leave fused_loss out.")]
 
 
+def check_loss_factors(options: Any) -> list[Problem]:
+    if not (options.use_dft_loss and options.use_eaft_loss):
+        return []
+    return [Problem('"use_dft_loss" and "use_eaft_loss" are two losses.', remedy="Leave one of the two out.")]
+
+
+def loss_notes(options: Any) -> list[str]:
+    if options.eaft_alpha == LmOptions().eaft_alpha or options.use_eaft_loss:
+        return []
+    return ['"eaft_alpha" has no effect without use_eaft_loss.']
+
+
 def way_of(options: Any) -> str:
     """The way of ``ops.head_kernels`` that head and loss go, where they are fused."""
     return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
 
 
 def token_loss(options: Any, softcap: float | None = None) -> TokenLoss:
-    return TokenLoss(options.label_smoothing_factor, softcap, options.compute_accuracy, options.compute_entropy)
+    factor: Literal["dft", "eaft"] | None = "dft" if options.use_dft_loss else "eaft" if options.use_eaft_loss else None
+    return TokenLoss(
+        options.label_smoothing_factor, softcap, options.compute_accuracy, options.compute_entropy, factor,
+        options.eaft_alpha,
+    )  # fmt: skip
 
 
 class LmObjective:

@@ -12,7 +12,8 @@ logits that are there, by the book.
     loss of a token = (1 - s) * -log p(target) + s / V * sum over v of -log p(v)
 
 with label smoothing s, as transformers' ``LabelSmoother`` has it (Szegedy et al. 2016, section 7,
-https://arxiv.org/abs/1512.00567).
+https://arxiv.org/abs/1512.00567). That may be multiplied, token by token, with what ``loss_factors`` makes of the
+model's own probabilities, as if it were a constant: no gradient goes through it.
 """
 
 # N tokens that are learned, H hidden size, V vocabulary
@@ -20,7 +21,7 @@ https://arxiv.org/abs/1512.00567).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,12 +52,16 @@ class TokenLoss:
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
         accuracy: whether to count the tokens whose most probable candidate is right; one more look at the logits.
         entropy: whether to sum the entropy of the predictions; two more.
+        factor: "dft" or "eaft": what each token's loss is multiplied by (``loss_factors``).
+        eaft_alpha: the power of the factor of "eaft".
     """
 
     label_smoothing: float = 0.0
     softcap: float | None = None
     accuracy: bool = False
     entropy: bool = False
+    factor: Literal["dft", "eaft"] | None = None
+    eaft_alpha: float = 1.0
 
 
 class TokenSums(NamedTuple):
@@ -107,11 +112,39 @@ def plain_cross_entropy(
     if rules.label_smoothing:
         losses = losses - rules.label_smoothing * logps.mean(-1)
     measured = logps.detach()
+    if rules.factor:
+        losses = losses * loss_factors(measured.exp(), targets, rules)
     return TokenSums(
         (losses * weights).sum(),
         ((measured.argmax(-1) == targets) * weights).sum() if rules.accuracy else weights.new_zeros(()),
         (-(measured.exp() * measured).sum(-1) * weights).sum() if rules.entropy else weights.new_zeros(()),
     )
+
+
+_EAFT_CANDIDATES = 20
+_EAFT_SCALE = 3.0
+"""Candidates whose entropy is looked at, and about its greatest value, ln 20 (Diao et al. 2026, section 3)."""
+
+
+def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Tensor:
+    """What the loss of each token is multiplied by, beside its weight.
+
+    dft: the probability of the target, so that a rare target pulls no harder than a likely one (Wu et al. 2025, eq. 9,
+    https://arxiv.org/abs/2508.05629).
+    eaft: (entropy of the 20 likeliest candidates / 3) ^ alpha, so that little is learned where the model is sure of
+    something else (Diao et al. 2026, https://arxiv.org/abs/2601.02151).
+
+    Args:
+        probabilities: (n, V) float32, without a gradient.
+        targets: (n,) token ids.
+    Returns:
+        (n,) float32, at least 0.
+    """
+    if rules.factor == "dft":
+        return probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    likeliest = probabilities.topk(min(_EAFT_CANDIDATES, probabilities.shape[-1]), -1).values
+    entropy: Tensor = torch.special.entr(likeliest / likeliest.sum(-1, keepdim=True)).sum(-1)
+    return (entropy / _EAFT_SCALE).pow(rules.eaft_alpha)
 
 
 def chunk_length(weight: Tensor) -> int:
@@ -173,7 +206,7 @@ def _rows(
     """(n,) each: losses, whether predicted right, entropies; zero where not asked for. With ``needs_slope`` the logits
     (n, V) become the derivative of the weighted losses by them.
 
-    With p = softmax(logits) and one for the target: (p - (1 - s) * one - s / V) * weight, and times
+    With p = softmax(logits) and one for the target: (p - (1 - s) * one - s / V) * weight * factor, and times
     ``1 - (logit / softcap)²`` where a logit is capped.
     """
     capped = rules.softcap * torch.tanh(logits.float() / rules.softcap) if rules.softcap else logits
@@ -188,6 +221,9 @@ def _rows(
     none = torch.zeros_like(losses)
     correct = (capped.argmax(-1) == targets).float() if rules.accuracy else none
     entropy = log_sum - (slope * capped).sum(-1) if rules.entropy else none
+    if rules.factor:
+        factors = loss_factors(slope, targets, rules)
+        losses, weights = losses * factors, weights * factors
     if needs_slope:
         if rules.label_smoothing:
             slope -= rules.label_smoothing / slope.shape[-1]

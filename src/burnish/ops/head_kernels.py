@@ -40,6 +40,8 @@ def obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bool = 
         return "Its kernels run on a GPU only."
     if rules.accuracy or rules.entropy:
         return "It sums losses alone, no accuracy and no entropy."
+    if rules.factor:
+        return "It does not weigh the loss of a token by the model's own probabilities."
     if way == "cut_cross_entropy" and rules.label_smoothing:
         return "It knows no label smoothing."
     if way == "cut_cross_entropy" and has_bias:
