@@ -283,14 +283,17 @@ def test_files_that_are_quantised_already_are_not_quantised_again_nor_trained_wh
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize(
-    ("backend", "expected"), [(None, "auto_trainable"), ("auto", "auto_trainable"), ("gptq_torch", "gptq_torch")]
-)
-def test_packed_weights_are_multiplied_by_kernels_that_have_a_backward_pass(method, backend, expected):
+    ("backend", "device", "expected"),
+    [(None, "cuda", "auto_trainable"), ("auto", "cuda:1", "auto_trainable"), ("autoawq", "cuda", "auto_trainable"),
+     (None, "cpu", "plain"), ("auto", None, "plain"), ("gptq_torch", "cuda", "gptq_torch"), ("gemm", "cpu", "gemm")],
+)  # fmt: skip
+def test_packed_weights_are_multiplied_by_kernels_that_have_a_backward_pass(method, backend, device, expected):
     described = {"quant_method": method, "bits": 4, "backend": backend}
+    wanted = {"gptq": "gptq_torch", "awq": "torch_awq"}[method] if expected == "plain" else expected
     for given in (described.copy(), SimpleNamespace(**described)):
-        config = SimpleNamespace(quantization_config=given)
-        quantize.use_kernels_that_train(config)
-        assert (given["backend"] if isinstance(given, dict) else given.backend) == expected
+        said = quantize.use_kernels_that_train(SimpleNamespace(quantization_config=given), device)
+        assert (given["backend"] if isinstance(given, dict) else given.backend) == wanted
+        assert (wanted in said) == (expected == "plain")
 
 
 def test_other_models_are_left_as_they_are():

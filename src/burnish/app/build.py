@@ -43,6 +43,7 @@ from burnish.models.attention_choice import asked_attention
 from burnish.models.fused import fuse
 from burnish.models.liger import apply_liger, takes_liger
 from burnish.models.load import load_model, raise_if_not_finite
+from burnish.models.quantize import is_quantised
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
@@ -125,13 +126,15 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     options, folder = plan.options, Path(plan.options.output_dir)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    model = load_model(options, dtype=load_dtype(options, engine), config=prepared.config, notes=prepared.notes)
+    notes: list[str] = []
+    device = engine.device if is_quantised(options, prepared.config) else None  # its kernels are chosen for a device
+    model = load_model(options, dtype=load_dtype(options, engine), device=device, config=prepared.config, notes=notes)
     raise_if_not_finite(model, options.model_name_or_path)
-    fit_vocabulary(model, prepared.tokenizer, options, prepared.notes)
+    fit_vocabulary(model, prepared.tokenizer, options, notes)
     model = adapter.attach(model)
     set_precision(model, trainable_dtype(options, model))
     model.to(engine.device)  # before the optimizer, which may keep copies of weights
-    for sentence in (*adapter.notes, *parameter_lines(model, options)):
+    for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):
         note(sentence)
     objective = prepared.objective
     lies_flat, sentences = fit_objective(objective, model, prepared.tokenizer, options)

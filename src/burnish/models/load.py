@@ -75,7 +75,7 @@ def load_model(
     attention = attn_implementation or asked_attention(options)
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     arguments |= quantization_arguments(options, dtype, config)
-    use_kernels_that_train(config)
+    notes += filter(None, [use_kernels_that_train(config, device)])
     if options.train_from_scratch:
         model = _random_model(options, config, arguments, device)
     else:

@@ -6,8 +6,8 @@ In:  ``quantization_bit`` and its kin. Out: what transformers is told, so that l
 Refuses: training weights that are quantised; decomposing them (PiSSA); other methods of quantising while a model is
      loaded; a missing library.
 Models whose files hold quantised weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
-installed. GPTQ was tried on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23 (docs/notebook.md); AWQ, and
-either on a GPU, was not.
+installed. Both were trained on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23
+(tests/test_quantised_files.py); on a GPU neither was tried.
 """
 
 from __future__ import annotations
@@ -137,17 +137,30 @@ def quantised_by(config: Any) -> str:
     return str(getattr(found, "value", found) or "an unnamed method")
 
 
-def use_kernels_that_train(config: Any) -> None:
-    """Have GPTQ's and AWQ's library choose among the kernels that have a backward pass, where the model does not name
-    one: "auto" takes the fastest, which may have none. "auto_trainable" is what transformers documents for it, and what
-    peft asks that library for."""
-    described = _entry(config, "quantization_config")
-    if quantised_by(config) not in ("gptq", "awq") or _entry(described, "backend") not in (None, "auto"):
-        return
+PLAIN_KERNEL = {"gptq": "gptq_torch", "awq": "torch_awq"}
+"""Method of quantised files -> transformers' name of the kernel in torch alone, which every device has."""
+
+
+def use_kernels_that_train(config: Any, device: torch.device | str | None = None) -> str:
+    """Have GPTQ's and AWQ's library multiply by a kernel that has a backward pass, where the model does not name one:
+    "auto" takes the fastest, which may have none. "auto_trainable" is what transformers documents for it, and what peft
+    asks that library for; on a CPU it would compile a kernel of its own for minutes (gptqmodel 7.7).
+
+    Args:
+        device: where the model will be; the CPU where not given.
+    Returns:
+        What a person should know of it, or the empty string.
+    """
+    described, method = _entry(config, "quantization_config"), quantised_by(config)
+    if method not in PLAIN_KERNEL or _entry(described, "backend") not in (None, "auto", "autoawq"):
+        return ""
+    is_cpu = torch.device(device or "cpu").type == "cpu"
+    chosen = PLAIN_KERNEL[method] if is_cpu else "auto_trainable"
     if isinstance(described, dict):
-        described["backend"] = "auto_trainable"
+        described["backend"] = chosen
     else:
-        described.backend = "auto_trainable"
+        described.backend = chosen
+    return f"On a CPU, weights of {method} are multiplied by the kernel {chosen}." if is_cpu else ""
 
 
 def _entry(holder: Any, name: str) -> Any:
