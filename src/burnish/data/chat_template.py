@@ -142,7 +142,8 @@ class JinjaFormat:
     def _asked_from(self, rendered: Rendered, question: Message, index: int, first: int, begin: int) -> int:
         """Where in the source of a turn its question begins; asked of the template only where it matters."""
         place = rendered.answers[index] - 1
-        if not (question.train or question.weight != 1.0 or self.learns_every_end) or place < 1:
+        is_plain = question.train is None and question.weight == 1.0
+        if (is_plain and not self.learns_every_end) or place < 1:
             return 0
         try:
             before = common_start(self.renderer.render(rendered.chat[:place], rendered.tools), rendered.text)

@@ -28,7 +28,8 @@ class LearnOptions:
     mask_history: bool = option(False, "Learn the last answer of a conversation only.")
     train_on_eos: Literal["turn", "all", "last", "none"] = option(
         "turn",
-        "Which end tokens are learned: of every learned answer, of questions too, of the last answer only, or none.",
+        "Which end tokens are learned: of what is learned (turn), of every message (all), of the last answer only "
+        "(last), or none.",
     )
 
 
@@ -75,40 +76,61 @@ class Ends:
 
 def label_turns(turns: Sequence[Turn], options: Any, ends: Ends) -> list[tuple[Half, Half]]:
     """(question, answer) of each turn, labelled, in order of priority: with ``mask_history`` the last turn first."""
-    by_priority = list(reversed(turns)) if options.mask_history else list(turns)
-    return [_label(turn, place, turn is turns[-1], options, ends) for place, turn in enumerate(by_priority)]
+    before = [None, *(turn.answer for turn in turns)]
+    labelled = [_label(turn, before[at], turn is turns[-1], options, ends) for at, turn in enumerate(turns)]
+    return labelled[::-1] if options.mask_history else labelled
 
 
-def _label(turn: Turn, place: int, is_last: bool, options: Any, ends: Ends) -> tuple[Half, Half]:
-    learn_answer = turn.answer.train if turn.answer.train is not None else is_last or not options.mask_history
-    target = turn.target[:] if learn_answer else unlearned(len(turn.target))
-    if options.train_on_eos == "none" or (options.train_on_eos == "last" and not is_last):
-        end = _end_of(turn.target, ends)
-        target[end:] = unlearned(len(target) - end)
-    if turn.unlearned:
-        target[-turn.unlearned :] = unlearned(turn.unlearned)
-    content = _Once(turn.content)
+def _label(turn: Turn, before: Message | None, is_last: bool, options: Any, ends: Ends) -> tuple[Half, Half]:
+    """Question and answer of one turn; ``before`` is the answer that precedes them."""
+    source, target = _source_labels(turn, options, ends), _target_labels(turn, is_last, options, ends)
+    content, weight_of_end = _Once(turn.content), None
+    if source and ends.closing_id is not None and _closes(before, is_last, options):
+        # No end token stands between the turns of such a template; what is learned at the next turn's first token is
+        # therefore eos, and the answer before it learns to stop (LLaMA-Factory's efficient_eos).
+        source[0], weight_of_end = ends.closing_id, before.weight if before else 1.0
     return (
-        Half(turn.source, _source_labels(turn, place, options, ends), _weights(turn, "source"), lambda: content()[0]),
-        Half(turn.target, target, _weights(turn, "target"), lambda: content()[1]),
+        Half(turn.source, source, _source_weights(turn, weight_of_end), lambda: content()[0]),
+        Half(turn.target, target, _target_weights(turn), lambda: content()[1]),
     )
 
 
-def _source_labels(turn: Turn, place: int, options: Any, ends: Ends) -> Ids:
-    if options.train_on_prompt and turn.question.train is not False:
-        return turn.source[:]
-    labels = unlearned(len(turn.source))
-    if turn.question.train:
-        labels[turn.asked_from :] = turn.source[turn.asked_from :]
-    if options.train_on_eos == "all" and ends.closing_id is None:
-        for at in range(turn.asked_from, len(turn.source)):
-            if turn.source[at] in ends.token_ids:
-                labels[at] = turn.source[at]
-    if ends.closing_id is not None and place and labels and options.train_on_eos in ("turn", "all"):
-        # No end token stands between the turns of such a template; what is learned at the next turn's first token is
-        # therefore eos, and the answer before it learns to stop (LLaMA-Factory's efficient_eos).
-        labels[0] = ends.closing_id
+def _target_labels(turn: Turn, is_last: bool, options: Any, ends: Ends) -> Ids:
+    is_learned = turn.answer.train if turn.answer.train is not None else is_last or not options.mask_history
+    labels = turn.target[:] if is_learned else unlearned(len(turn.target))
+    end = _end_of(turn.target, ends)
+    if options.train_on_eos == "none" or (options.train_on_eos == "last" and not is_last):
+        labels[end:] = unlearned(len(labels) - end)
+    elif options.train_on_eos == "all":
+        labels[end : end + 1] = turn.target[end : end + 1]
+    if turn.unlearned:
+        labels[-turn.unlearned :] = unlearned(turn.unlearned)
     return labels
+
+
+def _source_labels(turn: Turn, options: Any, ends: Ends) -> Ids:
+    labels = turn.source[:] if options.train_on_prompt else unlearned(len(turn.source))
+    if turn.question.train is not None:
+        asked = turn.source[turn.asked_from :]
+        labels[turn.asked_from :] = asked if turn.question.train else unlearned(len(asked))
+    if options.train_on_eos == "turn":
+        return labels
+    for at, token in enumerate(turn.source):
+        if token in ends.token_ids and (options.train_on_eos != "all" or at >= turn.asked_from):
+            labels[at] = token if options.train_on_eos == "all" else IGNORE_INDEX
+    return labels
+
+
+def _closes(before: Message | None, is_last: bool, options: Any) -> bool:
+    """Whether the first token of a question is learned as the end of the answer before it.
+
+    With ``mask_history`` LLaMA-Factory learns there the ends of the answers that it masks, and so do we.
+    """
+    if options.train_on_eos in ("last", "none"):
+        return False
+    if before is not None and before.train is not None:
+        return before.train or bool(options.train_on_eos == "all")
+    return not is_last if options.mask_history else before is not None
 
 
 def unlearned(length: int) -> Ids:
@@ -124,12 +146,22 @@ def _end_of(target: Sequence[int], ends: Ends) -> int:
     return next((at for at in range(len(target) - 1, -1, -1) if target[at] in ends.token_ids), len(target))
 
 
-def _weights(turn: Turn, side: Literal["source", "target"]) -> list[float] | None:
-    if turn.question.weight == 1.0 and turn.answer.weight == 1.0:
+def _source_weights(turn: Turn, weight_of_end: float | None) -> list[float] | None:
+    """
+    Args:
+        weight_of_end: of the first token, where it is learned as the end of the answer before.
+    """
+    if {turn.question.weight, turn.answer.weight, weight_of_end or 1.0} == {1.0}:
         return None
-    if side == "target":
-        return [turn.answer.weight] * len(turn.target)
-    return [1.0] * turn.asked_from + [turn.question.weight] * (len(turn.source) - turn.asked_from)
+    weights = [1.0] * turn.asked_from + [turn.question.weight] * (len(turn.source) - turn.asked_from)
+    if weight_of_end is not None:
+        weights[0] = weight_of_end
+    return weights
+
+
+def _target_weights(turn: Turn) -> list[float] | None:
+    is_plain = turn.question.weight == turn.answer.weight == 1.0
+    return None if is_plain else [turn.answer.weight] * len(turn.target)
 
 
 class _Once:

@@ -148,6 +148,11 @@ class Template:
         ids = {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, self.form.end_words())}
         return sorted(ids - {None})
 
+    def _end_ids(self) -> frozenset[int]:
+        """The ids that end a message: those on which a generation ends, but for those that open the next message."""
+        opening = self.spec.opening_words if self.spec else ()
+        return frozenset(self.stop_token_ids()) - set(map(self.tokenizer.convert_tokens_to_ids, opening))
+
     def jinja(self) -> str | dict[str, str]:
         """A chat template for the tokenizer that renders the tokens which are trained here.
 
@@ -169,7 +174,7 @@ class Template:
     def _conversations(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
         word = self.form.closing_word
         closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
-        ends = Ends(frozenset(self.stop_token_ids()), closing if self.spec else None)
+        ends = Ends(self._end_ids(), closing if self.spec else None)
         wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         for turns in self.form.turns(examples, tally) if examples else ():
             yield None if turns is None else Draft(label_turns(turns, self.options, ends), closing, wanted)
@@ -266,11 +271,17 @@ class Template:
             row["labels"] += half.labels
         if draft.closing is not None:
             row["input_ids"].append(draft.closing)
-            row["labels"].append(IGNORE_INDEX if self.options.train_on_eos == "none" else draft.closing)
+            row["labels"].append(draft.closing if self._learns_closing(halves[-1]) else IGNORE_INDEX)
         if any(half.weights for half in halves):
-            weights = chain.from_iterable(half.weights or [1.0] * len(half.ids) for half in halves)
-            row["loss_weights"] = array("d", [*weights, *[1.0] * (draft.closing is not None)])
+            weights = [half.weights or [1.0] * len(half.ids) for half in halves]
+            of_closing = [] if draft.closing is None else (weights[-1] or [1.0])[-1:]
+            row["loss_weights"] = array("d", chain(*weights, of_closing))
         return row
+
+    def _learns_closing(self, answer: Half) -> bool:
+        """Whether the token that closes the row is learned: as the answer that it ends is."""
+        is_learned = not answer.ids or any(label != IGNORE_INDEX for label in answer.labels)
+        return self.options.train_on_eos == "all" or (self.options.train_on_eos != "none" and is_learned)
 
 
 @contextmanager

@@ -101,6 +101,20 @@ class TemplateSpec:
         return list(dict.fromkeys(found))
 
 
+    @property
+    def opening_words(self) -> list[str]:
+        """The stop words that open a message and end none, such as ``<|im_start|>`` in ChatML."""
+        slots = (self.prefix, self.system, self.user, self.assistant, self.observation, self.function)
+        heads = "".join(map(_head, slots))
+        return [word for word in self.stop_words if word in heads]
+
+
+def _head(slots: Slots) -> str:
+    """What stands before the content."""
+    texts = [slot.name if isinstance(slot, Token) else slot for slot in slots]
+    return "".join(texts).partition(CONTENT)[0]
+
+
 def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec:
     """The typed row. ``observation`` defaults to ``user``, ``function`` to ``assistant``.
 

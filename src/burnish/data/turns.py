@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from math import inf
 from typing import Any
 
 from burnish.core.types import Example, Message, RoleName
@@ -133,6 +134,6 @@ def _learned(turn: Mapping[str, Any], place: str) -> tuple[bool | None, float]:
         raise BadRecord(f'"{place}.train" must be true or false. Received: {shortened(train)}')
     if weight is None:
         return train, 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
-        raise BadRecord(f'"{place}.weight" must be a number of at least 0. Received: {shortened(weight)}')
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < inf:
+        raise BadRecord(f'"{place}.weight" must be a finite number of at least 0. Received: {shortened(weight)}')
     return (False, 1.0) if weight == 0 else (train, float(weight))

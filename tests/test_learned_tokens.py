@@ -1,0 +1,131 @@
+"""Which tokens are learned, held against a plain reference that goes token by token: for conversations drawn by a
+seed, under every ``train_on_eos``, ``mask_history`` and ``train_on_prompt``, with flags and weights of messages."""
+
+import random
+from itertools import product
+
+import pytest
+
+from burnish.core.types import IGNORE_INDEX, Example, Message
+from burnish.data.batching import pack, sequences_of
+from burnish.data.tally import Tally
+from burnish.data.templates import fit_tokenizer, load_template
+from small_run import CHAT_TEMPLATE
+from template_cases import byte_tokenizer, template_options
+
+TEMPLATES = ["qwen", "chatml", "llama2", "llama3", "default", "mistral", "alpaca", "gemma", "glm4", "gemma2", "solar"]
+ENDS = ["turn", "all", "last", "none"]
+RANGES = [{}, {"mask_history": True}, {"train_on_prompt": True}]
+END_WORDS = {"qwen": "<|im_end|>", "chatml": "<|im_end|>", "own": "<|im_end|>", "gemma": "<end_of_turn>"}
+END_WORDS |= {"llama3": "<|eot_id|>", "gemma2": "<end_of_turn>"}
+CLOSED_BY_EOS = {"glm4", "gemma2", "solar"}
+
+
+def conversations(seed, count, has_flags=True):
+    draw = random.Random(seed)
+
+    def message(role):
+        said = draw.choice(["hi", "a longer one\nof two lines", "", " 日本 ", "x"]) + draw.choice(["", "!"])
+        if not has_flags:
+            return Message(role, said or "y")
+        return Message(role, said or "y", draw.choice([None, None, True, False]), draw.choice([1.0, 1.0, 0.5, 2.0]))
+
+    return [
+        Example(
+            tuple(message(role) for _ in range(draw.randint(1, 4)) for role in ("user", "assistant")),
+            draw.choice(["", "Be brief."]), source="d.json", number=number,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def loaded(name, **given):
+    tokenizer = byte_tokenizer(eos="<|im_end|>" if name == "own" else "</s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    template = load_template(template_options(template=None if name == "own" else name, **given), tokenizer)
+    fit_tokenizer(template, tokenizer)
+    return template, tokenizer
+
+
+def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt=False):
+    """(label, weight) of each token."""
+    end, eos = map(tokenizer.convert_tokens_to_ids, (END_WORDS.get(name, "</s>"), "</s>"))
+    closing = name in CLOSED_BY_EOS
+    found, before = [], None
+    for number, turn in enumerate(turns):
+        is_last = number == len(turns) - 1
+        asks, answers = turn.question.train, turn.answer.train
+        asks = train_on_prompt if asks is None else asks
+        learns = (is_last or not mask_history) if answers is None else answers
+        for at, token in enumerate(turn.source):
+            is_opening = at < turn.asked_from
+            is_learned = train_on_prompt if is_opening else asks
+            if token == end and which != "turn":
+                is_learned = (is_learned if is_opening else True) if which == "all" else False
+            found.append((token if is_learned else IGNORE_INDEX, 1.0 if is_opening else turn.question.weight))
+        if closing and which in ("turn", "all"):
+            ended = not is_last if mask_history else number > 0
+            if before is not None and before.train is not None:
+                ended = before.train or which == "all"
+            if ended:
+                found[-len(turn.source)] = (eos, before.weight if before else 1.0)
+        ended_at = max((at for at, token in enumerate(turn.target) if token == end), default=len(turn.target))
+        for at, token in enumerate(turn.target):
+            is_learned = learns and not (at >= ended_at and (which == "none" or (which == "last" and not is_last)))
+            is_learned = is_learned or (which == "all" and at == ended_at)
+            is_learned = is_learned and at < len(turn.target) - turn.unlearned
+            found.append((token if is_learned else IGNORE_INDEX, turn.answer.weight))
+        before = turn.answer
+    if closing:
+        is_learned = which == "all" or (which != "none" and before.train is not False)
+        found.append((eos if is_learned else IGNORE_INDEX, before.weight))
+    return found
+
+
+def check(name, seed, has_flags, **given):
+    template, tokenizer = loaded(name, **given)
+    examples = conversations(seed, 12, has_flags)
+    turns = template.form.turns(examples, Tally())
+    for example, found, row in zip(examples, turns, template.encode(examples, Tally()), strict=True):
+        which = given["train_on_eos"]
+        rules = {key: value for key, value in given.items() if key != "train_on_eos"}
+        expected = reference(found, name, tokenizer, which, **rules)
+        if all(label == IGNORE_INDEX for label, _ in expected):
+            assert row is None, example
+            continue
+        weights = row.get("loss_weights") or [1.0] * len(row["labels"])
+        assert row["labels"] == [label for label, _ in expected], (example, given)
+        learned = [weight for weight, label in zip(weights, row["labels"], strict=True) if label != IGNORE_INDEX]
+        assert learned == [weight for label, weight in expected if label != IGNORE_INDEX], (example, given)
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "own"])
+@pytest.mark.parametrize("has_flags", [False, True], ids=["plain", "flags"])
+def test_the_learned_tokens_are_those_of_a_plain_reference(name, has_flags):
+    for seed, (which, rule) in enumerate(product(ENDS, RANGES)):
+        if not (name in CLOSED_BY_EOS and rule.get("train_on_prompt")):
+            check(name, seed, has_flags, train_on_eos=which, **rule)
+
+
+@pytest.mark.parametrize("rule", [{}, {"mask_history": True}, {"train_on_prompt": True}], ids=str)
+@pytest.mark.parametrize("which", ENDS)
+def test_packing_learns_of_each_row_what_the_row_learns_alone(which, rule):
+    template, _ = loaded("qwen", train_on_eos=which, **rule)
+    rows = [row for row in template.encode(conversations(7, 40), Tally()) if row is not None]
+    capacity = max(len(row["input_ids"]) for row in rows) + 50
+
+    def said(some):
+        ones = [1.0] * capacity
+        return sorted(
+            (r["input_ids"], r["labels"], list(r.get("loss_weights") or ones[: len(r["labels"])])) for r in some
+        )
+
+    packs = pack(rows, capacity)
+    assert len(packs) < len(rows)
+    assert said(row for one in packs for row in sequences_of(one)) == said(rows)
+
+
+def test_a_message_that_opens_with_a_stop_word_does_not_end_there():
+    template, tokenizer = loaded("chatml", train_on_eos="all")  # <|im_start|> stops a generation too
+    row = template.encode([Example((Message("user", "a"), Message("assistant", "b", train=False)))], Tally())[0]
+    assert [tokenizer.decode(label) for label in row["labels"] if label != IGNORE_INDEX] == ["<|im_end|>"] * 2
