@@ -1,6 +1,7 @@
 """The tokenizer's own chat template: the ids are apply_chat_template's, the mask is found by construction."""
 
 import json
+import re
 
 import pytest
 from transformers import ByT5Tokenizer
@@ -123,6 +124,22 @@ def test_the_answers_are_found_when_tools_move_to_the_last_question():
         chat_of(given, table()["qwen"]), tools=[{"type": "function", "function": WEATHER}], return_dict=False
     )
     assert row["input_ids"] == ids
+
+
+def test_each_answer_of_a_tool_is_a_message_with_the_id_of_its_call():
+    by_id = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.tool_call_id }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }}]{% endfor %}{{ m.content }}<|im_end|>"
+        "{% endfor %}"
+    )
+    calls = json.dumps([{"name": name, "arguments": {}} for name in ("f", "g")])
+    said = [Message("user", "q"), Message("function", calls), Message("observation", "one"),
+            Message("observation", "two"), Message("assistant", "a")]  # fmt: skip
+    template, tokenizer, _ = own(by_id)
+    text = tokenizer.decode(encoded(template, *said)[0]["input_ids"])
+    first, second = re.findall(r"\[(\w+) [fg]\]", text)
+    assert first != second
+    assert f"tool {first}one<|im_end|><|im_start|>tool {second}two<|im_end|>" in text
 
 
 def test_an_answer_that_repeats_the_question_is_still_found():

@@ -139,10 +139,16 @@ def test_tool_calls_become_json_with_their_arguments_read():
     assert content == '[{"name": "f", "arguments": {"x": "ü"}}]'
 
 
-def test_answers_of_parallel_calls_are_one_turn():
+def test_answers_of_parallel_calls_stay_apart_for_the_template_to_join():
     record = chat(("user", "q"), ("assistant", "x"), ("tool", "one"), ("tool", "two"), ("assistant", "a"))
     record["messages"][1] = call("f", {})
-    assert said(only(record, formatting="openai"))[2] == ("observation", "one\ntwo")
+    assert said(only(record, formatting="openai"))[2:4] == [("observation", "one"), ("observation", "two")]
+
+
+def test_an_empty_list_of_tools_is_no_tools():
+    record = chat(("user", "q"), ("assistant", "a")) | {"tools": []}
+    columns = {"messages": "messages", "tools": "tools"}
+    assert only(record, formatting="openai", columns=columns).tools == ""  # LLaMA-Factory: an empty system message
 
 
 def test_a_thought_before_a_call_is_kept_and_other_text_is_counted():

@@ -75,7 +75,7 @@ def test_the_answers_of_several_tools_are_one_message():
     trained("qwen", tokenizer)
     chat = [{"role": "user", "content": "hi"}, *({"role": "tool", "content": text} for text in ("one", "two"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
-    joined = "<tool_response>\none\ntwo\n</tool_response>"
+    joined = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
     assert f"<|im_start|>user\n{joined}<|im_end|>\n" in text
     assert text.count("<|im_start|>user") == 2
 

@@ -103,3 +103,33 @@ def test_an_empty_list_of_tools_opens_no_tools_section():
     template = load_template(template_options(template="qwen"), tokenizer)
     case = {"messages": [("user", "a"), ("assistant", "b")], "system": "S", "tools": "[]"}
     assert "Tools" not in tokenizer.decode(template.encode([example(case)], Tally())[0]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen", "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>"),
+        ("youtu", "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|Assistant|>"),
+        ("minimax2", "<response>one</response>\n<response>two</response>[e~["),
+        ("llama3", "ipython<|end_header_id|>\n\none\ntwo<|eot_id|>"),
+        ("glm4", "<|observation|>\none\ntwo<|assistant|>"),
+    ],
+)
+def test_answers_of_tools_called_at_once_stand_each_in_the_templates_tags(name, written):
+    tokenizer = byte_tokenizer("<tool_response>", "</tool_response>")  # special here; in a record they are text
+    template = load_template(template_options(template=name), tokenizer)
+    fit_tokenizer(template, tokenizer)
+    answers = [Message("observation", said) for said in ("one", "two")]
+    call = Message("function", json.dumps(CALLS[0][0]))
+    row = template.encode([Example((Message("user", "x"), call, *answers, Message("assistant", "y")))], Tally())[0]
+    assert written in tokenizer.decode(row["input_ids"])
+    tags = {tokenizer.convert_tokens_to_ids(tag) for tag in ("<tool_response>", "</tool_response>")}
+    assert sum(token in tags for token in row["input_ids"]) == written.count("tool_response>")
+    chat = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLS[0][0]}]},
+        *({"role": "tool", "content": said} for said in ("one", "two")),
+        {"role": "assistant", "content": "y"},
+    ]
+    tokenizer.chat_template = template.jinja()
+    assert tokenizer.apply_chat_template(chat, return_dict=False) == row["input_ids"]

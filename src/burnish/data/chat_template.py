@@ -171,6 +171,7 @@ class JinjaFormat:
         """The messages in the form that chat templates expect, special tokens in them hidden."""
         hide, content = self.encoder.hide, self.renderer.content
         chat: Chat = [{"role": "system", "content": content(hide(example.system))}] if example.system else []
+        open_calls: list[Any] = []  # the ids of calls that wait for an answer
         for message in example.messages:
             if message.role == "function":
                 before, calls = read_calls(hide(message.content, assistant=True), _THOUGHT, _CALL)
@@ -183,10 +184,10 @@ class JinjaFormat:
                     }
                     for number, call in enumerate(calls)
                 ]
+                open_calls = [call["id"] for call in called]
                 chat.append({"role": "assistant", "content": content(before), "tool_calls": called})
             elif message.role == "observation":
-                calls_before = chat[-1].get("tool_calls") if chat else None
-                of_call = {"tool_call_id": calls_before[0]["id"]} if calls_before else {}
+                of_call = {"tool_call_id": open_calls.pop(0)} if open_calls else {}
                 chat.append({"role": "tool", "content": content(hide(message.content)), **of_call})
             else:
                 text = hide(message.content, assistant=message.role == "assistant")

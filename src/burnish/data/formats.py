@@ -10,9 +10,10 @@ A format is one function from a record to an example:
     def qa(record: Record) -> Example:
         return record.example(prompt=record.text("prompt"), completion=record.text("response"))
 
-alpaca, sharegpt and openai are LLaMA-Factory's (src/llamafactory/data/converter.py, August 2026) but for two points.
+alpaca, sharegpt and openai are LLaMA-Factory's (src/llamafactory/data/converter.py, August 2026) but for three points.
 Its ``openai`` adds "detailed thinking off" to the system message; here nothing is added. It loses the arguments'
-structure where OpenAI wrote them as text; here they are read.
+structure where OpenAI wrote them as text; here they are read. It joins the answers of parallel calls in Qwen's tags;
+here each is a message, and the template joins them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from burnish.data.files import line_of
 from burnish.data.json_files import Values, shortened
 from burnish.data.records import BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.tally import Tally
-from burnish.data.turns import OPENAI_TAGS, SHAREGPT_TAGS, conversation, messages_of, tool_answers_joined, unlearned
+from burnish.data.turns import OPENAI_TAGS, SHAREGPT_TAGS, conversation, messages_of, unlearned
 
 SHOWN = 5
 """Kinds of faults, and records of each kind, that one error names; the rest is counted."""
@@ -108,7 +109,7 @@ def sharegpt(record: Record) -> Example:
 )
 def openai(record: Record) -> Example:
     """A list of messages with "role" and "content", tool calls in "tool_calls"."""
-    return conversation(record, tool_answers_joined(messages_of(record, "messages")))
+    return conversation(record, messages_of(record, "messages"))
 
 
 @FORMATS.register(
@@ -122,7 +123,7 @@ def prompt_completion(record: Record) -> Example:
     if isinstance(record.value("prompt"), str) and as_turns(record.value("prompt")) is None:
         return record.example(prompt=record.text("prompt"), completion=record.text("response"))
     before = map(unlearned, messages_of(record, "prompt"))
-    return conversation(record, tool_answers_joined([*before, *messages_of(record, "response")]))
+    return conversation(record, [*before, *messages_of(record, "response")])
 
 
 @FORMATS.register("text", columns={"text": "text"})

@@ -1,7 +1,8 @@
 """A conversation under a named template: each message goes into its slots, each slot is tokenised by itself.
 
 In: examples with messages. Out: their turns, encoded. A conversation alternates: a question (user, observation), then
-an answer (assistant, function); one that does not is counted and gives no turns.
+an answer (assistant, function); one that does not is counted and gives no turns. Observations in a row, the answers to
+calls that were made at once, are one question.
 
 A text on its way to the tokenizer is a tuple of parts that alternate between what the template wrote and what the
 record holds, beginning with the template: ("<|im_start|>user\\n", "hello", "<|im_end|>\\n"). The tokenizer sees them
@@ -15,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
 
 from burnish.core.types import Example, Message
@@ -77,6 +78,7 @@ class SlotFormat:
         self.thinks = options.enable_thinking
         self.forgets_thoughts = options.mask_history and not options.preserve_thinking
         self.fit()
+        self._between = spec.between_observations
         self._thought = re.compile("(.*?)".join(map(re.escape, spec.thought_words)), re.DOTALL)
         self._thought_words = re.compile(f"({'|'.join(map(re.escape, spec.thought_words))})")
         TOOL_FORMATS.get(spec.tool_format)
@@ -102,6 +104,7 @@ class SlotFormat:
 
     def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
         """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
+        examples = [self._with_observations_joined(example) for example in examples]
         conversations = [self._try(example, tally) for example in examples]
         ids = self._ids(conversations)
         return [
@@ -115,7 +118,7 @@ class SlotFormat:
         Raises:
             ToolError, ValueError: if the conversation cannot be written.
         """
-        messages = example.messages
+        messages = self._with_observations_joined(example).messages
         if messages and messages[-1].role in _ANSWERING:
             messages = messages[:-1]
         asked = (*messages, Message("assistant", ""))
@@ -124,6 +127,19 @@ class SlotFormat:
         written = self._conversation(replace(example, messages=asked))[:-1]
         ids = self._ids([written])
         return [token for half in written for element in half.elements for token in _tokens(element, ids)]
+
+    def _with_observations_joined(self, example: Example) -> Example:
+        messages = example.messages
+        if not any(one.role == other.role == "observation" for one, other in pairwise(messages)):
+            return example
+        joined: list[Message] = []
+        for message in messages:
+            if joined and joined[-1].role == message.role == "observation":
+                content = joined[-1].content + self._between + message.content
+                joined[-1] = replace(joined[-1], content=content)
+            else:
+                joined.append(message)
+        return replace(example, messages=tuple(joined))
 
     def _try(self, example: Example, tally: Tally) -> list[Written] | None:
         rule = broken_rule(example.messages)
@@ -190,6 +206,9 @@ class SlotFormat:
         return (self.spec.default_system + tools,)
 
     def _content(self, message: Message) -> Parts:
+        if message.role == "observation" and self._between in message.content and self._between != "\n":
+            each = [self.encoder.hide(answer) for answer in message.content.split(self._between)]
+            return ("", each[0], *chain.from_iterable((self._between, answer) for answer in each[1:]))
         if message.role in _ASKING:
             return ("", self.encoder.hide(message.content))
         text = self.encoder.hide(message.content, assistant=True)

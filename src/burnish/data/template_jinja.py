@@ -66,7 +66,7 @@ def write_jinja(spec: TemplateSpec, options: Any, tokenizer: Any) -> str:
             _system_in_user(spec, tokenizer),
             _question(user),
             "{%- elif message['role'] == 'tool' -%}",
-            _observation(_with_same_header(_slot(spec.observation, tokenizer), user.header)),
+            _observation(_with_same_header(_slot(spec.observation, tokenizer), user.header), spec.between_observations),
             "{%- elif message['role'] == 'assistant' -%}",
             _answer(spec, options, tokenizer),
             "{%- else -%}{{- raise_exception('This template knows no role ' ~ message['role'] ~ '.') -}}",
@@ -150,10 +150,10 @@ def _question(slot: _Slot, content: str = "content") -> str:
     return say(slot.head) + "{{- " + content + " -}}" + say(slot.tail) + header
 
 
-def _observation(slot: _Slot) -> str:
-    """The answers of several tools in a row are one message, a line break between them, as data sets are read."""
+def _observation(slot: _Slot, between: str) -> str:
+    """The answers of several tools in a row are one message."""
     return (
-        "{%- set state.observed = state.observed ~ '\\n' ~ content if state.observed else content -%}"
+        f"{{%- set state.observed = state.observed ~ {literal(between)} ~ content if state.observed else content -%}}"
         "{%- if loop.last or loop.nextitem['role'] != 'tool' -%}"
         + _question(slot, "state.observed")
         + "{%- set state.observed = '' -%}{%- endif -%}"

@@ -28,6 +28,8 @@ from burnish.core.errors import Problem, UserError, did_you_mean
 CONTENT = "{{content}}"
 _MARKER = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^<>\s]+｜>")
 
+_TAGS = re.compile(rf"(?P<opens><(?P<tag>\w+)>\s*){re.escape(CONTENT)}(?P<closes>\s*</(?P=tag)>)")
+
 
 @dataclass(frozen=True)
 class Token:
@@ -100,13 +102,19 @@ class TemplateSpec:
             found += [marker for marker in self.markers if marker in slot]
         return list(dict.fromkeys(found))
 
-
     @property
     def opening_words(self) -> list[str]:
         """The stop words that open a message and end none, such as ``<|im_start|>`` in ChatML."""
         slots = (self.prefix, self.system, self.user, self.assistant, self.observation, self.function)
         heads = "".join(map(_head, slots))
         return [word for word in self.stop_words if word in heads]
+
+    @property
+    def between_observations(self) -> str:
+        """What stands between the answers of tools that were called at once: tags around an answer close and open."""
+        text = "".join(slot for slot in self.observation if isinstance(slot, str))
+        tags = _TAGS.search(text)
+        return f"{tags['closes']}\n{tags['opens']}" if tags else "\n"
 
 
 def _head(slots: Slots) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from math import inf
 from typing import Any
 
@@ -42,21 +41,6 @@ def messages_of(record: Record, part: str) -> list[Message]:
     """The messages in the column of ``part``."""
     column = record.layout.columns[part]
     return [_message(record.layout, turn, f"{column}[{place}]") for place, turn in enumerate(record.turns(part))]
-
-
-def tool_answers_joined(messages: Sequence[Message]) -> list[Message]:
-    """The answers to parallel calls as one turn, a line break between them.
-
-    A conversation alternates, and a template wraps an answer in tags of its own. (LLaMA-Factory joins them with
-    Qwen's tags, whatever the template.)
-    """
-    joined: list[Message] = []
-    for role, group in groupby(messages, key=lambda message: message.role):
-        turns = list(group)
-        if role == "observation" and len(turns) > 1:
-            turns = [Message(role, "\n".join(turn.content for turn in turns), turns[0].train, turns[0].weight)]
-        joined += turns
-    return joined
 
 
 def unlearned(message: Message) -> Message:
