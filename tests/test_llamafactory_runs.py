@@ -290,7 +290,6 @@ REFUSED = {
     "flash_attn": ("flash_attn: 'off'", "disabled"),
     "hqq": ("quantization_bit: 4\nquantization_method: hqq", "quantization_method: bnb"),
     "mmlu_test": ("task: mmlu_test\nlang: en\nn_shot: 5", "lm-evaluation-harness"),
-    "use_adam_mini": ("use_adam_mini: true", "use_badam"),
     "mixture_of_depths": ("mixture_of_depths: convert", "the model that it was given"),
     "dpo": ("stage: dpo\npref_beta: 0.1", "DPOTrainer"),
     "fp8": ("fp8: true", "bf16"),

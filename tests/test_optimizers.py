@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from burnish.app.plan import RunOptions, component_notes
 from burnish.core.errors import MissingExtraError, UserError
 from burnish.core.snapshot import join, split
-from burnish.optim import badam, builtin, low_rank, muon, refused
+from burnish.optim import adam_mini, badam, builtin, low_rank, muon, refused
 from burnish.optim.builtin import (
     OPTIMIZERS,
     check_optimizer,
@@ -35,6 +36,7 @@ def options_for(name, **given):
 SWITCHES = {
     "badam": {"use_badam": True, "badam_switch_interval": 2},
     "muon": {"use_muon": True},
+    "adam_mini": {"use_adam_mini": True},
     "galore_adamw": {"galore_rank": 4, "galore_update_interval": 3},
     "galore_adafactor": {"galore_rank": 4, "galore_update_interval": 3},
     "galore_adamw_8bit": {"galore_rank": WIDTH, "galore_update_interval": 3},
@@ -200,8 +202,20 @@ def test_what_is_set_for_another_optimizer_is_said():
     assert optimizer_notes(options_for("badam", badam_switch_interval=7)) == []
 
 
-@pytest.mark.parametrize(("switch", "check"), [("use_badam", badam.check_badam), ("use_muon", muon.check_muon)])
-def test_two_optimizers_at_once_are_refused(switch, check):
+@pytest.mark.parametrize(("first", "second"), [("use_galore", "use_apollo"), ("use_badam", "use_adam_mini")])
+def test_two_switches_at_once_are_refused(first, second):
+    (problem,) = check_optimizer(options_for("adamw_torch", **{first: True, second: True}))
+    assert "two optimizers" in problem.what
+    assert first in problem.what
+    assert second in problem.what
+
+
+@pytest.mark.parametrize(
+    ("switch", "check"),
+    [("use_badam", badam.check_badam), ("use_muon", muon.check_muon),
+     ("use_adam_mini", adam_mini.check_adam_mini)],
+)  # fmt: skip
+def test_a_switch_and_an_optimizer_of_another_name_are_refused(switch, check):
     (problem,) = check(options_for("adafactor", **{switch: True}))
     assert "adafactor asks for another" in problem.what
     assert check(options_for("adamw_torch", **{switch: True})) == []
@@ -326,14 +340,23 @@ def test_optim_args_are_read_where_transformers_users_write_them():
     assert low_rank._galore_method(options_for("galore_adamw", galore_rank=None, galore_update_interval=200))[1:4] == (
         128, 200, 0.25,
     )  # fmt: skip
-    factory = options_for("adamw_torch", use_galore=True)
-    assert low_rank._galore_method(factory)[1:4] == (16, 200, 2.0)
+
+
+def test_under_llamafactorys_switches_the_defaults_are_its_own():
+    """LLaMA-Factory 0.9.5, hparams/finetuning_args.py."""
+    galore = low_rank._galore_method(options_for("adamw_torch", use_galore=True))
+    assert galore[1:6] == (16, 200, 2.0, "std", "svd")
+    apollo = low_rank._apollo_method(options_for("adamw_torch", use_apollo=True))
+    assert apollo[1:] == (16, 200, 32.0, "std", "random", "channel", False)
+    assert galore.targets == apollo.targets == ["all"]
+    for optim in ("adamw_torch", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adafactor"):
+        problems = low_rank.check_low_rank(options_for(optim, use_galore=True))
+        assert not any("works with optim" in problem.what for problem in problems), optim
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"use_galore": True, "use_apollo": True}, "two optimizers"),
         ({"use_galore": True, "finetuning_type": "lora"}, "finetuning_type: full"),
         ({"use_galore": True, "optim": "sgd"}, 'optim "sgd"'),
         ({"use_apollo": True, "optim": "adafactor"}, 'optim "adafactor"'),
@@ -355,6 +378,116 @@ def test_muon_moves_the_matrices_of_layers_and_adamw_the_rest():
     assert isinstance(muon, torch.optim.Muon)
     assert [tuple(p.shape) for group in muon.param_groups for p in group["params"]] == [(WIDTH, WIDTH)] * 2
     assert sum(len(group["params"]) for group in adamw.param_groups) == 6
+
+
+# Adam-mini: heads of 4 x 8 inputs, 2 of them for keys and values
+
+
+def small_llama(**changes):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, attention_bias=True, **changes,
+        )
+    )  # fmt: skip
+
+
+def mini_of(model, **given):
+    return create_optimizer(model.named_parameters(), model, options_for("adam_mini", **given))
+
+
+def gradients(model, step, scale=1.0):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+
+
+def test_adam_mini_is_its_formula_with_a_second_moment_per_head_neuron_or_token():
+    model, beta1, beta2, rate, decay = small_llama(), 0.9, 0.999, 1e-2, 0.1
+    optimizer = mini_of(model, weight_decay=decay)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first, second = {}, {}
+    for step in range(3):
+        gradients(model, step)
+        for name, p in model.named_parameters():
+            first[name] = beta1 * first.get(name, 0) + (1 - beta1) * p.grad
+            blocks = p.grad.square()
+            if "q_proj.weight" in name or "k_proj.weight" in name:  # a head is four rows
+                blocks = blocks.view(-1, 4, 16).mean((1, 2)).repeat_interleave(4)[:, None]
+            elif p.ndim == 2:
+                blocks = blocks.mean(1, keepdim=True)
+            elif "norm" in name:
+                blocks = blocks.mean()
+            second[name] = beta2 * second.get(name, 0) + (1 - beta2) * blocks
+            scale = (second[name] / (1 - beta2 ** (step + 1))).sqrt() + 1e-8
+            shrunk = before[name] * (1 - rate * decay if p.ndim == 2 else 1)
+            before[name] = shrunk - rate * first[name] / (1 - beta1 ** (step + 1)) / scale
+        optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name], msg=name)
+
+
+def test_adam_mini_matches_its_authors_library():
+    library = pytest.importorskip("adam_mini")
+    own, theirs = small_llama(), small_llama()
+    optimizer = mini_of(own, weight_decay=0.1)
+    oracle = library.Adam_mini(
+        theirs.named_parameters(), lr=1e-2, weight_decay=0.1, dim=16, n_heads=4, n_kv_heads=2, verbose=False
+    )
+    for step in range(5):
+        gradients(own, step)
+        gradients(theirs, step)
+        optimizer.step()
+        oracle.step()
+    for (name, p), q in zip(own.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=name)
+
+
+def test_adam_mini_keeps_half_of_what_adamw_keeps():
+    kept = {}
+    for name in ("adam_mini", "adamw_torch"):
+        model = small_llama()
+        gradients(model, 0)
+        optimizer = create_optimizer(model.named_parameters(), model, options_for(name))
+        optimizer.step()
+        kept[name] = sum(t.nbytes for t in split(optimizer.state_dict())[0].values() if t.numel() > 1)
+    weights = sum(p.nbytes for p in small_llama().parameters())
+    assert kept["adamw_torch"] == 2 * weights
+    # A number for each token, neuron and head, and two for each bias, the last of which are few in a model of size.
+    few = 2 * 20 + 2 * 24 + 16 + 8 + 16 + 4 + 2 + (16 + 8 + 8 + 16)
+    assert kept["adam_mini"] == weights + 4 * few
+
+
+def test_second_moments_stay_in_float32_over_a_checkpoint_of_bfloat16():
+    """In bfloat16 a decay of a thousandth is less than half a step: the moments would never fall."""
+    model = small_llama().bfloat16()
+    optimizer = mini_of(model)
+    gradients(model, 0)
+    optimizer.step()
+    again = mini_of(model)
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    assert again.state[weight]["exp_avg"].dtype == torch.bfloat16
+    assert torch.equal(again.state[weight]["exp_avg_sq"], optimizer.state[weight]["exp_avg_sq"])
+    assert again.state[weight]["exp_avg_sq"].dtype == torch.float32
+
+
+def test_adam_mini_cuts_what_stands_on_its_side_along_its_neurons():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10, n_positions=4))
+    optimizer = mini_of(model)
+    gradients(model, 0)
+    optimizer.step()
+    moments = {name: tuple(optimizer.state[p]["exp_avg_sq"].shape) for name, p in model.named_parameters()}
+    assert moments["transformer.h.0.mlp.c_fc.weight"] == (1, 32)
+    assert moments["transformer.wte.weight"] == (10, 1)
+    assert moments["transformer.h.0.ln_1.weight"] == (1,)
+
+
+def test_heads_that_nobody_counts_are_asked_for():
+    model = nn.ModuleDict({"q_proj": nn.Linear(4, 4)})
+    with pytest.raises(UserError, match="num_attention_heads"):
+        mini_of(model)
 
 
 def test_schedule_free_evaluates_other_weights_than_it_trains():

@@ -132,7 +132,6 @@ _no_effect(
 )
 
 # --- how it is learned ------------------------------------------------------------------------------------------------
-_absent("Optimizers that keep less than AdamW: use_badam, use_apollo, optim: adafactor.", use_adam_mini=False)
 _absent("Set optim: adafactor.", adafactor=False)
 _no_effect(
     "weights move after the backward pass, once gradients are added up and clipped, and not inside it; that takes the "

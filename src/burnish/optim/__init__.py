@@ -2,6 +2,7 @@
 
 from burnish.optim import (
     adafactor,
+    adam_mini,
     badam,
     bnb,
     builtin,
@@ -15,6 +16,6 @@ from burnish.optim import (
 )
 
 __all__ = [
-    "adafactor", "badam", "bnb", "builtin", "grokadamw", "low_bit", "low_rank", "muon", "refused", "schedule_free",
-    "stable_adamw",
+    "adafactor", "adam_mini", "badam", "bnb", "builtin", "grokadamw", "low_bit", "low_rank", "muon", "refused",
+    "schedule_free", "stable_adamw",
 ]  # fmt: skip

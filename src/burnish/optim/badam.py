@@ -89,7 +89,13 @@ def _is_chosen(options: Any) -> bool:
     return bool(options.use_badam) or options.optim == "badam"
 
 
-@OPTIMIZERS.register("badam", options=BadamOptions, when=lambda options: options.use_badam, keeps_load_precision=True)
+@OPTIMIZERS.register(
+    "badam",
+    options=BadamOptions,
+    keeps_load_precision=True,
+    switch="use_badam",
+    when=lambda options: getattr(options, "use_badam", False),
+)
 def badam(groups: Groups, options: Any) -> Optimizer:
     """AdamW on one block of layers at a time."""
     made = _LayerAdam if options.badam_mode == "layer" else _RatioAdam

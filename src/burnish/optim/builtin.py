@@ -5,7 +5,7 @@
 and with ``lr`` where a learning rate is not the run's. What its ``state_dict`` holds is tensors and plain data, so that
 a checkpoint can hold it (core/snapshot.py). Traits of a member: ``library``, what it cannot do without; ``refused``,
 why a name that others know is not here, and what to use instead; ``leaves_out``, those of ``OptimOptions`` that it does
-not read.
+not read; ``switch``, the option of its own that asks for it (``when``); ``reads_model``: it is given the model too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from burnish.core.registry import Registry
 from burnish.core.schedule import CurveOptions, lr_factor
 
 Groups: TypeAlias = list[dict[str, Any]]
-OPTIMIZERS: Registry[Callable[[Groups, Any], Optimizer]] = Registry("optimizer")
+OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")
 EXTRA = "optimizers"
 """What to install for an optimizer that comes from a library: ``pip install "burnish[optimizers]"``."""
 
@@ -54,6 +54,9 @@ def check_optimizer(options: Any) -> list[Problem]:
     refused = member.traits.get("refused")
     if refused:
         return [Problem(f'optim "{options.optim}" is not part of burnish: {refused[0]}.', remedy=refused[1])]
+    asked = list(dict.fromkeys(m.traits.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
+    if len(asked) > 1:
+        return [Problem(f'"{asked[0]}" and "{asked[1]}" are two optimizers; set one of them.')]
     return missing_library(member.name)
 
 
@@ -98,7 +101,7 @@ def create_optimizer(
         groups = split_by_rate(groups, learning_rates)
     member = OPTIMIZERS.choose(options.optim, options)
     try:
-        return member.value(groups, options)
+        return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
     except TypeError as error:
         raise UserError(Problem(f'optim "{options.optim}" does not take all of optim_args: {error}.')) from error
 

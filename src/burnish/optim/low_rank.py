@@ -36,7 +36,7 @@ from burnish.optim.delegating import Delegating, copied
 
 WITHIN = {
     "adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adafactor": "adafactor",
-    "adamw_bnb_8bit": "adamw_bnb_8bit", "adamw_8bit": "adamw_bnb_8bit",
+    "adamw_bnb_8bit": "adamw_bnb_8bit", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit",
     "galore_adamw": "adamw_torch", "galore_adafactor": "adafactor", "galore_adamw_8bit": "adamw_bnb_8bit",
     "apollo_adamw": "adamw_torch",
 }  # fmt: skip
@@ -80,19 +80,17 @@ class LowRankOptions:
 
 
 def check_low_rank(options: Any) -> list[Problem]:
-    problems = []
-    switches = [name for name in ("use_galore", "use_apollo", "use_badam") if getattr(options, name, False)]
-    if len(switches) > 1:
-        problems.append(Problem(f'"{switches[0]}" and "{switches[1]}" are two optimizers; set one of them.'))
-    if options.use_galore or options.use_apollo:
-        problems += _check_within(options)
-        if options.finetuning_type == "lora":
-            problems.append(
-                Problem(
-                    f'"{switches[0]}" projects whole matrices, and "finetuning_type" lora trains ones of low rank.',
-                    remedy=f"Set finetuning_type: full, or leave {switches[0]} out.",
-                )
+    if not (options.use_galore or options.use_apollo):
+        return []
+    switch = "use_galore" if options.use_galore else "use_apollo"
+    problems = _check_within(options, switch)
+    if options.finetuning_type == "lora":
+        problems.append(
+            Problem(
+                f'"{switch}" projects whole matrices, and "finetuning_type" lora trains ones of low rank.',
+                remedy=f"Set finetuning_type: full, or leave {switch} out.",
             )
+        )
     return problems
 
 
@@ -102,9 +100,8 @@ def low_rank_notes(options: Any) -> list[str]:
     return left_out(WITHIN[options.optim], options) if member.options is LowRankOptions else []
 
 
-def _check_within(options: Any) -> list[Problem]:
+def _check_within(options: Any, switch: str) -> list[Problem]:
     """Whether ``optim`` can move the small matrices."""
-    switch = "use_galore" if options.use_galore else "use_apollo"
     able = [name for name, within in WITHIN.items() if options.use_galore or within == "adamw_torch"]
     if options.optim not in able:
         return [Problem(f'"{switch}" works with optim {", ".join(able)}. Received: optim "{options.optim}".')]
@@ -124,8 +121,13 @@ class Method(NamedTuple):
     scale_front: bool = False
 
 
-@OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions,
-                     when=lambda options: getattr(options, "use_galore", False))  # fmt: skip
+@OPTIMIZERS.register(
+    "galore_adamw",
+    "galore_adafactor",
+    options=LowRankOptions,
+    switch="use_galore",
+    when=lambda options: getattr(options, "use_galore", False),
+)
 def galore(groups: Groups, options: Any) -> Optimizer:
     """GaLore: moments of the gradient's largest directions."""
     return LowRank(groups, options, _galore_method(options))
@@ -135,7 +137,12 @@ def galore(groups: Groups, options: Any) -> Optimizer:
 OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsandbytes")(galore)
 
 
-@OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, when=lambda options: getattr(options, "use_apollo", False))
+@OPTIMIZERS.register(
+    "apollo_adamw",
+    options=LowRankOptions,
+    switch="use_apollo",
+    when=lambda options: getattr(options, "use_apollo", False),
+)
 def apollo(groups: Groups, options: Any) -> Optimizer:
     """APOLLO: the gradient, scaled as AdamW of low rank would scale it."""
     return LowRank(groups, options, _apollo_method(options))

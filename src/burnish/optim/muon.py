@@ -28,14 +28,12 @@ class MuonOptions:
 
 
 def check_muon(options: Any) -> list[Problem]:
-    others = [name for name in ("use_badam", "use_galore", "use_apollo") if getattr(options, name, False)]
-    if not options.use_muon:
-        return []
-    both = [Problem(f'"use_muon" and "{name}" are two optimizers; set one of them.') for name in others]
-    return both or only_adamw(options, "use_muon", "muon")
+    return only_adamw(options, "use_muon", "muon")
 
 
-@OPTIMIZERS.register("muon", options=MuonOptions, when=lambda options: getattr(options, "use_muon", False))
+@OPTIMIZERS.register(
+    "muon", options=MuonOptions, switch="use_muon", when=lambda options: getattr(options, "use_muon", False)
+)
 def muon(groups: Groups, options: Any) -> Optimizer:
     """Muon on the matrices of the layers, AdamW on the rest."""
     matrices, rest = split_groups(groups, in_layers)

@@ -1,0 +1,141 @@
+"""Adam-mini: AdamW with one second moment per block of weights in place of one per weight (Zhang et al. 2024,
+https://arxiv.org/abs/2406.16793). With the first moment in the format of the weights, the state is half of AdamW's.
+
+For the gradient g of a block b of a parameter W, at update t:
+
+    m = β₁ m + (1 - β₁) g                              as Adam's
+    v = β₂ v + (1 - β₂) mean of g² over b              one number per block
+    W -= lr * (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε)   after W *= 1 - lr * weight decay
+
+Blocks follow the Hessian's (the partition is that of the authors' package adam-mini 1.1.1): one head of a query or key
+matrix; one output neuron of values, of the attention's output and of the MLP; one token of embeddings and head; a norm
+as a whole. Biases are AdamW's. Of LoRA's factors B is cut like the matrix that it adds to, A by its rows. Matrices that
+hold queries, keys and values in one are cut by neurons.
+
+In:  the groups of the run, and the model, which knows its heads. Out: an optimizer whose state a checkpoint holds.
+Refuses: query and key matrices of a model whose config does not say how wide a head is.
+"""
+
+# I inputs, O outputs
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.options import option
+from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, only_adamw
+
+_QUERY_OR_KEY = re.compile(r"(^|\.)(q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.(lora_B\.\w+\.)?weight$")
+
+
+@dataclass
+class AdamMiniOptions:
+    """Adam-mini."""
+
+    use_adam_mini: bool = option(False, "AdamW with one second moment per head, neuron or token (Adam-mini).")
+
+
+def check_adam_mini(options: Any) -> list[Problem]:
+    return only_adamw(options, "use_adam_mini", "adam_mini")
+
+
+@OPTIMIZERS.register(
+    "adam_mini",
+    options=AdamMiniOptions,
+    reads_model=True,
+    switch="use_adam_mini",
+    when=lambda options: getattr(options, "use_adam_mini", False),
+)
+def adam_mini(groups: Groups, options: Any, model: nn.Module) -> Optimizer:
+    """AdamW with one second moment per block."""
+    transposed = {
+        f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"
+    }  # (I, O): GPT-2's
+    named = [(n, p) for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)]
+    cuts = {parameter: _cut(name, parameter, model, name in transposed) for name, parameter in named}
+    return AdamMini(groups, cuts, **adam_arguments(options))
+
+
+class Cut(NamedTuple):
+    """How a parameter falls into blocks."""
+
+    view: Callable[[Tensor], Tensor]  # the parameter, its moment or gradient, so that blocks lie along ``within``
+    within: tuple[int, ...]  # the dimensions of a block
+
+
+def _cut(name: str, parameter: nn.Parameter, model: nn.Module, is_transposed: bool) -> Cut:
+    if name.endswith("bias"):
+        return Cut(lambda tensor: tensor.unsqueeze(-1), (-1,))
+    if parameter.ndim < 2:
+        return Cut(lambda tensor: tensor, tuple(range(parameter.ndim)))
+    if is_transposed:
+        return Cut(lambda tensor: tensor, (-2,))
+    rows = _head_width(model) if _QUERY_OR_KEY.search(name) else 1
+    if rows == 1 or parameter.shape[-2] % rows:
+        return Cut(lambda tensor: tensor, (-1,))
+    *outer, _, inputs = parameter.shape
+    return Cut(lambda tensor: tensor.view(*outer, -1, rows, inputs), (-2, -1))
+
+
+def _head_width(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    width = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
+    if width is None:
+        raise UserError(
+            Problem(
+                "use_adam_mini cuts queries and keys by heads, and the model's config has no num_attention_heads.",
+                remedy="Leave use_adam_mini out.",
+            )
+        )
+    return int(width)
+
+
+class AdamMini(Optimizer):
+    """Per parameter: ``step``, ``exp_avg`` like the parameter, ``exp_avg_sq`` in float32 with a number per block."""
+
+    def __init__(
+        self, groups: Groups, cuts: Mapping[nn.Parameter, Cut], lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        self.cuts = cuts
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group)
+
+    def _move(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        view, within = self.cuts[parameter]
+        squares = view(parameter.grad).float().square().mean(within, keepdim=True)  # type: ignore[arg-type]
+        if not state:
+            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(squares)}
+        state["step"] += 1
+        state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+        state["exp_avg_sq"].lerp_(squares, 1 - beta2)
+        scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        size = group["lr"] / (1 - beta1 ** state["step"])
+        view(parameter.data).addcdiv_(view(state["exp_avg"]), scale.to(parameter.dtype), value=-size)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """torch gives moments the format of their weights; the second ones stay in float32, or their decay of a
+        thousandth would be rounded away in bfloat16."""
+        super().load_state_dict(state)
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for index, parameter in enumerate(parameters):
+            if index in state["state"]:
+                kept = state["state"][index]["exp_avg_sq"]
+                self.state[parameter]["exp_avg_sq"] = kept.to(parameter.device, torch.float32, copy=True)
