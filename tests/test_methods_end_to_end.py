@@ -133,7 +133,7 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_lora_goes_over_the_layers_that_are_named_and_peft_finds_them(train, name):
     given, layers, depth = TARGETS[name]
-    model, folder = train(finetuning_type="lora", lora_rank=2, additional_target="norm", **given)
+    model, folder = train(finetuning_type="lora", lora_rank=2, additional_target="model.norm", **given)
     held = load_file(folder / "adapter_model.safetensors")
     a_factors = [key for key in held if key.endswith("lora_A.weight")]
     assert {key.split(".")[-3] for key in a_factors} == layers
@@ -143,6 +143,28 @@ def test_lora_goes_over_the_layers_that_are_named_and_peft_finds_them(train, nam
     torch.testing.assert_close(theirs(IDS).logits, model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
     moved = held["base_model.model.model.norm.weight"] - begun(folder).model.norm.weight
     assert moved.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["norm", "mlp"])
+def test_every_module_whose_name_ends_so_is_trained_whole_as_in_peft_and_goes_on(train, capsys, name):
+    model, folder = train(finetuning_type="lora", lora_rank=2, lora_target="q_proj", additional_target=name)
+    plain = begun(folder)
+    theirs = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name]))
+    held = load_file(folder / "adapter_model.safetensors")
+    assert held.keys() == peft.get_peft_model_state_dict(theirs).keys()
+    whole = {key for key in held if "lora_" not in key}
+    assert len(whole) == {"norm": 5, "mlp": 6}[name]
+    start = begun(folder).state_dict()
+    assert all(not torch.equal(held[key], start[key.removeprefix("base_model.model.")]) for key in whole)
+    said = {"norm": "input_layernorm", "mlp": "mlp"}[name]
+    assert f"Trained whole beside the adapter: model.layers.0.{said}" in capsys.readouterr().out
+    loaded = peft.PeftModel.from_pretrained(begun(folder), folder)
+    torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
+
+    _, again = train("again", finetuning_type="lora", adapter_name_or_path=str(folder))
+    further = load_file(again / "adapter_model.safetensors")
+    assert further.keys() == held.keys()
+    assert all(not torch.equal(further[key], held[key]) for key in whole)
 
 
 def test_adapters_are_merged_in_their_order_as_peft_merges_them(train):

@@ -32,7 +32,6 @@ from burnish.adapters.lora_model import (
     find_targets,
     load_adapter_state,
     merge_into_base,
-    names_for_peft,
     output_head,
     shortest_names,
     train_only,
@@ -57,7 +56,7 @@ class LoraOptions:
         ["all"], "The layers that get an adapter, by name or regular expression; all for every linear one but the head."
     )
     additional_target: list[str] | None = option(
-        None, "Modules that are trained whole beside the adapter and saved with it."
+        None, "Modules that are trained whole beside the adapter and saved with it: all whose names end so."
     )
     use_rslora: bool = option(False, "Multiply the update by alpha / sqrt(rank), so that high ranks learn as fast.")
     use_dora: bool = option(False, "Train the length of each output's weights apart from their direction (DoRA).")
@@ -127,7 +126,7 @@ class LoraAdapter:
             fit, _ = self._new_config(model)
             self.config = fit.config
             add_adapter(model, DEFAULT, fit.config, fit.targets, fit.whole)
-            self.notes += _chosen(model, self.options, fit.config)
+            self.notes += _chosen(model, self.options, fit)
         train_only(model, DEFAULT)
         return model
 
@@ -157,7 +156,7 @@ class LoraAdapter:
         options = self.options
         extra = options.additional_target or _new_tokens(model)
         whole, problems = find_modules(model, extra)
-        targets, missing = find_targets(model, options.lora_target, left_out=extra)
+        targets, missing = find_targets(model, options.lora_target, left_out=whole)
         config = LoraConfig(
             settings=LoraSettings(
                 rank=options.lora_rank,
@@ -168,7 +167,7 @@ class LoraAdapter:
                 pissa=options.pissa_iter if options.pissa_init else None,
             ),
             target_modules=shortest_names(targets, model),
-            modules_to_save=names_for_peft(whole, extra, model),
+            modules_to_save=tuple(extra),
             base_model=getattr(getattr(model, "config", None), "name_or_path", None) or None,
         )
         fit = Fit(config, targets, whole)
@@ -195,11 +194,14 @@ def _continued(model: nn.Module, folder: Path, config: LoraConfig) -> list[str]:
     return notes
 
 
-def _chosen(model: nn.Module, options: Any, config: LoraConfig) -> list[str]:
+def _chosen(model: nn.Module, options: Any, fit: Fit) -> list[str]:
     """What was decided for a new adapter that the options do not say."""
     notes = []
-    if config.modules_to_save and not options.additional_target:
-        names = " and ".join(config.modules_to_save)
+    if options.additional_target:
+        more = f" and {len(fit.whole) - 3} more" if len(fit.whole) > 3 else ""
+        notes.append(f"Trained whole beside the adapter: {', '.join(fit.whole[:3])}{more} (additional_target).")
+    elif fit.whole:
+        names = " and ".join(fit.config.modules_to_save)
         notes.append(f"The vocabulary has grown, so {names} are trained whole beside the adapter.")
     # Experts that are one tensor of three dimensions are no layers, and neither is a convolution (Mamba).
     solid = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]

@@ -61,8 +61,8 @@ class Fit:
                 targets[path] = None
             elif kind == _BASE:
                 base[key] = f"{path}.weight"
-            elif any(f".{holder}".endswith(f".{name}") for name in config.modules_to_save):
-                whole[holder] = None
+            elif module := _copied(holder, config.modules_to_save):
+                whole[module] = None
             else:
                 base[key] = path
         return cls(config, list(targets), list(whole), base)
@@ -132,6 +132,14 @@ def _weights_header(folder: Path) -> dict[str, TensorInfo]:
             remedy="Save it again with a current peft, which writes safetensors." if is_pickle else "Copy it again.",
         )
     )
+
+
+def _copied(holder: str, names: Sequence[str]) -> str:
+    """The module trained whole that a tensor of the module at ``holder`` belongs to, or the empty string. peft takes
+    every module whose path ends in the letters of a name."""
+    parts = holder.split(".")
+    paths = (".".join(parts[: count + 1]) for count in range(len(parts)))
+    return next((path for path in paths if path.endswith(tuple(names))), "")
 
 
 def _place(key: str) -> tuple[str, str]:

@@ -45,11 +45,11 @@ def find_targets(
     Args:
         wanted: "all" for every linear layer but the head; ends of paths ("q_proj", "mlp.up_proj"); regular expressions
             for whole paths.
-        left_out: names of modules that are trained whole, and so get no adapter in them.
+        left_out: paths of modules that are trained whole, and so get no adapter in them.
     """
     linear = linear_layers(model)
     head = output_head(model)
-    free = [path for path in [*linear, *embeddings(model)] if not any(f".{name}." in f".{path}." for name in left_out)]
+    free = [path for path in [*linear, *embeddings(model)] if not any(_within(path, whole) for whole in left_out)]
     found: dict[str, None] = {}
     missing = []
     for name in wanted:
@@ -70,13 +70,6 @@ def shortest_names(paths: Sequence[str], model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path if path.split(".")[-1] in taken else path.split(".")[-1] for path in paths))
 
 
-def names_for_peft(paths: Sequence[str], names: Sequence[str], model: nn.Module) -> tuple[str, ...]:
-    """``names``, where peft, which takes every module whose path ends in the letters of one ("norm": "input_layernorm"
-    too), finds ``paths`` by them and no others; else the whole paths."""
-    found = [path for path, _ in model.named_modules() if path.endswith(tuple(names))] if names else []
-    return tuple(names) if set(found) == set(paths) else tuple(paths)
-
-
 def embeddings(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
 
@@ -87,9 +80,11 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The paths of the modules whose path ends in one of ``names``, and a problem for each name that fits none."""
+    """The paths of the modules whose path ends in the letters of one of ``names``, as peft takes them ("norm": an
+    "input_layernorm" too), none within another; and a problem for each name that fits none."""
     paths = [path for path, _ in model.named_modules() if path]
-    found = [path for path in paths if any(_ends(path, name) for name in names)]
+    found = [path for path in paths if path.endswith(tuple(names))]
+    outer = [path for path in found if not any(_within(path, other) for other in found if other != path)]
     known = list(dict.fromkeys(path.split(".")[-1] for path in paths if not path.split(".")[-1].isdigit()))
     missing = [
         Problem(
@@ -97,9 +92,9 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], lis
             remedy=f"Modules: {', '.join(known)}.",
         )
         for name in names
-        if not any(_ends(path, name) for path in paths)
+        if not any(path.endswith(name) for path in paths)
     ]
-    return found, missing
+    return outer, missing
 
 
 # --- putting in -----------------------------------------------------------------------------------------------------
@@ -249,6 +244,10 @@ def _adaptable(module: nn.Module) -> bool:
 
 def _ends(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
+
+
+def _within(path: str, module: str) -> bool:
+    return f"{path}.".startswith(f"{module}.")
 
 
 def _names(name: str, path: str) -> bool:
