@@ -748,6 +748,11 @@ def test_an_additional_target_that_is_not_there_is_refused():
     assert 'Did you mean "lm_head"?' in found
 
 
+def test_a_layer_that_is_trained_whole_gets_no_adapter():
+    (found,) = problems(lora_target=["q_proj"], additional_target=["self_attn"])
+    assert "trains whole already" in found
+
+
 def test_a_rank_beyond_the_singular_values_is_refused_for_pissa():
     assert "singular values" in problems(pissa_init=True, lora_rank=17)[0]
 

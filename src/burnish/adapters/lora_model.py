@@ -57,7 +57,10 @@ def find_targets(
             paths = [path for path in free if path in linear and linear[path] is not head]
         else:
             paths = [path for path in free if _names(name, path)]
-        if not paths:
+        if not paths and any(_names(name, path) for path in linear):
+            what = f'lora_target "{name}" names layers that additional_target trains whole already.'
+            missing.append(Problem(what, remedy="Name other layers in one of the two."))
+        elif not paths:
             missing.append(_no_target(model, name, list(linear)))
         found.update(dict.fromkeys(paths))
     return [path for path, _ in model.named_modules() if path in found], missing

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,11 +90,11 @@ class TrainedCopy(AdapterModule):
     def bias(self) -> Tensor | None:
         return getattr(self.in_use, "bias", None)
 
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.rows is not None and not self.is_disabled:
-            return self._row_by_row(x, lambda part, name: self._named(name)(part, *args, **kwargs))
-        result: Tensor = self.in_use(x, *args, **kwargs)
-        return result
+            x, *more = args
+            return self._row_by_row(x, lambda part, name: self._named(name)(part, *more, **kwargs))
+        return self.in_use(*args, **kwargs)  # attention takes its input by name
 
     def _named(self, name: str) -> nn.Module:
         return self.modules_to_save[name] if name in self.modules_to_save else self.original_module  # noqa: SIM401
