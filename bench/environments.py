@@ -1,10 +1,12 @@
 """The environments in which the peers run: each under .bench, made once, with the versions that are named here.
 
-In: the name of a library. Out: the Python that has it. burnish runs in the Python that runs this script.
+In: the name of a library. Out: the Python that has it. burnish runs in the Python that runs this script, compiled as an
+installation compiles it: where no bytecode is written, each run would compile the sources anew.
 """
 
 from __future__ import annotations
 
+import compileall
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ _REQUIRED = {
 def interpreter(library: str) -> str:
     """The Python that has ``library``; its environment is made where it is not there."""
     if library == "burnish":
+        compileall.compile_dir(ROOT / "src", quiet=1)
         return sys.executable
     folder = ROOT / ".bench" / _ENVIRONMENT[library]
     ready = folder / "ready"

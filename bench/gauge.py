@@ -31,7 +31,7 @@ class Gauge:
         self.save_waits_s: list[float] = []
         self.save_waits_cpu_s: list[float] = []  # of the thread that trains
         self.step_ended_cpu_s = 0.0
-        self.ready: tuple[float, float] | None = None  # when the first step begins
+        self.ready: tuple[float, float, int] | None = None  # when the first step begins, and the memory held then
 
     def count(self, labels: Any) -> None:
         """Labels of a micro-batch, before a model sees them; -100 is none."""
@@ -39,7 +39,8 @@ class Gauge:
 
     def on_step_begin(self) -> None:
         if self.ready is None:
-            self.ready = (time.process_time(), time.time() - float(os.environ.get("BENCH_STARTED_S", "nan")))
+            wall = time.time() - float(os.environ.get("BENCH_STARTED_S", "nan"))
+            self.ready = (time.process_time(), wall, resident_bytes("VmRSS"))
 
     def on_step_end(self) -> None:
         self.steps.append((time.process_time(), time.perf_counter(), self.labels))
@@ -59,15 +60,22 @@ class Gauge:
         model.register_forward_pre_hook(note, with_kwargs=True)
 
     def report(self, **more: Any) -> None:
-        (cpu, wall, labels), (last_cpu, last_wall, last_labels) = self.steps[WARM_UP - 1], self.steps[-1]
         assert self.ready is not None
         found = {
-            "labels": last_labels - labels, "cpu_s": last_cpu - cpu, "wall_s": last_wall - wall,
-            "steps": len(self.steps) - WARM_UP, "peak_bytes": peak_bytes(), "ready_cpu_s": self.ready[0],
-            "ready_wall_s": self.ready[1], "save_waits_s": self.save_waits_s,
-            "save_waits_cpu_s": self.save_waits_cpu_s, "versions": versions(), **more,
+            "peak_bytes": peak_bytes(), "ready_cpu_s": self.ready[0], "ready_wall_s": self.ready[1],
+            "ready_bytes": self.ready[2], "versions": versions(), **self._of_steps(), **more,
         }  # fmt: skip
         print(MARK + json.dumps(found), flush=True)
+
+    def _of_steps(self) -> dict[str, Any]:
+        if not self.steps:
+            return {}
+        (cpu, wall, labels), (last_cpu, last_wall, last_labels) = self.steps[WARM_UP - 1], self.steps[-1]
+        return {
+            "labels": last_labels - labels, "cpu_s": last_cpu - cpu, "wall_s": last_wall - wall,
+            "steps": len(self.steps) - WARM_UP, "save_waits_s": self.save_waits_s,
+            "save_waits_cpu_s": self.save_waits_cpu_s,
+        }  # fmt: skip
 
 
 def as_callback(gauge: Gauge, base: type) -> Any:
@@ -91,8 +99,13 @@ def as_callback(gauge: Gauge, base: type) -> Any:
 
 def peak_bytes() -> int:
     """The largest resident memory of this process so far."""
+    return resident_bytes("VmHWM")
+
+
+def resident_bytes(which: str) -> int:
+    """Memory of this process, by its name in the system's status of it: VmRSS is what it holds, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
 def versions() -> dict[str, str]:

@@ -142,14 +142,14 @@ def start_section(rounds: Sequence[Round], help_s: float) -> str:
     def ready(figures: Figures) -> float:
         return float(figures["ready_cpu_s"])
 
-    lines = ["| setting | processor s | burnish's to it | wall s |", "|---|---:|---:|---:|"]
+    lines = ["| setting | processor s | burnish's to it | wall s | memory then, GB |", "|---|---:|---:|---:|---:|"]
     for name in rounds[0]:
         each = [found[name] for found in whole(rounds, name)]
         lines.append(
             f"| {name} | {middle(each, ready):.1f} | {ratios(rounds, OURS, name, ready)} | "
-            f"{median_of(each, 'ready_wall_s'):.1f} |"
+            f"{median_of(each, 'ready_wall_s'):.1f} | {median_of(each, 'ready_bytes') / GB:.2f} |"
             if each
-            else f"| {name} | failed | | |"
+            else f"| {name} | failed | | | |"
         )
     return "\n".join(
         [

@@ -79,12 +79,16 @@ CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
     training("burnish", "burnish", bf16=True, **_SAVES),
 )
+# What is imported is no way to train: it is what every start stands on.
 START = (
     training(BASE, "trl", max_steps=2),
     training("transformers", "transformers", max_steps=2, bf16=True),
     training("LLaMA-Factory", "llamafactory", max_steps=2, bf16=True),
     training(OURS, "burnish", max_steps=2, bf16=True),
-)
+    Setting("torch alone, imported", "burnish", ("imports.py", "torch")),
+    Setting("torch and transformers' model, imported", "burnish",
+            ("imports.py", "torch", "transformers.models.qwen2.modeling_qwen2")),
+)  # fmt: skip
 EVALUATION = tuple(
     training(f"burnish, {method}", "burnish", bf16=True, max_steps=2, finetuning_type=method, eval_dataset="EVALUATION",
              per_device_eval_batch_size=8)

@@ -7,7 +7,12 @@ share of the training's processor time that was spent outside of model, loss, gr
 ``eval_dataset`` the set is evaluated after the training, and the peak of memory before it is told too.
 """
 
+# ruff: noqa: E402 (the search for garbage falls into imports)
 from __future__ import annotations
+
+import gc
+
+gc.disable()  # as the command line does, before anything is imported
 
 import sys
 import time
@@ -22,6 +27,7 @@ from burnish.app.build import assemble
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
 from burnish.app.prepare import prepare
+from burnish.core.collection import collect_from_here
 from burnish.core.loop import evaluate_all, train
 from burnish.engine.base import create_engine
 
@@ -84,6 +90,7 @@ def run(material: Path, output: str, words: list[str]) -> None:
         (made.optimizer, "zero_grad"),
     ):  # fmt: skip
         setattr(owner, name, watch.around(getattr(owner, name)))
+    collect_from_here()
     begin = time.process_time()
     result = train(made, planned.options)
     figures = {"loss": result.training_loss, "loop_share": 1 - watch.seconds / (time.process_time() - begin)}

@@ -2,7 +2,7 @@
 
 import sys
 
-from burnish.cli import main
+from burnish.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(command(["train", *sys.argv[1:]]))

@@ -28,6 +28,7 @@ from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared, item_lengths, prepare
 from burnish.app.resume import accumulation_for, clear, resume, start_of
 from burnish.core.checkpoint import Checkpoints, RngState, only_writer
+from burnish.core.collection import collect_from_here
 from burnish.core.events import CallbackHandler
 from burnish.core.loop import TrainOutput, evaluate, train
 from burnish.core.meter import Meter
@@ -109,6 +110,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
             resume(run, found)
         if options.profile:
             watch(run, folder / "profile", options)
+        collect_from_here()
         try:
             output = train(run, options) if trains(options) else None
         finally:

@@ -15,6 +15,7 @@ from burnish.app.checks import may_run_ahead, step_notes, trains
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.plan import Plan
 from burnish.app.resources import check_disk, sizes_of
+from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
@@ -24,7 +25,7 @@ from burnish.data.batching import lengths_of, packed, splits_rows
 from burnish.data.budget import check_budget
 from burnish.data.examples import LazyExamples
 from burnish.data.prepare import prepare as prepare_rows
-from burnish.data.rows import Template, without_collection
+from burnish.data.rows import Template
 from burnish.data.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
 from burnish.data.templates import fit_tokenizer, load_template

@@ -7,16 +7,15 @@ that is too long is refused where the options ask for that.
 
 from __future__ import annotations
 
-import gc
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from typing import Any, Final, Protocol
 
+from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Row, as_lists
 from burnish.data.encoder import Encoder, shared_start
@@ -282,22 +281,6 @@ class Template:
         """Whether the token that closes the row is learned: as the answer that it ends is."""
         is_learned = not answer.ids or any(label != IGNORE_INDEX for label in answer.labels)
         return self.options.train_on_eos == "all" or (self.options.train_on_eos != "none" and is_learned)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No search for cyclic garbage meanwhile.
-
-    Encoding makes many objects and no cycles; a full search walks all of torch and transformers, and took a third of
-    the time of encoding.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _hashed(identity: Any) -> str:

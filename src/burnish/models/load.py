@@ -111,7 +111,14 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 def find_non_finite(model: nn.Module) -> list[str]:
     """The names of the weights that hold NaN or infinity. Reads every weight once."""
     weights = ((name, p) for name, p in model.named_parameters() if p.is_floating_point() and not p.is_meta)
-    return [name for name, weight in weights if not bool(torch.isfinite(weight).all())]
+    return [name for name, weight in weights if not _is_finite(weight)]
+
+
+def _is_finite(weight: nn.Parameter) -> bool:
+    """NaN and infinity stay in a sum, which takes a twentieth of the time of a look at each number; where the sum of
+    finite numbers is too large for their format, each is looked at. Formats of 8 bits have no sum."""
+    has_sum = weight.dtype.itemsize > 1
+    return (has_sum and bool(torch.isfinite(weight.detach().sum()))) or bool(torch.isfinite(weight).all())
 
 
 def raise_if_not_finite(model: nn.Module, name: str) -> None:

@@ -125,7 +125,9 @@ class LmObjective:
         self.collate = partial(collate_learned, collate)
         if self.options.fused_loss is False:
             return []
-        self.head, self.makes_some_logits = find_head(model), makes_some_logits(model)
+        self.head = find_head(model)
+        if self.head is None or aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef):
+            self.makes_some_logits = makes_some_logits(model)
         if self.head is not None:
             bias, weight = self.head.linear.bias, self.head.linear.weight
             what = obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
