@@ -245,6 +245,13 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         raise_if_not_finite(model, "m")
 
 
+def test_weights_whose_sum_is_too_large_for_their_format_are_finite(tmp_path):
+    model = tiny_model().half()
+    model.lm_head.weight.data.fill_(60_000.0)
+    assert torch.isinf(model.lm_head.weight.sum())
+    assert find_non_finite(model) == []
+
+
 # --- checkpointing and precision ------------------------------------------------------------------------------------
 
 

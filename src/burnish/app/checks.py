@@ -237,13 +237,14 @@ _PEEKED = 1000
 
 
 def problems_in_files(options: Any) -> list[Problem]:
-    """What is wrong with the model and the data. ``prepare`` finds the same; here it completes a list of problems."""
+    """What is wrong with the files of the model and the data. ``prepare`` finds the same and more; here it completes a
+    list of problems, and a misspelled option is not to wait for transformers."""
     from burnish.data.options import check_data
     from burnish.data.sources import load_datasets
     from burnish.data.tally import Tally
     from burnish.models.check import check_model
 
-    problems = check_model(options)
+    problems = check_model(options, asks_library=False)
     if check_data(options):  # in the list already
         return problems
     try:

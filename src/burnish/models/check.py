@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
-def check_model(options: Any) -> list[Problem]:
-    """Everything that would keep the model from being loaded."""
+def check_model(options: Any, asks_library: bool = True) -> list[Problem]:
+    """Everything that would keep the model from being loaded.
+
+    Args:
+        asks_library: whether transformers may be asked, whose import takes seconds; without it the files are looked at,
+            and not whether they are those of a model that transformers knows.
+    """
     problems = [*attention_problems(options)]
     try:
         source = find_source(options.model_name_or_path, options)
@@ -35,11 +40,11 @@ def check_model(options: Any) -> list[Problem]:
     except UserError as error:
         return [*problems, *error.problems]
     problems += _check_json(source.folder)
-    identity = _check_identity(source.folder, raw, options)
+    identity = _check_identity(source.folder, raw, options) if asks_library else []
     problems += identity
     problems += check_quantised_files(options, raw)
     if not identity and not options.train_from_scratch:
-        problems += _check_weights(source.folder, raw, options)
+        problems += _check_weights(source.folder, raw, options, asks_library)
     return problems
 
 
@@ -93,13 +98,13 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: Any) -> list[Pro
     return []
 
 
-def _check_weights(folder: Path, raw: dict[str, Any], options: Any) -> list[Problem]:
+def _check_weights(folder: Path, raw: dict[str, Any], options: Any, asks_library: bool) -> list[Problem]:
     try:
         files = weight_files(folder)
     except UserError as error:
         return list(error.problems)
     tensors, problems = read_headers(files)
-    if problems or raw.get("quantization_config") or raw.get("auto_map"):
+    if problems or not asks_library or raw.get("quantization_config") or raw.get("auto_map"):
         return problems  # what the last two need, only loading them can tell
     try:
         config = load_config(options)
