@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from burnish.core.options import check
+from burnish.engine import base
 from burnish.engine import options as engine_options
 from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, create_engine, set_seed
 from burnish.engine.options import autocast_dtype, check_engine, engine_notes, full_eval_dtype
@@ -192,6 +193,31 @@ def test_arguments_of_checkpointing_without_checkpointing_are_said_to_have_no_ef
 def test_a_compiled_model_takes_the_same_steps():
     compiled = SingleEngine(options(torch_compile=True, torch_compile_backend="eager"))
     assert torch.allclose(take_steps(compiled, 8), take_steps(SingleEngine(options()), 8), atol=1e-6)
+
+
+def test_backend_and_mode_of_a_compilation_are_those_that_are_named(monkeypatch):
+    asked = []
+    monkeypatch.setattr(base, "compile_layers", lambda model, **given: asked.append(given))
+    for given in ({}, {"torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}):
+        SingleEngine(options(torch_compile=True, **given)).prepare(small_model(), None)
+        assert len(engine_notes(options(**given))) == len(given)
+    assert asked == [{"backend": "inductor", "mode": None}, {"backend": "eager", "mode": "reduce-overhead"}]
+
+
+def test_what_is_said_of_the_syncing_of_gradients_reaches_accelerate(monkeypatch):
+    import accelerate
+
+    from burnish.engine.accelerate import _accelerator
+
+    made = []
+    monkeypatch.setattr(accelerate, "Accelerator", lambda kwargs_handlers, **_: made.append(kwargs_handlers))
+    given = {"ddp_bucket_cap_mb": 7, "ddp_broadcast_buffers": True, "ddp_find_unused_parameters": True,
+             "ddp_static_graph": True, "ddp_timeout": 77, "ddp_backend": "gloo"}  # fmt: skip
+    for asked, expected in ((options(), (25, False, False, False)), (options(**given), (7, True, True, True))):
+        _accelerator(asked, CPU)
+        ddp, group = made.pop()
+        assert (ddp.bucket_cap_mb, ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.static_graph) == expected
+        assert (group.timeout.total_seconds(), group.backend) == (asked.ddp_timeout, asked.ddp_backend)
 
 
 def test_layers_that_are_alike_are_compiled_once_and_keep_their_names():

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 from types import SimpleNamespace
@@ -310,6 +311,10 @@ def test_log_levels_follow_the_process(monkeypatch):
         assert logger.level == logging.ERROR
         console.set_log_levels(ReportOptions(), is_main=True, is_node_main=True)
         assert logger.level == logging.ERROR  # passive leaves it
+        console.set_log_levels(options, is_main=False, is_node_main=True)
+        assert logger.level == logging.DEBUG
+        console.set_log_levels(replace(options, log_on_each_node=False), is_main=False, is_node_main=True)
+        assert logger.level == logging.ERROR
     finally:
         logger.setLevel(before)
         os.environ.pop("TRANSFORMERS_VERBOSITY", None)

@@ -176,10 +176,17 @@ def test_the_trackio_callback_of_transformers_runs_on_these_options(tmp_path, mo
     fake.finish = lambda: recorder.logged.append("finished")
     fake.context_vars = types.SimpleNamespace(current_space_id=types.SimpleNamespace(get=lambda: None))
     monkeypatch.setitem(sys.modules, "trackio", fake)
-    options = parsed(report_to="trackio", output_dir=str(tmp_path), run_name="first", project="burnish")
+    options = parsed(
+        report_to="trackio", output_dir=str(tmp_path), run_name="first", project="burnish", trackio_space_id="me/space",
+        trackio_bucket_id="me/bucket", trackio_static_space_id="false", hub_private_repo="true",
+    )  # fmt: skip
+    assert options.trackio_static_space_id is False
     fire_a_run(tracker_callbacks(options.report_to), options)
     assert recorder.run["project"] == "burnish"
     assert recorder.run["name"] == "first"
+    assert recorder.run["space_id"] == "me/space"
+    assert recorder.run["bucket_id"] == "me/bucket"
+    assert recorder.run["private"] is True
     assert fake.config["output_dir"] == str(tmp_path)
     assert recorder.logged[0] == {"train/loss": 1.5, "train/learning_rate": 0.1, "train/global_step": 1}
     assert recorder.logged[-1] == "finished"

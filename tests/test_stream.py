@@ -161,6 +161,21 @@ def test_workers_give_the_batches_that_the_loop_would_make_itself():
     assert steps_of_epoch(stream(dataloader_num_workers=1)) == steps_of_epoch(stream())
 
 
+def test_workers_are_given_what_the_options_say_of_them(monkeypatch):
+    given = []
+
+    def loader(items, batch_sampler, collate_fn, **settings):
+        given.append((settings["num_workers"], settings["prefetch_factor"], settings["pin_memory"]))
+        return [collate_fn(part) for part in batch_sampler]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.utils.data, "DataLoader", loader)
+    for pinned in (True, False):
+        asked = {"dataloader_prefetch_factor": 3, "dataloader_pin_memory": pinned}
+        assert steps_of_epoch(stream(dataloader_num_workers=1, **asked)) == steps_of_epoch(stream())
+    assert given == [(1, 3, True), (1, 3, False)]
+
+
 def test_evaluation_goes_through_its_set_in_order_and_again():
     batches = EvalBatches(range(5), collate, batch_size=2)
     for _ in range(2):

@@ -369,6 +369,14 @@ def test_the_fingerprint_changes_with_whatever_changes_the_rows():
     assert loaded("qwen")[0].fingerprint == loaded("qwen")[0].fingerprint
 
 
+def test_rows_of_one_tokenizer_are_not_taken_for_those_of_another():
+    one, other = byte_tokenizer(), byte_tokenizer()
+    template, again = loaded("qwen", one)[0], loaded("qwen", other)[0]
+    assert template.fingerprint == again.fingerprint
+    other.add_tokens(["<calc>"])
+    assert loaded("qwen", other)[0].fingerprint != template.fingerprint
+
+
 # Tokenizers that put a space before a text's first word
 
 

@@ -39,6 +39,7 @@ from burnish.data.batching import collator, packs_rows
 from burnish.data.budget import Budget
 from burnish.data.stream import Cut, EvalBatches, RowStream
 from burnish.engine.base import create_engine, set_seed
+from burnish.engine.options import local_rank
 from burnish.models.attention import Layout, lay_flat
 from burnish.models.attention_choice import asked_attention
 from burnish.models.fused import fuse
@@ -85,7 +86,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
     """From the engine to the last file."""
     options, folder = plan.options, Path(plan.options.output_dir)
     engine = create_engine(options)
-    set_log_levels(options, engine.rank == 0, engine.rank == 0)
+    set_log_levels(options, engine.rank == 0, local_rank() == 0)
 
     def any_rank(asked: bool) -> bool:
         """Ranks hear of a signal at different moments and must stop at the same step; one read per step."""

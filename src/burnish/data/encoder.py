@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 from burnish.data.pre_tokens import Ids
@@ -53,6 +54,17 @@ class Encoder:
         self._hidden, self._hidden_or_kept = re.compile(hidden), re.compile(f"({kept})|{hidden}")
         self._control = re.compile(f"({any_of(sorted(self._tokens, key=len, reverse=True))})")
         self._shown = re.compile(f"{_MARK}.", re.DOTALL)
+
+    @cached_property
+    def identity(self) -> str:
+        """Changes whenever the ids of some text would."""
+        tokenizer = self.tokenizer
+        state = (
+            self._backend().to_str()
+            if tokenizer.is_fast
+            else f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())}"
+        )
+        return blake2b(f"{state} {sorted(self._texts.values())}".encode(), digest_size=16).hexdigest()
 
     def hide(self, text: str, *, assistant: bool = False) -> str:
         """The text with its special tokens made harmless; in an assistant's text the words of ``keep`` stay."""

@@ -163,7 +163,7 @@ class Template:
     def fingerprint(self) -> str:
         """Changes whenever the rows of the same examples would."""
         options = {name: getattr(self.options, name) for name in OPTIONS_OF_ROWS}
-        return _hashed([self.form.identity(), options, self.cutoff_len])
+        return _hashed([self.form.identity(), self.form.encoder.identity, options, self.cutoff_len])
 
     @property
     def form_fingerprint(self) -> str:

@@ -46,6 +46,8 @@ class StreamOptions:
 def stream_notes(options: Any) -> list[str]:
     """What is done other than asked."""
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
+    if options.dataloader_prefetch_factor is not None and not asked:
+        return ['"dataloader_prefetch_factor" has no effect without dataloader_num_workers.']
     if asked <= cores or options.streaming or options.encode_ahead is True:  # those have none: ahead_notes
         return []
     return [f'"dataloader_num_workers" is {asked}; this machine has {cores} cores, so {cores} are used.']

@@ -128,6 +128,9 @@ def engine_notes(options: Any) -> list[str]:
         notes.append('"gradient_checkpointing_kwargs": "offload" has no effect on a CPU.')
     if options.activation_offloading and device.type == "cpu":
         notes.append('"activation_offloading" has no effect on a CPU, whose memory is the machine\'s.')
+    for name in ("torch_compile_backend", "torch_compile_mode"):
+        if getattr(options, name) is not None and not options.torch_compile:
+            notes.append(f'"{name}" has no effect without "torch_compile".')
     notes += sharding_notes(options)
     if options.tf32 and device.type == "cpu":
         notes.append('"tf32" has no effect on a CPU.')
@@ -143,9 +146,12 @@ def uses_accelerate(options: Any) -> bool:
 def device_of(options: Any) -> torch.device:
     """This process's device: its own of the machine's accelerators, or the CPU."""
     accelerator = None if options.use_cpu else torch.accelerator.current_accelerator(check_available=True)
-    return (
-        torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0"))) if accelerator else torch.device("cpu")
-    )
+    return torch.device(accelerator.type, local_rank()) if accelerator else torch.device("cpu")
+
+
+def local_rank() -> int:
+    """The number of this process on its machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def autocast_dtype(options: Any, device: torch.device) -> torch.dtype | None:

@@ -27,7 +27,9 @@ class ModelOptions:
     ms_hub_token: str | None = option(None, "The token for private models and data sets on ModelScope.")
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. It can do anything you can.")
     train_from_scratch: bool = option(False, "Start from random weights, drawn with seed; only the config is read.")
-    use_fast_tokenizer: bool = option(True, "Use the tokenizer written in Rust, where there is one.")
+    use_fast_tokenizer: bool = option(
+        True, "Use the tokenizer written in Rust.", ignored="transformers 5 always uses it"
+    )
     add_tokens: list[str] | None = option(None, "New tokens for the tokenizer; implies resize_vocab.")
     add_special_tokens: list[str] | None = option(
         None, "New special tokens for the tokenizer, never split and not part of text; implies resize_vocab.",

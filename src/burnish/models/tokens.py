@@ -47,7 +47,7 @@ def load_tokenizer(options: Any, notes: list[str] | None = None) -> PreTrainedTo
         raise UserError(_no_tokenizer(source.name))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.name, use_fast=options.use_fast_tokenizer, padding_side="right", **hub_arguments(options)
+            source.name, padding_side="right", **hub_arguments(options)
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(_broken_tokenizer(source.name, error)) from error

@@ -226,6 +226,7 @@ class _LayerAdam(_BlockAdam):
             per_group.append(moved)
         self._start(per_group)
         if self.options.badam_verbose:
+            logger.setLevel(logging.INFO)  # it was asked for, whatever else is to be said
             logger.info("BAdam: the active block is %s.", prefix)
         if self.options.badam_verbose == 2:
             logger.info("BAdam: it holds %s.", ", ".join(sorted(names)))

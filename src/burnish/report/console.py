@@ -103,8 +103,21 @@ _LIBRARIES = {
 """Library -> the environment variable from which it takes its level when it is imported, which overrides its logger."""
 
 
+class _OwnNotes(logging.Handler):
+    """What burnish's own loggers say, as notes and warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (warn if record.levelno >= logging.WARNING else note)(record.getMessage())
+
+
+_own_notes = _OwnNotes()
+
+
 def set_log_levels(options: ReportOptions, is_main: bool, is_node_main: bool) -> None:
-    """Apply ``log_level`` or ``log_level_replica``; "passive" leaves every level as it is."""
+    """Apply ``log_level`` or ``log_level_replica``; "passive" leaves every level as it is. What burnish's own parts log
+    is shown by the main process."""
+    if is_main:
+        logging.getLogger("burnish").addHandler(_own_notes)  # the same one again changes nothing
     speaks = is_node_main if options.log_on_each_node else is_main
     level = options.log_level if speaks else options.log_level_replica
     if level == "passive":

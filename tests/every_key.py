@@ -1,0 +1,386 @@
+"""What each option of a run is set to, and what then has to differ: the tables of ``test_every_key.py``.
+
+``SEEN`` has a row for each option that a tiny run can show: the value, the part of the run that has to differ from the
+run without it, and how. ``SHOWN_BY`` names the test of another file that shows the rest.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One option.
+
+    Args:
+        value: what it is set to.
+        part: of the outcome, one of ``PARTS``.
+        shows: (the part without it, the part with it) -> whether it did what it says.
+        beside: options that both runs have.
+    """
+
+    value: Any
+    part: str
+    shows: Callable[[Any, Any], bool] = operator.ne
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
+def fewer(before, after):
+    return len(after) < len(before)
+
+
+def more(before, after):
+    return len(after) > len(before)
+
+
+def is_now(expected):
+    return lambda before, after: after == expected != before
+
+
+def says(sentence):
+    return lambda before, after: sentence in after and sentence not in before
+
+
+def is_gone(before, after):
+    return bool(before) and not after
+
+
+def groups_have(name, *values):
+    """The groups of the optimizer have these values of a setting, and had others."""
+
+    def shown(before, after):
+        had, have = ({group.get(name) for group in each["groups"]} for each in (before, after))
+        return have == set(values) != had
+
+    return shown
+
+
+def another_optimizer(before, after):
+    return after["name"] != before["name"]
+
+
+def sets(name, value):
+    return lambda before, after: after[name] == value != before[name]
+
+
+def writes(*names):
+    return lambda before, after: set(names) <= set(after) - set(before)
+
+
+def leaves_out(*names):
+    return lambda before, after: set(names) <= set(before) - set(after)
+
+
+def loss_falls_below(share):
+    return lambda before, after: after[0]["loss"] < share * before[0]["loss"]
+
+
+def logs_more(before, after):
+    return after[0].keys() > before[0].keys()
+
+
+def other_numbers(before, after):
+    return before.keys() == after.keys() and before != after
+
+
+def only_some_moved(names):
+    return lambda before, after: all(any(part in name for part in names) for name in after) and set(after) < set(before)
+
+
+EVALUATED = {"val_size": 4}
+LORA = {"finetuning_type": "lora", "learning_rate": 1e-2}
+BADAM = {"use_badam": True, "badam_switch_interval": 2}
+BADAM_IN_ONE_BLOCK = {"use_badam": True, "badam_switch_interval": 9}
+GALORE = {"use_galore": True, "galore_rank": 4}
+APOLLO = {"use_apollo": True, "apollo_rank": 4}
+PREDICTED = {"do_train": False, "do_predict": True, "predict_with_generate": True, "predict_metrics": "exact_match",
+             "do_sample": False, "max_new_tokens": 4, "val_size": 2}  # fmt: skip
+EVERY_STEP = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1}
+BEST = {"metric_for_best_model": "eval_loss", **EVERY_STEP}
+
+SEEN: dict[str, Row] = {
+    # what the run does
+    "stage": Row("pt", "rows", beside={"dataset": "texts.jsonl"}),
+    "do_train": Row(False, "weights", is_gone, {"do_eval": True, **EVALUATED}),
+    "do_eval": Row(True, "files", writes("eval_results.json"), EVALUATED),
+    "do_predict": Row(
+        True, "files", writes("predict_results.json"), EVALUATED
+    ),
+    # the model
+    "model_name_or_path": Row("other", "weights", other_numbers),
+    "train_from_scratch": Row(True, "weights", other_numbers),
+    "add_tokens": Row([" a number?"], "rows", lambda before, after: len(after[0][0]) < len(before[0][0])),
+    "add_special_tokens": Row(["<|more|>"], "tokenizer", lambda before, after: "<|more|>" in after),
+    "rope_scaling": Row("linear", "config", beside={"cutoff_len": 512}),
+    "finetuning_type": Row("freeze", "moved", only_some_moved(["layers.0.", "layers.1."])),
+    "liger_kernel_config": Row({"rope": True}, "said", says("Liger's kernels are not used")),
+    "print_param_status": Row(True, "said", says("trainable: True")),
+    # the data
+    "dataset": Row("b.jsonl", "rows", fewer),
+    "dataset_dir": Row("elsewhere", "rows", fewer, {"dataset": "named"}),
+    "formatting": Row("sharegpt", "refused"),
+    "columns": Row({"prompt": "output", "response": "instruction"}, "rows"),
+    "tags": Row(
+        {"role_tag": "who", "content_tag": "what", "user_tag": "u", "assistant_tag": "a"}, "refused", is_gone,
+        {"dataset": "renamed.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
+    ),
+    "max_samples": Row(5, "rows", lambda before, after: after == before[:5]),
+    "val_size": Row(0.5, "evaluated", lambda before, after: not before and len(after[""]) == 12),
+    "eval_dataset": Row("b.jsonl", "evaluated", lambda before, after: not before and len(after[""]) == 6),
+    "eval_on_each_dataset": Row(
+        True, "evaluated", lambda before, after: after.keys() == {"a", "b"}, {"eval_dataset": "a.json,b.jsonl"}
+    ),
+    "mix_strategy": Row("interleave_under", "rows", fewer, {"dataset": "a.json,b.jsonl"}),
+    "interleave_probs": Row(
+        [0.9, 0.1], "rows", beside={"dataset": "a.json,b.jsonl", "mix_strategy": "interleave_under"}
+    ),
+    "streaming": Row(True, "rows", lambda before, after: sorted(map(str, before)) == sorted(map(str, after))),
+    "on_bad_record": Row("drop", "refused", is_gone, {"dataset": "bad.json"}),
+    "on_empty_target": Row("raise", "refused", lambda before, after: "empty" in after, {"dataset": "empty.json"}),
+    # what is learned
+    "train_on_prompt": Row(True, "learned", more),
+    "mask_history": Row(True, "learned", fewer, {"dataset": "chats.json"}),
+    "train_on_eos": Row("none", "learned", fewer),
+    "template": Row("default", "rows"),
+    "default_system": Row("seven", "rows", lambda before, after: len(after[0][0]) > len(before[0][0])),
+    "enable_thinking": Row(False, "rows", beside={"template": "qwen3"}),
+    "missing_control_tokens": Row("split", "refused", is_gone, {"template": "llama3"}),
+    "cutoff_len": Row(24, "rows", lambda before, after: max(len(ids) for ids, _ in after) <= 24),
+    "truncation": Row("llamafactory", "rows", beside={"cutoff_len": 24}),
+    "on_too_long": Row("drop", "rows", fewer, {"cutoff_len": 28}),
+    # batches
+    "padding_free": Row(False, "batch", lambda before, after: len(after["input_ids"]) == 2 * len(before["input_ids"])),
+    "packing": Row(True, "rows", fewer),
+    "neat_packing": Row(True, "rows", fewer),
+    "packing_strategy": Row("wrapped", "rows", beside={"packing": True}),
+    "eval_packing": Row(
+        False, "evaluated", lambda before, after: len(after[""]) > len(before[""]), {"packing": True, **EVALUATED}
+    ),
+    "drop_incomplete_block": Row(True, "rows", fewer, {"stage": "pt", "dataset": "texts.jsonl"}),
+    "pad_to_multiple_of": Row(
+        16, "batch", lambda before, after: len(after["input_ids"][0]) % 16 == 0, {"padding_free": False}
+    ),
+    "ignore_pad_token_for_loss": Row(False, "batch", beside={"padding_free": False}),
+    "train_sampling_strategy": Row("sequential", "order", is_now(list(range(12)))),
+    "group_by_length": Row(True, "order"),
+    "max_tokens_per_batch": Row(200, "cuts", lambda before, after: sum(before[0]) == sum(after[0]) and after != before),
+    "dataloader_prefetch_factor": Row(2, "said", says("dataloader_num_workers")),
+    # steps
+    "per_device_train_batch_size": Row(3, "cuts", lambda before, after: after[0] == [3, 3]),
+    "per_device_eval_batch_size": Row(1, "eval batches", is_now([1, 1, 1, 1]), EVALUATED),
+    "gradient_accumulation_steps": Row(3, "cuts", lambda before, after: after[0] == [2, 2, 2]),
+    "num_train_epochs": Row(5, "steps", is_now(30), {"max_steps": -1}),
+    "max_steps": Row(2, "steps", is_now(2)),
+    "dataloader_drop_last": Row(True, "steps", is_now(3), {"max_samples": 5, "max_steps": -1, "num_train_epochs": 3}),
+    "lr_scheduler_type": Row("cosine", "rates"),
+    "lr_scheduler_kwargs": Row({"min_lr": 5e-4}, "rates", beside={"lr_scheduler_type": "cosine_with_min_lr"}),
+    "warmup_steps": Row(2, "rates", lambda before, after: after[:2] == [0.0, 5e-4]),
+    "warmup_ratio": Row(0.5, "rates", lambda before, after: after[:2] == [0.0, 5e-4]),
+    # the optimizer
+    "optim": Row("sgd", "optimizer", another_optimizer),
+    "optim_args": Row("momentum=0.9", "optimizer", groups_have("momentum", 0.9), {"optim": "sgd"}),
+    "learning_rate": Row(2e-3, "optimizer", groups_have("initial_lr", 2e-3)),
+    "weight_decay": Row(0.25, "optimizer", groups_have("weight_decay", 0.25, 0.0)),
+    "adam_beta1": Row(0.8, "optimizer", groups_have("betas", (0.8, 0.999))),
+    "adam_beta2": Row(0.9, "optimizer", groups_have("betas", (0.9, 0.9))),
+    "adam_epsilon": Row(1e-3, "optimizer", groups_have("eps", 1e-3)),
+    "max_grad_norm": Row(1e-3, "weights", other_numbers, {"optim": "sgd"}),
+    # when
+    "logging_strategy": Row("no", "log", fewer),
+    "logging_steps": Row(2, "log", fewer),
+    "logging_first_step": Row(True, "log", more, {"logging_steps": 2}),
+    "eval_strategy": Row("steps", "log", more, EVALUATED),
+    "eval_steps": Row(1, "log", more, {"eval_strategy": "steps", "logging_steps": 3, **EVALUATED}),
+    "eval_delay": Row(3, "log", fewer, EVERY_STEP),
+    "eval_on_start": Row(True, "log", more, EVERY_STEP),
+    "save_strategy": Row("steps", "files", writes("checkpoint-3")),
+    "save_steps": Row(2, "files", writes("checkpoint-2"), {"save_strategy": "steps"}),
+    "save_total_limit": Row(
+        1, "files", leaves_out("checkpoint-1", "checkpoint-2"),
+        {"save_strategy": "steps", "save_steps": 1},
+    ),
+    "save_only_model": Row(
+        True, "files", leaves_out("checkpoint-3/optimizer.safetensors"),
+        {"save_strategy": "steps"},
+    ),
+    "early_stopping_steps": Row(1, "log", fewer, {"early_stopping_threshold": 100.0, **BEST}),
+    "early_stopping_threshold": Row(100.0, "log", fewer, {"early_stopping_steps": 1, **BEST}),
+    "output_dir": Row("another", "files", is_gone),
+    # answers
+    "predict_with_generate": Row(
+        True, "answers", lambda before, after: not before and len(after) == 2,
+        {**PREDICTED, "predict_with_generate": False},
+    ),
+    "skip_special_tokens": Row(
+        False, "answers", lambda before, after: "more" not in before[0]["label"] and "more" in after[0]["label"],
+        {**PREDICTED, "dataset": "marked.json", "add_special_tokens": ["<|more|>"]},
+    ),
+    "do_sample": Row(True, "generation", sets("do_sample", True), PREDICTED),
+    "temperature": Row(0.5, "generation", sets("temperature", 0.5)),
+    "top_p": Row(0.5, "generation", sets("top_p", 0.5)),
+    "top_k": Row(5, "generation", sets("top_k", 5)),
+    "num_beams": Row(3, "generation", sets("num_beams", 3)),
+    "max_new_tokens": Row(7, "generation", sets("max_new_tokens", 7)),
+    "max_length": Row(99, "generation", sets("max_length", 99), {"max_new_tokens": 0}),
+    "repetition_penalty": Row(1.5, "generation", sets("repetition_penalty", 1.5)),
+    "length_penalty": Row(2.0, "generation", sets("length_penalty", 2.0), {"num_beams": 2}),
+    "cache_implementation": Row("static", "generation", sets("cache_implementation", "static")),
+    # what is shown
+    "plot_loss": Row(True, "files", writes("training_loss.png")),
+    "include_num_input_tokens_seen": Row(True, "log", lambda before, after: "num_input_tokens_seen" in after[0]),
+    # where it runs
+    "bf16": Row(True, "weights", other_numbers),
+    "fp16": Row(True, "weights", other_numbers),
+    "pure_bf16": Row(True, "dtypes", is_now({"torch.bfloat16"})),
+    "tf32": Row(True, "said", says('"tf32" has no effect on a CPU')),
+    "seed": Row(7, "order"),
+    "data_seed": Row(7, "order"),
+    "full_determinism": Row(True, "determinism", is_now(True)),
+    # methods
+    "lora_rank": Row(2, "shapes", beside=LORA),
+    "lora_alpha": Row(64, "weights", other_numbers, LORA),
+    "lora_dropout": Row(0.5, "weights", other_numbers, LORA),
+    "lora_target": Row(["q_proj"], "moved", only_some_moved(["q_proj"]), LORA),
+    "additional_target": Row(["lm_head"], "moved", lambda before, after: set(after) > set(before), LORA),
+    "use_rslora": Row(True, "weights", other_numbers, LORA),
+    "use_dora": Row(True, "shapes", more, LORA),
+    "pissa_init": Row(True, "weights", other_numbers, LORA),
+    "pissa_iter": Row(-1, "weights", other_numbers, {**LORA, "pissa_init": True, "pissa_iter": 1}),
+    "loraplus_lr_ratio": Row(
+        8.0, "optimizer", groups_have("initial_lr", 1e-2, 8e-2), LORA
+    ),
+    "loraplus_lr_embedding": Row(
+        3e-6, "optimizer", lambda before, after: 3e-6 in {g["initial_lr"] for g in after["groups"]},
+        {**LORA, "loraplus_lr_ratio": 8.0, "lora_target": ["embed_tokens", "q_proj"]},
+    ),
+    # the loss
+    "label_smoothing_factor": Row(0.5, "weights", other_numbers),
+    "neftune_noise_alpha": Row(5.0, "weights", other_numbers),
+    "use_dft_loss": Row(True, "log", loss_falls_below(0.1)),
+    "use_eaft_loss": Row(True, "log", loss_falls_below(1)),
+    "eaft_alpha": Row(9.0, "log", loss_falls_below(1), {"use_eaft_loss": True}),
+    "compute_accuracy": Row(True, "log", logs_more),
+    "compute_entropy": Row(True, "log", logs_more),
+    # optimizers with options of their own
+    "use_badam": Row(True, "moved", only_some_moved(["layers.0."]), {"badam_switch_interval": 9}),
+    "badam_mode": Row("ratio", "weights", other_numbers, BADAM),
+    "badam_start_block": Row(1, "moved", lambda before, after: not set(before) & set(after), BADAM_IN_ONE_BLOCK),
+    "badam_switch_mode": Row("fixed", "moved", only_some_moved(["layers.0."]), BADAM),
+    "badam_switch_interval": Row(3, "moved", only_some_moved(["layers.0."]), BADAM),
+    "badam_update_ratio": Row(0.5, "weights", other_numbers, {**BADAM, "badam_mode": "ratio"}),
+    "badam_mask_mode": Row("scatter", "weights", other_numbers, {**BADAM, "badam_mode": "ratio"}),
+    "badam_verbose": Row(2, "said", says("BAdam"), BADAM),
+    "use_galore": Row(True, "weights", other_numbers, {"galore_rank": 4}),
+    "galore_target": Row(["mlp"], "weights", other_numbers, GALORE),
+    "galore_rank": Row(2, "weights", other_numbers, GALORE),
+    "galore_update_interval": Row(1, "weights", other_numbers, GALORE),
+    "galore_scale": Row(0.5, "weights", other_numbers, GALORE),
+    "galore_proj_type": Row("full", "weights", other_numbers, GALORE),
+    "use_apollo": Row(True, "weights", other_numbers, {"apollo_rank": 4}),
+    "apollo_target": Row(["mlp"], "weights", other_numbers, APOLLO),
+    "apollo_rank": Row(2, "weights", other_numbers, APOLLO),
+    "apollo_update_interval": Row(1, "weights", other_numbers, APOLLO),
+    "apollo_scale": Row(2.0, "weights", other_numbers, APOLLO),
+    "apollo_proj": Row("svd", "weights", other_numbers, APOLLO),
+    "apollo_proj_type": Row("right", "weights", other_numbers, APOLLO),
+    "apollo_scale_type": Row("tensor", "weights", other_numbers, APOLLO),
+    "apollo_scale_front": Row(True, "weights", other_numbers, APOLLO),
+    "optim_target_modules": Row(["mlp"], "weights", other_numbers, {"optim": "galore_adamw"}),
+    "use_muon": Row(True, "optimizer", another_optimizer),
+}  # fmt: skip
+
+# --- what other tests show --------------------------------------------------------------------------------------------
+
+SHOWN_BY: dict[str, str] = {
+    "adapter_name_or_path": "methods_end_to_end: adapters_are_merged_in_their_order_as_peft_merges_them",
+    "create_new_adapter": "methods_end_to_end: adapters_are_merged_in_their_order_as_peft_merges_them",
+    "model_revision": "hubs: what_the_hub_does_not_give_is_said_with_its_reason",
+    "hf_hub_token": "hubs: a_private_model_and_a_data_set_are_fetched_and_serve_a_second_run_without_a_network",
+    "ms_hub_token": "data_arguments: online_names_are_ids_of_a_hub",
+    "cache_dir": "bad_models: a_cached_model_is_found_where_the_hub_is_off",
+    "trust_remote_code": "bad_models: code_of_the_model_is_not_run_unless_the_flag_is_set",
+    "new_special_tokens_config": "new_tokens: a_described_token_begins_as_the_mean_of_its_description",
+    "init_special_tokens": "new_tokens: noise_is_added_where_it_is_asked_for",
+    "resize_vocab": "models: a_tokenizer_larger_than_the_embedding_is_refused_unless_it_may_grow",
+    "flash_attn": "models: flash_attn_names_an_implementation",
+    "attn_implementation": "models: attention_can_be_named_as_transformers_names_it",
+    "upcast_layernorm": "methods_end_to_end: weights_are_held_in_the_format_that_is_asked_for",
+    "use_cache": "models: the_cache_is_off_while_training_and_on_in_what_is_saved",
+    "enable_liger_kernel": "liger: the_kernels_are_taken_on_a_gpu_and_nowhere_else",
+    "quantization_bit": "quantize: a_model_is_quantised_while_it_is_loaded_but_for_its_head",
+    "quantization_type": "quantize: a_model_is_quantised_while_it_is_loaded_but_for_its_head",
+    "double_quantization": "quantize: a_model_is_quantised_while_it_is_loaded_but_for_its_head",
+    "quantization_method": "llamafactory_runs: what_is_not_here_is_refused_by_name_with_what_to_use_instead",
+    "preprocessing_batch_size": "prepare: examples_are_encoded_in_batches",
+    "preprocessing_num_workers": "prepare: several_processes_give_the_same_rows_and_counts",
+    "encode_ahead": "encode_ahead: the_weights_are_those_of_rows_encoded_before_with_and_without_a_kill",
+    "overwrite_cache": "prepare: overwrite_cache_encodes_again",
+    "tokenized_path": "prepare: a_tokenized_path_is_written_and_then_read",
+    "buffer_size": "streaming: records_are_shuffled_among_those_that_lie_together",
+    "tool_format": "tools: another_tool_format_can_be_asked_for",
+    "preserve_thinking": "templates_peers: a_template_gives_the_rows_that_llamafactory_gives",
+    "dataloader_num_workers": "stream: workers_give_the_batches_that_the_loop_would_make_itself",
+    "dataloader_pin_memory": "stream: workers_are_given_what_the_options_say_of_them",
+    "logging_nan_inf_filter": "hf_trainer: a_step_that_is_not_finite_is_skipped_said_and_left_out_of_the_log",
+    "on_non_finite": "loop: a_step_that_is_not_finite_can_be_skipped_and_is_left_out_of_the_log",
+    "overwrite_output_dir": "bad_checkpoints: overwriting_a_run_leaves_nothing_of_it",
+    "resume": "plan: a_folder_with_checkpoints_is_continued_unless_told",
+    "resume_from_checkpoint": "quantize: qlora_trains_and_goes_on_from_a_checkpoint_in_the_same_bits",
+    "resume_despite_changes": "train_run: another_run_in_the_same_folder_is_refused_with_the_difference",
+    "save_in_background": "checkpoint: weights_that_are_copied_during_the_next_step_are_those_of_their_own_step",
+    "load_best_model_at_end": "loop: the_best_weights_are_loaded_at_the_end",
+    "metric_for_best_model": "loop: a_metric_that_no_evaluation_gives_is_refused_with_those_there_are",
+    "greater_is_better": "early_stopping: it_stops_where_transformers_stops",
+    "predict_metrics": "predict: a_metric_of_ones_own_is_asked_for_by_name",
+    "export_dir": "export: the_command_exports_from_the_file_that_trained",
+    "export_size": "export: the_command_exports_from_the_file_that_trained",
+    "export_device": "llamafactory_runs: the_file_that_merges_an_adapter_exports_the_whole_model",
+    "infer_dtype": "every_key: the_format_of_exported_weights_is_the_one_that_is_named",
+    "export_hub_model_id": "export: the_exported_folder_is_uploaded_where_asked_for",
+    "report_to": "report_trackers: report_to_is_a_list_of_names",
+    "run_name": "report_trackers: the_trackio_callback_of_transformers_runs_on_these_options",
+    "project": "report_trackers: the_trackio_callback_of_transformers_runs_on_these_options",
+    "logging_dir": "report_trackers: the_tensorboard_callback_of_transformers_runs_on_these_options",
+    "trackio_space_id": "report_trackers: the_trackio_callback_of_transformers_runs_on_these_options",
+    "trackio_bucket_id": "report_trackers: the_trackio_callback_of_transformers_runs_on_these_options",
+    "trackio_static_space_id": "report_trackers: the_trackio_callback_of_transformers_runs_on_these_options",
+    "hub_private_repo": "report_trackers: the_trackio_callback_of_transformers_runs_on_these_options",
+    "disable_tqdm": "report_progress: disable_tqdm_prints_every_log",
+    "log_level": "report_progress: log_levels_follow_the_process",
+    "log_level_replica": "report_progress: log_levels_follow_the_process",
+    "log_on_each_node": "report_progress: log_levels_follow_the_process",
+    "profile": "profile: a_profiled_run_says_where_its_steps_went_and_keeps_a_trace",
+    "profile_steps": "profile: a_profiled_run_says_where_its_steps_went_and_keeps_a_trace",
+    "engine": "engines: the_engine_is_plain_torch_unless_there_are_several_processes",
+    "use_cpu": "plan: flash_attention_is_refused_on_a_cpu",
+    "bf16_full_eval": "engines: evaluation_has_a_format_of_its_own",
+    "fp16_full_eval": "engines: evaluation_has_a_format_of_its_own",
+    "gradient_checkpointing": "models: checkpointing_gives_the_same_gradients",
+    "gradient_checkpointing_kwargs": "engines: every_so_many_layers_are_checkpointed_where_that_is_asked_for",
+    "activation_offloading": "activations: an_engine_offloads_on_a_gpu_only_and_says_so",
+    "torch_compile": "engines: a_compiled_model_takes_the_same_steps",
+    "torch_compile_backend": "engines: backend_and_mode_of_a_compilation_are_those_that_are_named",
+    "torch_compile_mode": "engines: backend_and_mode_of_a_compilation_are_those_that_are_named",
+    "ddp_backend": "engines: what_is_said_of_the_syncing_of_gradients_reaches_accelerate",
+    "ddp_timeout": "engines: what_is_said_of_the_syncing_of_gradients_reaches_accelerate",
+    "ddp_bucket_cap_mb": "engines: what_is_said_of_the_syncing_of_gradients_reaches_accelerate",
+    "ddp_broadcast_buffers": "engines: what_is_said_of_the_syncing_of_gradients_reaches_accelerate",
+    "ddp_find_unused_parameters": "engines: what_is_said_of_the_syncing_of_gradients_reaches_accelerate",
+    "ddp_static_graph": "engines: what_is_said_of_the_syncing_of_gradients_reaches_accelerate",
+    "fsdp": "engines: settings_of_sharding_are_taken_with_a_word_on_what_they_do_not_do",
+    "fsdp_config": "engines: settings_of_sharding_are_taken_with_a_word_on_what_they_do_not_do",
+    "deepspeed": "engines: settings_of_sharding_that_would_change_the_numbers_are_refused",
+    "freeze_trainable_layers": "freeze: layers_are_counted_from_the_end_or_from_the_beginning",
+    "freeze_trainable_modules": "freeze: only_the_modules_named_train_in_a_layer",
+    "freeze_extra_modules": "freeze: extra_modules_train_beside_the_layers",
+    "use_llama_pro": "freeze: of_a_model_that_llama_pro_expanded_the_last_layer_of_each_group_is_trained",
+    "peft_config": "freeze: a_method_of_the_peft_library_trains_is_saved_and_goes_on",
+    "oft_block_size": "freeze: oft_is_described_by_the_keys_of_llamafactory",
+    "oft_rank": "freeze: oft_is_described_by_the_keys_of_llamafactory",
+    "oft_target": "freeze: oft_is_described_by_the_keys_of_llamafactory",
+    "module_dropout": "freeze: oft_is_described_by_the_keys_of_llamafactory",
+    "fused_loss": "objective: the_fused_loss_is_refused_where_it_was_asked_for_and_cannot_be",
+    "router_aux_loss_coef": "objective: the_loss_of_a_router_is_added_as_transformers_adds_it",
+}

@@ -1,0 +1,238 @@
+"""Every option of a run changes what it says it changes, or says that it has no effect; none is ignored in silence.
+
+The tables are in ``every_key.py``. A run goes only as far as the part needs that is looked at: rows, parts of the run,
+weights and files. An option in neither table fails a test, and so does the name of a test that is not there or does not
+speak of the option.
+"""
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.app import build
+from burnish.app.plan import RunOptions, plan
+from burnish.app.prepare import prepare
+from burnish.cli import main
+from burnish.core.errors import UserError
+from burnish.core.options import Given, specs
+from burnish.engine.base import create_engine
+from burnish.models.generate import generation_config
+from data_sets import chat, qa, write
+from every_key import SEEN, SHOWN_BY
+from small_run import WORDS, make_model
+
+
+@cache
+def sources_of(name: str) -> dict[str, str]:
+    """The tests of a file: name -> its source, with the source of the tables and functions of the file it names."""
+    text = Path(__file__).with_name(f"test_{name}.py").read_text(encoding="utf-8")
+    lines, sources = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        names = [node.name] if isinstance(node, ast.FunctionDef) else [
+            target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)
+        ]  # fmt: skip
+        sources.update(dict.fromkeys(names, "\n".join(lines[first - 1 : node.end_lineno])))
+    return {
+        name: "\n".join([own, *(more for other, more in sources.items() if re.search(rf"\b{other}\b", own))])
+        for name, own in sources.items()
+        if name.startswith("test_")
+    }
+
+
+def test_every_option_is_in_one_of_the_tables_and_those_without_effect_in_none():
+    known = specs(RunOptions)
+    read = {name for name, spec in known.items() if not spec.ignored}
+    assert SEEN.keys() | SHOWN_BY.keys() == read
+    assert not SEEN.keys() & SHOWN_BY.keys()
+
+
+@pytest.mark.parametrize("name", SHOWN_BY)
+def test_the_test_that_shows_an_option_is_there_and_speaks_of_it(name):
+    file, _, test = SHOWN_BY[name].partition(": ")
+    assert f"test_{test}" in sources_of(file)
+    assert re.search(rf"\b{name}\b", sources_of(file)[f"test_{test}"])
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+BASE = {
+    "model_name_or_path": "model", "dataset": "a.json", "stage": "sft", "finetuning_type": "full", "template": "chatml",
+    "cutoff_len": 128, "output_dir": "out", "learning_rate": 1e-3, "lr_scheduler_type": "linear", "max_steps": 3,
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "save_strategy": "no",
+    "plot_loss": False, "use_cpu": True, "optim": "adamw_torch",
+}  # fmt: skip
+TIMES = re.compile("runtime|per_second|flos|time")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with two models and some small data sets."""
+    folder = tmp_path_factory.mktemp("every_key")
+    make_model(folder / "model")
+    make_model(folder / "other", seed=1)
+    many, few = ([qa(n, " ".join([WORDS[n % 10]] * (1 + n % 5))) for n in numbers] for numbers in (range(24), range(6)))
+    write(folder / "a.json", many)
+    write(folder / "b.jsonl", few)
+    for place, rows in (("data", many), ("elsewhere", few)):
+        write(folder / place / "named.json", rows)
+        write(folder / place / "dataset_info.json", {"named": {"file_name": "named.json"}})
+    write(folder / "bad.json", [*few, {"instruction": 3, "input": "", "output": "x"}])
+    write(folder / "marked.json", [qa(n, "red <|more|>") for n in range(4)])
+    write(folder / "empty.json", [*few, {**qa(1), "output": ""}])
+    write(folder / "texts.jsonl", [{"text": f"{WORDS[n]} " * 30} for n in range(10)])
+    talk = [("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone")]
+    write(folder / "chats.json", [chat(*talk)] * 4)
+    renamed = [{"who": role[0], "what": words} for role, words in talk]
+    write(folder / "renamed.json", [{"talk": renamed}] * 4)
+    return folder
+
+
+class Outcome(dict[str, Any]):
+    """The parts of one run, as far as they were made."""
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Outcome]:
+    """Runs that several rows compare with."""
+    return {}
+
+
+@pytest.fixture
+def outcome(workplace, known, tmp_path, monkeypatch, capfd):
+    """Options over ``BASE`` -> the parts of that run, up to the one that is wanted."""
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("BURNISH_CACHE", str(workplace / "cache"))
+
+    def look(part: str, given: dict[str, Any]) -> Outcome:
+        depth = next(d for d, parts in enumerate(PARTS) if part in parts)
+        key = f"{depth} {json.dumps(given, sort_keys=True)}"
+        if key not in known:
+            capfd.readouterr()
+            here = {**BASE, **given}
+            folder = tmp_path / str(len(known))
+            here["output_dir"] = str(folder / here["output_dir"])
+            known[key] = looked_at(here, depth, folder / "out", monkeypatch)
+            known[key]["said"] = "".join(capfd.readouterr())
+        return known[key]
+
+    return look
+
+
+PARTS = (
+    {"rows", "learned", "evaluated", "steps", "config", "tokenizer", "refused"},
+    {"batch", "order", "cuts", "eval batches", "optimizer", "shapes", "dtypes", "generation", "determinism"},
+    {"weights", "moved", "log", "rates", "files", "answers", "said"},
+)
+"""What is known once a run is prepared, assembled, and at its end."""
+
+
+def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    """The parts of a run; where it is refused, the reason alone."""
+    try:
+        made = plan({name: Given(value, "here") for name, value in given.items()})
+        if depth < 2:
+            prepared = prepare(made)
+            found = of_rows(prepared)
+            return found if depth == 0 else found | of_parts(assembled(made, prepared), made.options, prepared)
+        return of_a_whole_run(made, folder, monkeypatch)
+    except UserError as error:
+        return Outcome(refused=str(error))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assembled(made, prepared):
+    return build.assemble(made, prepared, create_engine(made.options), None)
+
+
+def of_rows(prepared):
+    rows = [row for row in (prepared.rows[n] for n in range(len(prepared.rows))) if row]
+    return Outcome(
+        refused="",
+        rows=[(list(row["input_ids"]), list(row["labels"])) for row in rows],
+        learned=[label for row in rows for label in row["labels"] if label != -100],
+        evaluated={name: [list(row["input_ids"]) for row in some] for name, some in prepared.eval_rows.items()},
+        steps=prepared.steps.max_steps,
+        config=prepared.config.to_dict(),
+        tokenizer=list(prepared.tokenizer.get_added_vocab()),
+    )
+
+
+def of_parts(run, options, prepared):
+    model, stream = run.parts["model"].model, run.stream
+    order = stream.order(0)
+    groups = [order[start : start + stream.cut.rows_per_step] for start in (0, stream.cut.rows_per_step)]
+    config = generation_config(model, prepared.tokenizer, prepared.template.stop_token_ids(), options)
+    return Outcome(
+        batch={n: getattr(v, 'tolist', lambda v=v: v)() for n, v in next(stream.groups()).batches[0].items()},
+        order=order[:12],
+        cuts=[[len(part) for part in stream.cut.micro_batches(group, stream.lengths)] for group in groups],
+        optimizer={
+            "name": type(run.optimizer).__name__,
+            "groups": [{k: v for k, v in group.items() if k not in ("params", "param_names")}
+                       for group in run.optimizer.param_groups],
+        },
+        shapes={name: tuple(tensor.shape) for name, tensor in run.parts["model"].state_dict().items()},
+        dtypes={str(p.dtype) for p in model.parameters()},
+        generation=config.to_dict(),
+        determinism=torch.are_deterministic_algorithms_enabled(),
+        **{"eval batches": [len(part) for some in run.eval_sets.values() for part in some.parts]},
+    )  # fmt: skip
+
+
+def of_a_whole_run(made, folder, monkeypatch):
+    kept = []
+
+    def keep(*given):
+        run = assemble(*given)
+        kept.append((run, {n: t.clone() for n, t in run.parts["model"].state_dict().items()}))
+        return run
+
+    assemble = build.assemble
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "assemble", keep)
+        build.train_run(made)
+    ((run, before),) = kept
+    after = run.parts["model"].state_dict() if made.options.do_train is not False else {}
+    log = [{k: v for k, v in entry.items() if not TIMES.search(k)} for entry in run.state.log_history]
+    answers = folder / "generated_predictions.jsonl"
+    return Outcome(
+        refused="",
+        weights={name: tensor.tolist() for name, tensor in after.items()},
+        moved=[name for name, tensor in after.items() if not torch.equal(tensor, before[name])],
+        log=[entry for entry in log if "train_loss" not in entry],
+        rates=[entry["learning_rate"] for entry in log if "learning_rate" in entry],
+        files=sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith(".")),
+        answers=[json.loads(line) for line in answers.read_text().splitlines()] if answers.exists() else [],
+    )
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_an_option_changes_what_it_says_it_changes(outcome, name):
+    row = SEEN[name]
+    without, with_it = outcome(row.part, row.beside), outcome(row.part, {**row.beside, name: row.value})
+    if row.part != "refused":
+        assert (without.get("refused", ""), with_it.get("refused", "")) == ("", "")
+    assert row.shows(without.get(row.part), with_it.get(row.part))
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"), [({}, torch.float32), ({"infer_dtype": "bfloat16"}, torch.bfloat16)], ids=["auto", "named"]
+)
+def test_the_format_of_exported_weights_is_the_one_that_is_named(workplace, tmp_path, given, dtype):
+    from safetensors.torch import load_file
+
+    words = [f"{key}={value}" for key, value in given.items()]
+    out = tmp_path / "whole"
+    assert (
+        main(["export", f"model_name_or_path={workplace / 'model'}", "template=chatml", f"export_dir={out}", *words])
+        == 0
+    )
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}
