@@ -289,6 +289,7 @@ SEEN: dict[str, Row] = {
     "apollo_scale_front": Row(True, "weights", other_numbers, APOLLO),
     "optim_target_modules": Row(["mlp"], "weights", other_numbers, {"optim": "galore_adamw"}),
     "use_muon": Row(True, "optimizer", another_optimizer),
+    "use_adam_mini": Row(True, "weights", other_numbers),
 }  # fmt: skip
 
 # --- what other tests show --------------------------------------------------------------------------------------------
