@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -99,13 +100,13 @@ def seconds(prepare: Callable[[Path, Path, int], Any], folder: Path, model: Path
     return time.process_time() - begin
 
 
-if __name__ == "__main__":
+def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library", choices=("burnish", "trl", "llamafactory"))
     parser.add_argument("material", type=Path)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--records", type=Path, help="a JSON list of alpaca or sharegpt records of your own")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
         folder, prepare = Path(name), globals()[arguments.library]
         given = json.loads(arguments.records.read_text()) if arguments.records else conversations(arguments.rows)
@@ -116,3 +117,7 @@ if __name__ == "__main__":
         taken = seconds(prepare, folder, arguments.material / "model", rows) - few
     found = {"rows_per_cpu_s": (rows - FEW) / taken, "peak_bytes": peak_bytes(), "versions": versions()}
     print(MARK + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -31,7 +31,9 @@ class Gauge:
         self.save_waits_s: list[float] = []
         self.save_waits_cpu_s: list[float] = []  # of the thread that trains
         self.step_ended_cpu_s = 0.0
+        self.trained_cpu_s = 0.0
         self.ready: tuple[float, float, int] | None = None  # when the first step begins, and the memory held then
+        self.more: dict[str, Any] = {}
 
     def count(self, labels: Any) -> None:
         """Labels of a micro-batch, before a model sees them; -100 is none."""
@@ -45,6 +47,20 @@ class Gauge:
     def on_step_end(self) -> None:
         self.steps.append((time.process_time(), time.perf_counter(), self.labels))
         self.step_ended_cpu_s = time.thread_time()
+
+    def on_log(self, logs: dict[str, float]) -> None:
+        """The mean loss of the first pass over the rows; the other passes are there for the clock alone."""
+        if "loss" in logs:
+            self.more.setdefault("loss", float(logs["loss"]))
+
+    def on_train_end(self) -> None:
+        self.more["peak_bytes"] = peak_bytes()
+        forget_peak()
+        self.trained_cpu_s = time.process_time()
+
+    def on_evaluate(self) -> None:
+        self.more["evaluation_cpu_s"] = time.process_time() - self.trained_cpu_s
+        self.more["evaluation_peak_bytes"] = peak_bytes()
 
     def on_save(self) -> None:
         self.save_waits_s.append(time.perf_counter() - self.steps[-1][1])
@@ -62,8 +78,8 @@ class Gauge:
     def report(self, **more: Any) -> None:
         assert self.ready is not None
         found = {
-            "peak_bytes": peak_bytes(), "ready_cpu_s": self.ready[0], "ready_wall_s": self.ready[1],
-            "ready_bytes": self.ready[2], "versions": versions(), **self._of_steps(), **more,
+            "ready_cpu_s": self.ready[0], "ready_wall_s": self.ready[1], "ready_bytes": self.ready[2],
+            "versions": versions(), **self._of_steps(), **self.more, **more,
         }  # fmt: skip
         print(MARK + json.dumps(found), flush=True)
 
@@ -91,6 +107,15 @@ def as_callback(gauge: Gauge, base: type) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             gauge.on_step_end()
 
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gauge.on_log(kwargs["logs"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gauge.on_train_end()
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gauge.on_evaluate()
+
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             gauge.on_save()
 
@@ -98,7 +123,7 @@ def as_callback(gauge: Gauge, base: type) -> Any:
 
 
 def peak_bytes() -> int:
-    """The largest resident memory of this process so far."""
+    """The largest resident memory of this process, since it began or since ``forget_peak``."""
     return resident_bytes("VmHWM")
 
 
@@ -106,6 +131,11 @@ def resident_bytes(which: str) -> int:
     """Memory of this process, by its name in the system's status of it: VmRSS is what it holds, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
+
+
+def forget_peak() -> None:
+    """Begin the peak anew, at what is resident now (proc(5), /proc/pid/clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def versions() -> dict[str, str]:
@@ -121,9 +151,10 @@ def versions() -> dict[str, str]:
 def common(output: str) -> dict[str, Any]:
     """What all trainers are told, in transformers' words.
 
-    Eight rows to a step, one pass over the rows, AdamW, no file written but where checkpoints are measured.
+    Eight rows to a step, one pass over the rows, AdamW, no file written but where checkpoints are measured. One log:
+    the mean loss of a pass.
     """
     return {
         "output_dir": output, "per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-4,
-        "logging_steps": 1000, "report_to": "none", "use_cpu": True, "seed": 17, "save_strategy": "no",
+        "logging_strategy": "epoch", "report_to": "none", "use_cpu": True, "save_strategy": "no",
     }  # fmt: skip

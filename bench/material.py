@@ -1,26 +1,29 @@
 """What every measurement is made on: a model with random weights, a tokenizer, conversations, and their rows of ids.
 
-    python bench/material.py FOLDER [--family qwen2] [--size small] [--layers 8] [--rows 40] [--longest 1024]
+    python bench/material.py FOLDER [--family qwen2] [--size small] [--layers 8] [--rows 24] [--longest 1024]
 
 Out come, in FOLDER: ``model`` (with a tokenizer of its own), ``conversations.json`` (alpaca records), ``rows.json``
 (the same as token ids and labels, so that every trainer gets the very same tokens) and ``facts.json`` (what a report
 says about them). All of it follows from ``SEED``: no download, and the same bytes wherever the versions of the
 libraries are the same.
 
-The words are made of syllables and drawn by Zipf's law; the lengths of questions and answers are drawn from log-normal
-distributions like those of instruction sets: most rows are short, a few fill the context. No row is longer than
-``--longest``, so that nobody's way to cut a row changes what is learned.
+The words are made of syllables and drawn by Zipf's law; the lengths of questions and answers have log-normal
+distributions like those of instruction sets: most rows are short, a few are long. Few rows are measured, so their
+lengths stand at even quantiles of it instead of being drawn: whether a draw of two dozen has a long row is luck. No row
+is longer than ``--longest``, so that nobody's way to cut a row changes what is learned.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, product
+from math import exp
 from pathlib import Path
 from random import Random
+from statistics import NormalDist
 from typing import Any
 
 SEED = 17
@@ -53,7 +56,7 @@ class Material:
     family: str = "qwen2"
     size: str = "small"
     layers: int | None = None
-    rows: int = 40
+    rows: int = 24
     longest: int = 1024
     median: int | None = None
 
@@ -91,9 +94,10 @@ class Writer:
         self.words = words(Random(SEED))
         self.weights = [1 / (rank + 3) for rank in range(len(self.words))]
 
-    def text(self, median: float, spread: float, longest: int) -> str:
-        """A sentence or more: a log-normal number of words."""
-        count = min(longest, max(2, round(self.random.lognormvariate(0, spread) * median)))
+    def text(self, median: float, spread: float, longest: int, deviate: float | None = None) -> str:
+        """A sentence or more: a log-normal number of words, at ``deviate`` standard deviations or anywhere."""
+        deviate = self.random.gauss() if deviate is None else deviate
+        count = min(longest, max(2, round(exp(spread * deviate) * median)))
         return " ".join(self.random.choices(self.words, self.weights, k=count)).capitalize() + "."
 
 
@@ -104,18 +108,25 @@ def conversations(count: int, seed: int = SEED, median: int = 120) -> list[dict[
 
 def drawn(writer: Writer, median: int) -> Iterator[dict[str, str]]:
     while True:
-        question, answer = writer.text(median / 4, 0.8, 2 * median), writer.text(3 * median / 4, 0.9, 6 * median)
-        yield {"instruction": question, "input": "", "output": answer}
+        yield conversation(writer, median)
+
+
+def conversation(writer: Writer, median: int, deviates: Sequence[float | None] = (None, None)) -> dict[str, str]:
+    question = writer.text(median / 4, 0.8, 2 * median, deviates[0])
+    return {"instruction": question, "input": "", "output": writer.text(3 * median / 4, 0.9, 6 * median, deviates[1])}
 
 
 def fitting(asked: Material, tokenizer: Any) -> list[dict[str, str]]:
-    """Conversations whose rows are no longer than asked."""
-    found: list[dict[str, str]] = []
-    for record in drawn(Writer(SEED), asked.median or max(4, asked.longest // 8)):
-        if len(row(record, tokenizer)["input_ids"]) <= asked.longest:
-            found.append(record)
-        if len(found) == asked.rows:
-            break
+    """Conversations at even quantiles of both lengths; where a row is longer than asked, another in its place."""
+    writer, median = Writer(SEED), asked.median or max(4, asked.longest // 10)
+    quantiles = [NormalDist().inv_cdf((place + 0.5) / asked.rows) for place in range(asked.rows)]
+    questions, answers = (writer.random.sample(quantiles, asked.rows) for _ in range(2))
+    found = []
+    for deviates in zip(questions, answers, strict=True):
+        record = conversation(writer, median, deviates)
+        while len(row(record, tokenizer)["input_ids"]) > asked.longest:
+            record = conversation(writer, median)
+        found.append(record)
     return found
 
 
@@ -191,9 +202,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", choices=FAMILIES, default="qwen2")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--rows", type=int, default=40)
+    parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest row, 32 to 4096")
-    parser.add_argument("--median", type=int, help="words of a typical row; an eighth of --longest if not given")
+    parser.add_argument("--median", type=int, help="words of a typical row; a tenth of --longest if not given")
 
 
 def asked_for(arguments: argparse.Namespace) -> Material:

@@ -18,6 +18,7 @@ from settings import BASE, OURS, Setting
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 GB = 1e9
+PEERS = {"TRL": "trl", "transformers": "transformers", "LLaMA-Factory": "llamafactory"}
 _PRODUCTS = """
 import time, torch
 torch.set_num_threads(1)
@@ -58,21 +59,21 @@ def train_section(
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name in rounds[0]:
-        each = [found[name] for found in whole(rounds, name)]
+        each = figures_of(rounds, name)
         if not each:
             lines.append(f"| {name} | failed | | | | | |")
             continue
-        peak = max(figures["peak_bytes"] for figures in each)
+        highest = max(map(peak, each))
         used = middle(each, lambda figures, name=name: mfu(figures, rate["float32" not in name], facts, method))
         losses = [figures["loss"] for figures in each if figures.get("loss") is not None]
         lines.append(
-            f"| {name} | {middle(each, speed):.0f} | {ratios(rounds, name, BASE, speed)} | {peak / GB:.2f} | "
-            f"{(peak - state_bytes(facts, method)) / GB:.2f} | {100 * used:.0f} % | "
+            f"| {name} | {middle(each, speed):.0f} | {ratios(rounds, name, BASE, speed)} | {highest / GB:.2f} | "
+            f"{(highest - state_bytes(facts, method)) / GB:.2f} | {100 * used:.0f} % | "
             f"{f'{losses[0]:.2f}' if losses else '-'} |"
         )
     return "\n".join(
-        [described(facts, method), "", *lines, "", *beside_the_best(rounds, settings), about_mfu(rate, method),
-         *loop_line(rounds), "", where(rounds, part)]
+        [described(facts, method), "", *lines, "", *beside_the_best(rounds, settings, facts, method),
+         about_mfu(rate, method), *loop_line(rounds), "", where(rounds, part)]
     )  # fmt: skip
 
 
@@ -82,26 +83,40 @@ def described(facts: Figures, method: str) -> str:
         f"A {facts['family']} shape of {facts['weights'] / 1e6:.1f}M weights ({facts['layers']} layers of "
         f"{facts['width']}, vocabulary {facts['vocabulary']:,}); {facts['rows']} rows of "
         f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, "
-        f"{100 * facts['labels'] / facts['tokens']:.0f} % of them learned; eight rows to a step, or packs of "
-        f"{facts['longest']:,} tokens that hold about as many; {adapter}, AdamW, one thread."
+        f"{100 * facts['labels'] / facts['tokens']:.0f} % of them learned; eight rows to a step, or a pack "
+        f"of about as many; {adapter}, AdamW, one thread."
     )
 
 
-def beside_the_best(rounds: Sequence[Round], settings: Sequence[Setting]) -> list[str]:
+def beside_the_best(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, method: str) -> list[str]:
     """burnish beside the fastest setting of each peer, and beside its leanest."""
-    lines = ["| peer | its fastest setting | burnish's rate to it | burnish's memory to its leanest setting |",
-             "|---|---|---:|---:|"]  # fmt: skip
+    lines = ["| peer | its fastest setting | burnish's rate to it | its leanest setting | burnish's memory to it | "
+             "and above what must be there |", "|---|---|---:|---|---:|---:|"]  # fmt: skip
     if not whole(rounds, OURS):
         return []
-    for peer, library in (("TRL", "trl"), ("transformers", "transformers"), ("LLaMA-Factory", "llamafactory")):
-        names = [s.name for s in settings if s.library == library and whole(rounds, s.name)]
-        if not names:
-            continue
-        best = max(names, key=lambda name: middle([found[name] for found in whole(rounds, name)], speed))
-        leanest = min(names, key=lambda name: max(found[name]["peak_bytes"] for found in whole(rounds, name)))
-        memory = ratios(rounds, OURS, leanest, lambda figures: figures["peak_bytes"])
-        lines.append(f"| {peer} | {best.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, best, speed)} | {memory} |")
+
+    def above(figures: Figures) -> float:
+        return float(figures["peak_bytes"] - state_bytes(facts, method))
+
+    for peer, library in PEERS.items():
+        best, lean = fastest(rounds, settings, library), leanest(rounds, settings, library)
+        if best and lean:
+            lines.append(
+                f"| {peer} | {best.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, best, speed)} | "
+                f"{lean.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, lean, peak)} | "
+                f"{ratios(rounds, OURS, lean, above)} |"
+            )
     return [*lines, ""]
+
+
+def fastest(rounds: Sequence[Round], settings: Sequence[Setting], library: str) -> str | None:
+    names = [s.name for s in settings if s.library == library and whole(rounds, s.name)]
+    return max(names, key=lambda name: middle(figures_of(rounds, name), speed), default=None)
+
+
+def leanest(rounds: Sequence[Round], settings: Sequence[Setting], library: str) -> str | None:
+    names = [s.name for s in settings if s.library == library and whole(rounds, s.name)]
+    return min(names, key=lambda name: middle(figures_of(rounds, name), peak), default=None)
 
 
 def mfu(figures: Figures, rate: float, facts: Figures, method: str) -> float:
@@ -144,7 +159,7 @@ def start_section(rounds: Sequence[Round], help_s: float) -> str:
 
     lines = ["| setting | processor s | burnish's to it | wall s | memory then, GB |", "|---|---:|---:|---:|---:|"]
     for name in rounds[0]:
-        each = [found[name] for found in whole(rounds, name)]
+        each = figures_of(rounds, name)
         lines.append(
             f"| {name} | {middle(each, ready):.1f} | {ratios(rounds, OURS, name, ready)} | "
             f"{median_of(each, 'ready_wall_s'):.1f} | {median_of(each, 'ready_bytes') / GB:.2f} |"
@@ -176,7 +191,7 @@ def save_section(rounds: Sequence[Round]) -> str:
 
     lines = ["| | wall s | processor s of the thread that trains |", "|---|---:|---:|"]
     for name in rounds[0]:
-        each = [found[name] for found in whole(rounds, name)]
+        each = figures_of(rounds, name)
         lines.append(
             f"| {name} | {middle(each, wait):.2f} | {middle(each, wait_cpu):.2f} |"
             if each
@@ -198,18 +213,63 @@ def save_section(rounds: Sequence[Round]) -> str:
 
 
 def evaluation_section(rounds: Sequence[Round]) -> str:
-    """Whether an evaluation needs more memory than the training before it."""
-    lines = ["| | peak of the training, GB | peak after the evaluation, GB |", "|---|---:|---:|"]
+    """Whether an evaluation needs more memory than the training before it, and how fast it is."""
+
+    def rate(figures: Figures) -> float:
+        return float(1 / figures["evaluation_cpu_s"])
+
+    lines = [
+        "| | peak of the training, GB | peak of the evaluation, GB | burnish's peak to it | processor s | "
+        "burnish's rate to it |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for name in rounds[0]:
-        each = [found[name] for found in whole(rounds, name)]
-        peaks = (f"{median_of(each, which) / GB:.3f}" for which in ("training_peak_bytes", "peak_bytes"))
-        lines.append(f"| {name} | {' | '.join(peaks)} |" if each else f"| {name} | failed | |")
+        each = figures_of(rounds, name)
+        lines.append(
+            f"| {name} | {middle(each, peak) / GB:.2f} | {median_of(each, 'evaluation_peak_bytes') / GB:.2f} | "
+            f"{ratios(rounds, OURS, name, lambda figures: float(figures['evaluation_peak_bytes']))} | "
+            f"{median_of(each, 'evaluation_cpu_s'):.1f} | {ratios(rounds, OURS, name, rate)} |"
+            if each
+            else f"| {name} | failed | | | | |"
+        )
     return "\n".join(
         [
-            "Two steps of eight rows, then an evaluation of all rows, eight at a time: the loss only.",
+            "Two steps of eight rows, then an evaluation of all rows, eight at a time: the mean loss. The peak of the "
+            "evaluation begins at what the training has left resident.",
             "", *lines, "", where(rounds, "evaluation"),
         ]
     )  # fmt: skip
+
+
+def other_line(found: Round, facts: Figures) -> str:
+    """One shape: burnish beside the setting of each peer that is fast on the usual one."""
+    lines = [f"| {facts['family']} | {facts['longest']:,} | {facts['tokens'] / facts['rows']:.0f} | "]
+    if not whole([found], OURS):
+        return f"{lines[0]}failed | | | | |"
+    peers = [name for name in found if name != OURS and whole([found], name)]
+    rates = [next((ratios([found], OURS, name, speed) for name in peers if name.startswith(peer)), "failed")
+             for peer in PEERS]  # fmt: skip
+    lean = min(peers, key=lambda name: peak(found[name]), default=None)
+    memory = ratios([found], OURS, lean, peak) if lean else "-"
+    used = mfu(found[OURS], rate_of_products()[1], facts, "full")
+    return f"{lines[0]}{speed(found[OURS]):.0f} | {' | '.join(rates)} | {memory} | {100 * used:.0f} % |"
+
+
+def other_section(shapes: Sequence[tuple[Round, Figures]]) -> str:
+    return "\n".join(
+        [
+            "Full training of the small shape in other families, and of rows of other lengths; of each peer the one "
+            "setting that is fast on the usual shape: packing without checkpointing (TRL, LLaMA-Factory), grouped by "
+            "length in bf16 (transformers).",
+            "",
+            "| model | longest row | mean row | burnish, labels / processor s | to TRL | to transformers | "
+            "to LLaMA-Factory | memory to the leanest of them | MFU |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+            *(other_line(found, facts) for found, facts in shapes),
+            "",
+            where([found for found, _ in shapes], "other"),
+        ]
+    )
 
 
 def encoding_section(rounds: Sequence[Round]) -> str:
@@ -218,7 +278,7 @@ def encoding_section(rounds: Sequence[Round]) -> str:
 
     lines = ["| | conversations / processor s | burnish's rate to it | peak memory, GB |", "|---|---:|---:|---:|"]
     for name in rounds[0]:
-        each = [found[name] for found in whole(rounds, name)]
+        each = figures_of(rounds, name)
         lines.append(
             f"| {name} | {middle(each, rate):.0f} | {ratios(rounds, 'burnish', name, rate)} | "
             f"{median_of(each, 'peak_bytes') / GB:.2f} |"
@@ -250,6 +310,14 @@ def middle(each: Sequence[Figures], value: Callable[[Figures], float]) -> float:
 
 def median_of(each: Sequence[Figures], name: str) -> float:
     return middle(each, lambda figures: float(figures[name]))
+
+
+def peak(figures: Figures) -> float:
+    return float(figures["peak_bytes"])
+
+
+def figures_of(rounds: Sequence[Round], name: str) -> list[Figures]:
+    return [found[name] for found in whole(rounds, name)]
 
 
 def whole(rounds: Sequence[Round], *names: str) -> list[Round]:

@@ -2,12 +2,14 @@
 
 A peer runs as it comes and at the best that its options offer on a processor: bf16, rows laid beside each other or
 grouped by length, nothing computed twice for the sake of memory. All of them take the same rows in steps of eight; a
-pack of the longest row's length stands for as many rows as it holds in the mean.
+pack is as long as eight rows in the mean, or as the longest. Each goes over the rows once and takes one step more: the
+first step is not counted, and where rows are sorted by length it has the longest of them, which come again. burnish
+goes over the rows twice, so that there is enough to measure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 BASE = "TRL, default"
@@ -22,11 +24,13 @@ class Setting:
     Args:
         library: whose environment it runs in.
         words: the script under bench/ and its arguments; MATERIAL and OUTPUT stand for folders.
+        is_alone: whether it is a process from its start, instead of a child of one that has imported its library.
     """
 
     name: str
     library: str
     words: tuple[str, ...]
+    is_alone: bool = False
 
 
 def training(name: str, library: str, **options: Any) -> Setting:
@@ -48,29 +52,46 @@ def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
 
     A frozen model is loaded in bfloat16 at each peer's best: else its weights are cast in every forward pass.
     """
-    packs = max(1, round(ROWS_PER_STEP * facts["tokens"] / facts["rows"] / facts["longest"]))
-    same: dict[str, Any] = {"finetuning_type": method}
+    is_long = facts["longest"] > LONG
+    pack = max(facts["longest_row"], 0 if is_long else ROWS_PER_STEP * facts["tokens"] // facts["rows"])
+    pack += -pack % 8  # LLaMA-Factory 0.9.5 pads packs to a multiple of eight, and their positions not
+    same: dict[str, Any] = {"finetuning_type": method, "num_train_epochs": 1.01}
     lean = same | ({"dtype": "bfloat16"} if method == "lora" else {})
+    # Long rows go two to a step, and one at a time where they would be padded: more are more logits than memory.
+    fitting = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2} if is_long else {}
     trl = lean | {"gradient_checkpointing": False}
     factory = same | {"bf16": True}
-    grouped = {"train_sampling_strategy": "group_by_length"}
-    packed = {"per_device_train_batch_size": packs}
+    grouped = fitting | {"train_sampling_strategy": "group_by_length"}
+    packed = {"per_device_train_batch_size": 1}
     return (
-        training(BASE, "trl", **same),
+        training(BASE, "trl", **same, **fitting),
         training("TRL, grouped by length, no checkpointing", "trl", **trl, **grouped),
-        training("TRL, packing, no checkpointing", "trl", packing=True, **trl, **packed),
+        training("TRL, packing, no checkpointing", "trl", packing=True, max_length=pack, **trl, **packed),
         training("TRL, padding-free, no checkpointing", "trl", padding_free=True, max_length=None, **trl),
-        training("transformers, bf16", "transformers", bf16=True, **lean),
+        training("transformers, bf16", "transformers", bf16=True, **lean, **fitting),
         training("transformers, bf16, grouped by length", "transformers", bf16=True, **lean, **grouped),
-        training("LLaMA-Factory, bf16", "llamafactory", **factory),
+        training("LLaMA-Factory, bf16", "llamafactory", **factory, **fitting),
         training("LLaMA-Factory, bf16, grouped by length, no checkpointing", "llamafactory", **factory, **grouped,
                  disable_gradient_checkpointing=True),
-        training("LLaMA-Factory, bf16, neat packing", "llamafactory", neat_packing=True, **factory, **packed),
-        training("LLaMA-Factory, bf16, neat packing, no checkpointing", "llamafactory", neat_packing=True, **factory,
-                 **packed, disable_gradient_checkpointing=True),
-        training(OURS, "burnish", bf16=True, **same),
+        training("LLaMA-Factory, bf16, neat packing", "llamafactory", neat_packing=True, cutoff_len=pack, **factory,
+                 **packed),
+        training("LLaMA-Factory, bf16, neat packing, no checkpointing", "llamafactory", neat_packing=True,
+                 cutoff_len=pack, **factory, **packed, disable_gradient_checkpointing=True),
+        training(OURS, "burnish", bf16=True, **same | {"num_train_epochs": 2.01},
+                 per_device_train_batch_size=2 if is_long else ROWS_PER_STEP),
         training("burnish, float32", "burnish", **same),
     )  # fmt: skip
+
+
+LONG = 1024
+# Of LoRA, of the wide model and of other shapes: what was fastest or leanest of each peer on the 30M shape.
+WIDE = (
+    BASE, "TRL, packing, no checkpointing", "TRL, padding-free, no checkpointing",
+    "transformers, bf16, grouped by length", "LLaMA-Factory, bf16, neat packing",
+    "LLaMA-Factory, bf16, neat packing, no checkpointing", OURS,
+)  # fmt: skip
+BEST = ("TRL, packing, no checkpointing", "transformers, bf16, grouped by length",
+        "LLaMA-Factory, bf16, neat packing, no checkpointing", OURS)  # fmt: skip
 
 
 # Steps enough between two checkpoints that the first is on the disk when the second is due.
@@ -80,19 +101,26 @@ CHECKPOINT = (
     training("burnish", "burnish", bf16=True, **_SAVES),
 )
 # What is imported is no way to train: it is what every start stands on.
-START = (
-    training(BASE, "trl", max_steps=2),
-    training("transformers", "transformers", max_steps=2, bf16=True),
-    training("LLaMA-Factory", "llamafactory", max_steps=2, bf16=True),
-    training(OURS, "burnish", max_steps=2, bf16=True),
-    Setting("torch alone, imported", "burnish", ("imports.py", "torch")),
-    Setting("torch and transformers' model, imported", "burnish",
-            ("imports.py", "torch", "transformers.models.qwen2.modeling_qwen2")),
+START = tuple(
+    replace(setting, is_alone=True)
+    for setting in (
+        training(BASE, "trl", max_steps=2),
+        training("transformers", "transformers", max_steps=2, bf16=True),
+        training("LLaMA-Factory", "llamafactory", max_steps=2, bf16=True),
+        training(OURS, "burnish", max_steps=2, bf16=True),
+        Setting("torch alone, imported", "burnish", ("imports.py", "torch")),
+        Setting("torch and transformers' model, imported", "burnish",
+                ("imports.py", "torch", "transformers.models.qwen2.modeling_qwen2")),
+    )
 )  # fmt: skip
-EVALUATION = tuple(
-    training(f"burnish, {method}", "burnish", bf16=True, max_steps=2, finetuning_type=method, eval_dataset="EVALUATION",
-             per_device_eval_batch_size=8)
-    for method in ("full", "lora")
+_EVALUATES: dict[str, Any] = {"max_steps": 2, "per_device_eval_batch_size": 8}
+EVALUATION = (
+    training(BASE, "trl", do_eval=True, **_EVALUATES),
+    training("transformers, bf16", "transformers", bf16=True, do_eval=True, **_EVALUATES),
+    training("LLaMA-Factory, bf16", "llamafactory", bf16=True, do_eval=True, eval_dataset="rows", **_EVALUATES),
+    training(OURS, "burnish", bf16=True, eval_dataset="EVALUATION", **_EVALUATES),
+    training("burnish, bf16, LoRA", "burnish", bf16=True, finetuning_type="lora", eval_dataset="EVALUATION",
+             **_EVALUATES),
 )  # fmt: skip
 ENCODING = tuple(
     Setting(name, library, ("encode.py", library, "MATERIAL"))

@@ -4,7 +4,7 @@
 
 In: the folder that ``material.py`` made; options of burnish. Out: the line of ``gauge.py``, with ``loop_share``: the
 share of the training's processor time that was spent outside of model, loss, gradients and optimizer. With an
-``eval_dataset`` the set is evaluated after the training, and the peak of memory before it is told too.
+``eval_dataset`` the set is evaluated after the training.
 """
 
 # ruff: noqa: E402 (the search for garbage falls into imports)
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gauge import Gauge, common, peak_bytes
+from gauge import Gauge, common
 from material import facts_of
 
 from burnish.app.build import assemble
@@ -60,6 +60,12 @@ def listen(gauge: Gauge, made: Any) -> None:
         control = fire(event, **details)
         if event == "on_step_end":
             gauge.on_step_end()
+        if event == "on_log":
+            gauge.on_log(details["logs"])
+        if event == "on_train_end":
+            gauge.on_train_end()
+        if event == "on_evaluate":
+            gauge.on_evaluate()
         if event == "on_save":
             gauge.on_save()
         return control
@@ -92,13 +98,16 @@ def run(material: Path, output: str, words: list[str]) -> None:
         setattr(owner, name, watch.around(getattr(owner, name)))
     collect_from_here()
     begin = time.process_time()
-    result = train(made, planned.options)
-    figures = {"loss": result.training_loss, "loop_share": 1 - watch.seconds / (time.process_time() - begin)}
+    train(made, planned.options)
+    loop_share = 1 - watch.seconds / (time.process_time() - begin)
     if made.eval_sets:
-        figures["training_peak_bytes"] = peak_bytes()
         evaluate_all(made)
-    gauge.report(**figures)
+    gauge.report(loop_share=loop_share)
+
+
+def main(words: list[str]) -> None:
+    run(Path(words[0]), words[1], [f"--{word}" for word in words[2:]])
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], [f"--{word}" for word in sys.argv[3:]])
+    main(sys.argv[1:])

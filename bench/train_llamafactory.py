@@ -37,5 +37,9 @@ def run(material: Path, output: str, given: dict[str, Any]) -> None:
     gauge.report()
 
 
+def main(words: list[str]) -> None:
+    run(Path(words[0]), words[1], arguments(words[2:]))
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], arguments(sys.argv[3:]))
+    main(sys.argv[1:])

@@ -3,8 +3,8 @@
     python bench/train_peer.py trl|transformers MATERIAL OUTPUT [name=value ...]
 
 In: the folder that ``material.py`` made; arguments of SFTConfig or TrainingArguments, as Python values, and beside them
-``finetuning_type='lora'`` for an adapter of ``peft`` and ``dtype='bfloat16'`` for the weights of the model. Out: the
-line of ``gauge.py``.
+``finetuning_type='lora'`` for an adapter of ``peft`` and ``dtype='bfloat16'`` for the weights of the model. With
+``do_eval=True`` the rows are evaluated after the training. Out: the line of ``gauge.py``.
 """
 
 from __future__ import annotations
@@ -74,11 +74,17 @@ def transformers(material: Path, model: Any, adapter: Any, given: dict[str, Any]
     return trainer, gauge
 
 
-if __name__ == "__main__":
-    library, folder, output, *words = sys.argv[1:]
-    material, given = Path(folder), {**common(output), **arguments(words)}
+def main(words: list[str]) -> None:
+    library, folder, output, *options = words
+    material, given = Path(folder), {**common(output), **arguments(options)}
     adapter = lora() if given.pop("finetuning_type", "full") == "lora" else None
     model = load(material, given.pop("dtype", "float32"))
     trainer, gauge = {"trl": trl, "transformers": transformers}[library](material, model, adapter, given)
-    result = trainer.train()
-    gauge.report(loss=result.training_loss)
+    trainer.train()
+    if given.get("do_eval"):
+        trainer.evaluate(trainer.train_dataset)
+    gauge.report()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

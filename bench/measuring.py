@@ -1,0 +1,125 @@
+"""Runs settings beside each other: each in a process of its own, interleaved, round by round.
+
+In: settings and the folder of the material. Out: per round the figures of each setting by its name; a setting that
+fails is named with its last words, and the others go on.
+
+The first round runs all settings. The others run what the ratios are made of: TRL's default, burnish, and of each
+peer the fastest and the leanest setting of the first round. A round shuffles the settings, so that a neighbour on the
+machine or a warm processor favours none, and the rows, so that the spread of a ratio is also that over their order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from shutil import rmtree
+from threading import Lock
+
+from environments import ROOT, interpreter
+from gauge import MARK
+from host import Host
+from material import SEED
+from report import Figures, Round, fastest, leanest, whole
+from settings import BASE, OURS, Setting
+
+HERE = Path(__file__).parent
+SCRATCH = ROOT / ".bench"
+TIMEOUT_S = 900
+
+
+class Bench:
+    """What measures: a host per library, started when it is first wanted."""
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once
+        self._hosts: dict[str, Host | str] = {}
+        self._lock = Lock()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self._hosts.values():
+            if isinstance(host, Host):
+                host.close()
+
+    def rounds(
+        self, settings: Sequence[Setting], material: Path, count: int, at_once: int | None = None
+    ) -> list[Round]:
+        """Figures by the name of the setting, round by round; as many processes at a time as the bench has."""
+        found: list[Round] = []
+        for number in range(count):
+            order = [setting for setting in settings if number == 0 or setting.name in compared(found[0], settings)]
+            Random(SEED + number).shuffle(order)
+            with ThreadPoolExecutor(at_once or self.at_once) as pool:
+                done = list(pool.map(lambda setting, seed=SEED + number: self.measure(setting, material, seed), order))
+            figures = {setting.name: figures for setting, figures in zip(order, done, strict=True)}
+            found.append({setting.name: figures[setting.name] for setting in settings if setting.name in figures})
+        return found
+
+    def measure(self, setting: Setting, material: Path, seed: int) -> Figures:
+        """What the ``GAUGE`` line of one process says, or ``failed`` and why."""
+        output, begin = SCRATCH / "out" / f"{time.time_ns()}", time.time()
+        places = {"MATERIAL": str(material), "OUTPUT": str(output)}
+        words = [places.get(word, word.replace("EVALUATION", str(material / "conversations.json")))
+                 for word in setting.words]  # fmt: skip
+        if words[0].startswith("train"):
+            words.append(f"seed={seed}")
+        told = {"BENCH_STARTED_S": str(begin), "BURNISH_CACHE": str(output / "cache")}
+        try:
+            said = self._alone(setting, words, told) if setting.is_alone else self._forked(setting, words, told)
+        finally:
+            rmtree(output, ignore_errors=True)
+        lines = [line for line in said.splitlines() if line.startswith(MARK)]
+        found: Figures = json.loads(lines[0].removeprefix(MARK)) if lines else {"failed": said.strip()[-2000:]}
+        print(f"  {setting.name}: {time.time() - begin:.0f} s {found.get('failed', '')}", file=sys.stderr, flush=True)
+        return found
+
+    def _forked(self, setting: Setting, words: list[str], told: dict[str, str]) -> str:
+        host = self._host(setting.library)
+        return host if isinstance(host, str) else host.run(words, told, TIMEOUT_S)
+
+    def _host(self, library: str) -> Host | str:
+        """The host of ``library``, or why there is none."""
+        with self._lock:
+            if library not in self._hosts:
+                try:
+                    self._hosts[library] = Host(library, interpreter(library), environment(library))
+                except (RuntimeError, subprocess.CalledProcessError) as error:
+                    self._hosts[library] = f"{library} is not to be had: {error}"
+            return self._hosts[library]
+
+    def _alone(self, setting: Setting, words: list[str], told: dict[str, str]) -> str:
+        """A process from its very start, imports and all."""
+        try:
+            command = [interpreter(setting.library), HERE / words[0], *words[1:]]
+            done = subprocess.run(
+                command, env=environment(setting.library) | told, capture_output=True, text=True, timeout=TIMEOUT_S
+            )
+        except (RuntimeError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return f"{done.stderr}\n{done.stdout}"
+
+
+def environment(library: str) -> dict[str, str]:
+    return {
+        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(ROOT / "src") if library == "burnish" else "",
+    }  # fmt: skip
+
+
+def compared(first: Round, settings: Sequence[Setting]) -> set[str]:
+    """Names of the settings that ratios are made of; all of them where it is not a matter of the best."""
+    if OURS not in first or BASE not in first:
+        return set(first)
+    of_peers: list[Callable[..., str | None]] = [fastest, leanest]
+    libraries = {setting.library for setting in settings if setting.library != "burnish"}
+    best = {choice([first], settings, library) for choice in of_peers for library in libraries}
+    return {name for name in (BASE, OURS, *best) if name and whole([first], name)}
