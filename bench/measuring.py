@@ -79,7 +79,10 @@ class Bench:
             rmtree(output, ignore_errors=True)
         lines = [line for line in said.splitlines() if line.startswith(MARK)]
         found: Figures = json.loads(lines[0].removeprefix(MARK)) if lines else {"failed": said.strip()[-2000:]}
-        print(f"  {setting.name}: {time.time() - begin:.0f} s {found.get('failed', '')}", file=sys.stderr, flush=True)
+        heard = found.get("failed") or " ".join(
+            f"{name} {found[name]:.4g}" for name in ("labels", "cpu_s", "peak_bytes", "rows_per_cpu_s") if name in found
+        )
+        print(f"  {setting.name}: {time.time() - begin:.0f} s, {heard}", file=sys.stderr, flush=True)
         return found
 
     def _forked(self, setting: Setting, words: list[str], told: dict[str, str]) -> str:

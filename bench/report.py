@@ -135,8 +135,9 @@ def state_bytes(facts: Figures, method: str) -> int:
 def about_mfu(rate: tuple[float, float], method: str) -> str:
     there = "weights, gradients and optimizer in float32" if method == "full" else "the frozen weights in bfloat16"
     return (
-        f"What must be there: {there}. MFU is against products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} "
-        f"GFLOP/s in float32, {rate[1] / 1e9:.0f} in bfloat16, measured in the same run."
+        f"What must be there: {there}; above it stand activations, temporaries and what was imported.\n"
+        f"MFU is against products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} GFLOP/s in float32, "
+        f"{rate[1] / 1e9:.0f} in bfloat16, measured in the same run."
     )
 
 
@@ -245,14 +246,15 @@ def other_line(found: Round, facts: Figures) -> str:
     """One shape: burnish beside the setting of each peer that is fast on the usual one."""
     lines = [f"| {facts['family']} | {facts['longest']:,} | {facts['tokens'] / facts['rows']:.0f} | "]
     if not whole([found], OURS):
-        return f"{lines[0]}failed | | | | |"
+        return f"{lines[0]}failed | | | | | | |"
     peers = [name for name in found if name != OURS and whole([found], name)]
     rates = [next((ratios([found], OURS, name, speed) for name in peers if name.startswith(peer)), "failed")
              for peer in PEERS]  # fmt: skip
     lean = min(peers, key=lambda name: peak(found[name]), default=None)
     memory = ratios([found], OURS, lean, peak) if lean else "-"
     used = mfu(found[OURS], rate_of_products()[1], facts, "full")
-    return f"{lines[0]}{speed(found[OURS]):.0f} | {' | '.join(rates)} | {memory} | {100 * used:.0f} % |"
+    plain = ", ".join(found[OURS]["plain"]) or "-"
+    return f"{lines[0]}{speed(found[OURS]):.0f} | {' | '.join(rates)} | {memory} | {100 * used:.0f} % | {plain} |"
 
 
 def other_section(shapes: Sequence[tuple[Round, Figures]]) -> str:
@@ -263,8 +265,8 @@ def other_section(shapes: Sequence[tuple[Round, Figures]]) -> str:
             "length in bf16 (transformers).",
             "",
             "| model | longest row | mean row | burnish, labels / processor s | to TRL | to transformers | "
-            "to LLaMA-Factory | memory to the leanest of them | MFU |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "to LLaMA-Factory | memory to the leanest of them | MFU | the model's own code in |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
             *(other_line(found, facts) for found, facts in shapes),
             "",
             where([found for found, _ in shapes], "other"),
