@@ -95,7 +95,7 @@ BEST = ("TRL, packing, no checkpointing", "transformers, bf16, grouped by length
 
 
 # Steps enough between two checkpoints that the first is on the disk when the second is due.
-_SAVES = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4}
+_SAVES = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
 CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
     training("burnish", "burnish", bf16=True, **_SAVES),

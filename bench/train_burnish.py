@@ -105,7 +105,7 @@ def run(material: Path, output: str, words: list[str]) -> None:
     loop_share = 1 - watch.seconds / (time.process_time() - begin)
     if made.eval_sets:
         evaluate_all(made)
-    gauge.report(loop_share=loop_share, plain=plain_parts(made.model))
+    gauge.report(loop_share=loop_share, plain=plain_parts(made.model.model))
 
 
 def plain_parts(model: Any) -> list[str]:

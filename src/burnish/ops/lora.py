@@ -85,7 +85,8 @@ class _LoraUpdate(torch.autograd.Function):
         grad_x = grad_a = grad_b = None
         g = rows(grad).to(a.dtype)  # (N, O)
         if needs_b:
-            grad_b = (g.t() @ h).mul_(ctx.scaling)
+            # The thin factor on the left: a bfloat16 product with it takes two thirds of the time on a CPU.
+            grad_b = (h.t() @ g).mul_(ctx.scaling).t()
         if needs_x or needs_a:
             grad_h = (g @ b).mul_(ctx.scaling)  # (N, r)
         if needs_a:
