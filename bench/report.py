@@ -219,6 +219,9 @@ def evaluation_section(rounds: Sequence[Round]) -> str:
     def rate(figures: Figures) -> float:
         return float(1 / figures["evaluation_cpu_s"])
 
+    def highest(figures: Figures) -> float:
+        return float(figures["evaluation_peak_bytes"])
+
     lines = [
         "| | peak of the training, GB | peak of the evaluation, GB | burnish's peak to it | processor s | "
         "burnish's rate to it |",
@@ -226,10 +229,12 @@ def evaluation_section(rounds: Sequence[Round]) -> str:
     ]
     for name in rounds[0]:
         each = figures_of(rounds, name)
+        beside = (
+            ["-", "-"] if name.startswith("burnish") else [ratios(rounds, OURS, name, of) for of in (highest, rate)]
+        )
         lines.append(
-            f"| {name} | {middle(each, peak) / GB:.2f} | {median_of(each, 'evaluation_peak_bytes') / GB:.2f} | "
-            f"{ratios(rounds, OURS, name, lambda figures: float(figures['evaluation_peak_bytes']))} | "
-            f"{median_of(each, 'evaluation_cpu_s'):.1f} | {ratios(rounds, OURS, name, rate)} |"
+            f"| {name} | {middle(each, peak) / GB:.2f} | {middle(each, highest) / GB:.2f} | {beside[0]} | "
+            f"{median_of(each, 'evaluation_cpu_s'):.1f} | {beside[1]} |"
             if each
             else f"| {name} | failed | | | | |"
         )

@@ -82,7 +82,7 @@ def run_part(part: str, arguments: argparse.Namespace, bench: Bench) -> str:
     """One section of the document."""
     asked = asked_for(arguments)
     if part == "other":
-        return other_section([one_shape(shape, bench) for shape in OTHERS])
+        return other_section([one_shape(shape, arguments.only, bench) for shape in OTHERS])
     if part.startswith("large"):
         asked = replace(asked, size="large", **(LARGE if asked == Material() else {}))
     material = made(asked)
@@ -104,10 +104,10 @@ def run_part(part: str, arguments: argparse.Namespace, bench: Bench) -> str:
     return encoding_section(measured(ENCODING))
 
 
-def one_shape(asked: Material, bench: Bench) -> tuple[Round, Figures]:
+def one_shape(asked: Material, only: Sequence[str], bench: Bench) -> tuple[Round, Figures]:
     material = made(asked)
-    settings = [setting for setting in trainings("full", facts_of(material)) if setting.name in BEST]
-    return bench.rounds(settings, material, 1)[0], facts_of(material)
+    best = [setting for setting in trainings("full", facts_of(material)) if setting.name in BEST]
+    return bench.rounds(chosen(best, only), material, 1)[0], facts_of(material)
 
 
 def main() -> None:
