@@ -114,6 +114,7 @@ def threads() -> list[str]:
 
 def measure(caller: socket.socket, words: list[str], environment: dict[str, str]) -> Any:
     """The child: runs the script and ends."""
+    gc.enable()  # as a process of its own begins
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(environment)
     for stream in (1, 2):

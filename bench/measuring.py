@@ -120,7 +120,7 @@ def environment(library: str) -> dict[str, str]:
 
 def compared(first: Round, settings: Sequence[Setting]) -> set[str]:
     """Names of the settings that ratios are made of; all of them where it is not a matter of the best."""
-    if OURS not in first or BASE not in first:
+    if OURS not in first or BASE not in first or any(setting.is_alone for setting in settings):
         return set(first)
     of_peers: list[Callable[..., str | None]] = [fastest, leanest]
     libraries = {setting.library for setting in settings if setting.library != "burnish"}

@@ -56,13 +56,10 @@ OTHERS = (
 
 def help_seconds(count: int = 9) -> float:
     """Median wall time of ``burnish --help``."""
-    taken = []
+    taken, command, told = [], [interpreter("burnish"), "-m", "burnish", "--help"], environment("burnish")
     for _ in range(count):
         begin = time.perf_counter()
-        subprocess.run(
-            [interpreter("burnish"), "-m", "burnish", "--help"], check=True, capture_output=True,
-            env=environment("burnish"),
-        )  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True, env=told)
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken)
 
