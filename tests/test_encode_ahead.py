@@ -4,9 +4,11 @@ them, wherever the run is cut; records are read where they lie."""
 import csv
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 
 import pyarrow
@@ -20,6 +22,7 @@ from burnish.core.types import IGNORE_INDEX
 from burnish.data import record_index
 from burnish.data.ahead import AheadRows
 from burnish.data.files import read_records
+from burnish.data.prepare import place_ahead
 from burnish.data.record_index import RecordIndex
 from burnish.data.sources import load_datasets
 from burnish.data.stream import Cut, RowStream
@@ -208,6 +211,19 @@ def test_what_a_stopped_run_encoded_is_not_encoded_again(tmp_path):
     again, asked = number_rows(60, tmp_path)
     assert [row and row["labels"] for row in again.take([19, 20, 21, 41])] == [[19], None, [21], [41]]
     assert asked == [19, 41]
+
+
+@pytest.mark.parametrize(("age_s", "processes", "left"), [(0, "1", 0), (9e5, "2", 0), (-60, "2", 1)])
+def test_overwriting_the_cache_removes_what_earlier_runs_encoded_and_not_what_other_ranks_did(
+    tmp_path, monkeypatch, age_s, processes, left
+):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    options = data_options(overwrite_cache=True)
+    segment = place_ahead([], {"a": 1}, options) / "segment-000000"
+    segment.mkdir(parents=True)
+    os.utime(segment, (time.time() - age_s,) * 2)
+    assert len(list(place_ahead([], {"a": 1}, options).glob("segment-*"))) == left
 
 
 def test_an_example_that_cannot_be_encoded_is_left_to_the_loop(tmp_path):

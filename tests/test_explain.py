@@ -142,6 +142,14 @@ def test_in_a_terminal_the_same_words_are_coloured() -> None:
     assert "(run.yaml, line 1)" in text.plain
 
 
+def test_in_a_terminal_a_row_is_folded_between_words() -> None:
+    words = [f"word{number}" for number in range(40)]
+    sample = Sample("Row 1 of 1", [(" ".join(words[:25]) + " ", False), (" ".join(words[25:]) + "\nand more", True)])
+    lines = drawn([], [sample], width=30).plain.split("\n")[2:]
+    assert all(len(line) <= 30 for line in lines)
+    assert [word for line in lines for word in line.split()] == [*words[:-1], "word39↵", "and", "more"]
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 DEMO = Path(__file__).parents[1] / "src" / "burnish" / "demo"

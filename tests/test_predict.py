@@ -111,6 +111,20 @@ def test_no_answer_goes_beyond_the_models_context(tmp_path):
     assert {row["predict"] for row in lines(tmp_path / "out" / "generated_predictions.jsonl")} == {""}
 
 
+@pytest.mark.parametrize("given", [{"max_new_tokens": 0, "max_length": 36}, {"max_new_tokens": 30}])
+def test_the_length_of_an_answer_follows_from_its_own_prompt_and_not_from_its_batch(tmp_path, given):
+    _, prepared, run = run_of(tmp_path)
+    model = run.parts["model"].model.eval()
+    options = GenerationOptions(do_sample=False, **given)
+    config = generation_config(model, prepared.tokenizer, [319], options)
+    prompts = [row["input_ids"][:length] for row, length in zip(prepared.eval_rows[""], (9, 17, 36), strict=False)]
+    prompts[2] = (prompts[1] * 4)[:36]
+    together = generate(model, prompts, config, context=40)
+    assert together == [generate(model, [prompt], config, context=40)[0] for prompt in prompts]
+    most = [27, 19, 0] if "max_length" in given else [30, 23, 4]
+    assert [len(answer) for answer in together] == most
+
+
 def test_the_options_reach_the_generation(tmp_path):
     _, prepared, run = run_of(tmp_path)
     model, tokenizer = run.parts["model"].model, prepared.tokenizer

@@ -187,7 +187,7 @@ def _continued(model: nn.Module, folder: Path, config: LoraConfig) -> list[str]:
     """What a person should know of an adapter that goes on training."""
     settings = config.settings
     kind = f"rank {settings.rank}, alpha {settings.alpha:g}, dropout {settings.dropout:g}"
-    notes = [f"Training goes on with the adapter {folder} as it is: {kind}; lora_rank and its kin describe new ones."]
+    notes = [f"The adapter {folder} is taken as it is: {kind}; lora_rank and its kin describe new ones."]
     base = getattr(getattr(model, "config", None), "name_or_path", None)
     if config.base_model and base and Path(config.base_model).name != Path(base).name:
         notes.append(f"That adapter was trained on {config.base_model}; the base here is {base}.")

@@ -84,7 +84,7 @@ class PeftAdapter:
         wrapped: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=not is_prompt)
         if is_prompt:
             wrapped.prompt_encoder.requires_grad_(True)
-            self.notes.append(f"Training goes on with the prompt in {folder} as a table of vectors.")
+            self.notes.append(f"The prompt in {folder} is taken as a table of vectors.")
         return wrapped
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:

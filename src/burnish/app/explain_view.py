@@ -134,7 +134,7 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
             text.append_text(_drawn_line(line, width, label_width(section)))
     for sample in samples:
         text.append(f"\n{sample.title}", style="bold").append(", what is trained in ")
-        text.append("green\n", style="bold green").append_text(_drawn_sample(sample)).append("\n")
+        text.append("green\n", style="bold green").append_text(_drawn_sample(sample, width)).append("\n")
     return text
 
 
@@ -149,11 +149,27 @@ def _drawn_line(line: Line, width: int, labels: int) -> Text:
     return text
 
 
-def _drawn_sample(sample: Sample) -> Text:
+def _drawn_sample(sample: Sample, width: int) -> Text:
     from rich.text import Text
 
-    text = Text("  ")
-    for piece, trained in sample.pieces:
-        text.append(_visible(piece, trained).replace("\n", "\n  "), style="bold green" if trained else "dim")
+    shown = [_visible(piece, trained) for piece, trained in sample.pieces]
+    folded, text, end = _folded("".join(shown), width - 2), Text("  "), 0
+    for piece, (_, trained) in zip(shown, sample.pieces, strict=True):
+        begin, end = end, end + len(piece)
+        text.append(folded[begin:end].replace("\n", "\n  "), style="bold green" if trained else "dim")
     text.rstrip()
     return text
+
+
+def _folded(text: str, width: int) -> str:
+    """``text`` with line breaks in place of spaces where its lines would be longer; as many characters as before."""
+    folded, start, space = list(text), 0, -1
+    for place, character in enumerate(text):
+        if character == "\n":
+            start, space = place + 1, -1
+        elif place - start >= width and space >= 0:
+            folded[space] = "\n"
+            start, space = space + 1, -1
+        if character == " ":
+            space = place
+    return "".join(folded)

@@ -9,7 +9,6 @@ its share. Examples that are no conversation and have no prompt are left out and
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,27 +133,13 @@ def _answers(run: Run, questions: Sequence[Question], mine: Sequence[int], confi
     """Of all ranks, rank after rank."""
     model, engine = bare_model(run), run.engine
     prompts = [questions[index].prompt for index in mine]
-    limit = context_length(model.config)
-    room = None if limit is None else limit - max(map(len, prompts))
-    if room is not None and room < 1:
-        made: list[list[int]] = [[] for _ in prompts]  # the prompt fills the context: there is nothing to say
-    else:
-        with engine.precision():
-            made = generate(model, prompts, _within(config, room))
+    with engine.precision():
+        made = generate(model, prompts, config, context_length(model.config))
     if engine.world_size == 1:
         return made
     longest = max(1, *map(len, made))
     padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in made], device=engine.device)
     return [[token for token in ids if token != IGNORE_INDEX] for ids in engine.gather(padded).tolist()]
-
-
-def _within(config: Any, room: int | None) -> Any:
-    """``config`` with answers no longer than the model's context has room for."""
-    if room is None or config.max_new_tokens is None or config.max_new_tokens <= room:
-        return config
-    shorter = copy.deepcopy(config)
-    shorter.max_new_tokens = room
-    return shorter
 
 
 def bare_model(run: Run) -> Any:

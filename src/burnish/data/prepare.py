@@ -100,9 +100,18 @@ def place_ahead(examples: Sequence[Example], fingerprint: Mapping[str, Any], opt
         json.dumps(_made_from(content_hash(examples), fingerprint), sort_keys=True).encode(), digest_size=16
     ).hexdigest()
     folder = cache_home() / "ahead" / key
-    if options.overwrite_cache and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        shutil.rmtree(folder, ignore_errors=True)
+    if options.overwrite_cache:
+        with _alone(folder):
+            _remove_segments(folder)
     return folder
+
+
+def _remove_segments(folder: Path) -> None:
+    """Of several processes the first removes what is there; segments that are younger than this process are theirs."""
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    for segment in folder.glob("segment-*"):
+        if is_alone or segment.stat().st_mtime < _STARTED:
+            shutil.rmtree(segment)
 
 
 def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:

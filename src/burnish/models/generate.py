@@ -91,17 +91,45 @@ _STATIC_STEP = 64
 """Tokens to a multiple of which prompts are padded where each shape is compiled anew."""
 
 
-@torch.no_grad()
-def generate(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
+def generate(
+    model: nn.Module, prompts: Sequence[Sequence[int]], config: Any, context: int | None = None
+) -> list[list[int]]:
     """The answer to each prompt, without the token that ended it.
 
+    How long an answer may be follows from its own prompt: those that may be of one length are answered together, so
+    that no answer depends on the others of its batch. Where a prompt leaves no room, the answer is empty.
+
     Args:
-        prompts: B lists of token ids, none of them empty.
+        prompts: lists of token ids, none of them empty.
         config: of ``generation_config``.
+        context: tokens that the model can hold; None for any number.
     """
+    alike: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        alike.setdefault(_room(len(prompt), config, context), []).append(index)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for room, together in alike.items():
+        if room > 0:
+            limited = copy.deepcopy(config)
+            limited.max_new_tokens, limited.max_length = room, None
+            made = _together(model, [prompts[index] for index in together], limited)
+            for index, answer in zip(together, made, strict=True):
+                answers[index] = answer
+    return answers
+
+
+def _room(prompt_length: int, config: Any, context: int | None) -> int:
+    """The longest answer to a prompt of that length."""
+    room: int = config.max_new_tokens or config.max_length - prompt_length
+    return room if context is None else min(room, context - prompt_length)
+
+
+@torch.no_grad()
+def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
+    """The answers to B prompts, of at most ``config.max_new_tokens`` tokens."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
-    if config.cache_implementation == "static" and config.max_new_tokens:  # few shapes to compile for
+    if config.cache_implementation == "static":  # few shapes to compile for
         longest = -(-longest // _STATIC_STEP) * _STATIC_STEP
     padded = [[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
