@@ -147,7 +147,7 @@ _absent(
 )
 _family("fp8", False, "Use bf16: true.", "fp8_backend fp8_enable_fsdp_float8_all_gather")
 _family(
-    "use_kt", False, "Use finetuning_type: lora.",
+    "use_kt", False, "Leave it out: the experts of a model stay beside its other layers.",
     "kt_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size "
     "kt_optimize_rule kt_maxlen kt_use_cuda_graph kt_mode kt_force_think cpu_infer chunk_size mode",
 )  # fmt: skip
@@ -184,12 +184,31 @@ _no_effect(
     "include_for_metrics",
 )
 
+# The files of LLaMA-Factory's version 1 have words of their own for what its older ones and burnish call otherwise.
+_absent("Set model_name_or_path.", model=None)
+_absent("Set dataset and dataset_dir.", train_dataset=None)
+_absent(
+    "Set per_device_train_batch_size and gradient_accumulation_steps.", micro_batch_size=None, global_batch_size=None
+)
+_absent("Set quantization_bit and its kin.", quant_config=None)
+_no_effect("burnish finds it out by itself.", "model_class kernel_config init_config sample_backend")
+
 # --- where it runs, and what is kept ----------------------------------------------------------------------------------
 _LAUNCH = "Start the run with torchrun or accelerate launch."
 _absent(_LAUNCH, use_mca=False, parallelism_config=None, ray_num_workers=1, ray_init_kwargs=None)
 _no_effect(
     'it belongs to "ray_num_workers", which burnish does not have.',
     "ray_run_name ray_storage_path ray_storage_filesystem resources_per_worker placement_strategy",
+)
+_absent(
+    "Leave it out, and start the run with torchrun or accelerate launch: each process holds the whole model.",
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,
+    dist_config=None,
+)  # fmt: skip
+_no_effect(
+    "it is a setting of Megatron.",
+    "bias_activation_fusion apply_rope_fusion use_distributed_optimizer overlap_param_gather overlap_grad_reduce "
+    "moe_grouped_gemm moe_token_dispatcher_type recompute_granularity",
 )
 _family("use_hyper_parallel", False, _LAUNCH, "hyper_parallel_args")
 _no_effect("the launcher says it.", "local_rank master_addr master_port")
