@@ -5,6 +5,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,13 @@ def test_core_imports_torch_and_the_standard_library_only(file: Path) -> None:
     for module, line in imports(file):
         root = module.split(".")[0]
         assert root in CORE_MAY_IMPORT, f"{name_of(file)}:{line}: {module}"
+
+
+def test_a_trainer_of_text_is_installed_without_sound_pictures_pages_and_hubs() -> None:
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    assert "torch" in needed
+    assert not needed & {"torchaudio", "torchvision", "gradio", "modelscope", "trl", "fastapi"}
 
 
 def test_a_door_is_a_file_that_exists() -> None:

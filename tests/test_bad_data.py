@@ -7,6 +7,7 @@ import pytest
 
 from burnish.core.errors import UserError
 from burnish.data.prepare import prepare
+from burnish.data.sources import load_datasets
 from burnish.data.tally import Tally
 from data_sets import chat, data_options, load, qa, refusal, said, talk, write
 
@@ -90,6 +91,20 @@ def test_every_broken_line_is_found_at_once():
     assert "line 10:" in message
 
 
+@pytest.mark.parametrize(("value", "why"), [("9" * 5000, "too many digits"), ("[" * 9**5 + "]" * 9**5, "too deep")])
+def test_json_that_python_refuses_to_read_is_named_by_its_line(value, why):
+    record = f'{{"instruction": {value}, "output": "a"}}'
+    message = refusal(dataset=data("a.jsonl", f"{json.dumps(GOOD[0])}\n{record}\n{json.dumps(GOOD[0])}"))
+    assert "data/a.jsonl, line 2:" in message
+    assert why in message
+    message = refusal(dataset=data("a.json", f"[{json.dumps(GOOD[0])},\n{record}]"))
+    assert why in message
+    assert "1 record before it can be read" in message
+    large = data("b.json", f"[{json.dumps(GOOD[0])},\n{record}]")
+    with pytest.raises(UserError, match=why):
+        load_datasets(data_options(dataset=large, encode_ahead=True), 0, Tally(), may_run_ahead=True)
+
+
 def test_a_cut_json_list_says_how_far_it_is_whole():
     message = refusal(dataset=data("a.json", json.dumps(GOOD, indent=1)[:-20]))
     assert "23 records before it can be read" in message
@@ -143,6 +158,12 @@ def test_a_csv_row_with_too_many_values_names_its_line():
 # --- dataset_info.json ------------------------------------------------------------------------------------------------
 
 
+def test_a_csv_header_that_names_a_column_twice_is_refused():
+    assert 'line 1: the header names the column "output" twice' in refusal(
+        dataset=data("a.csv", "output,output\na,b\n")
+    )
+
+
 def test_a_broken_dataset_info_is_named_by_line_and_column():
     data("dataset_info.json", '{\n "a": {"file_name": "a.json",}\n}')
     assert "data/dataset_info.json, line 2, column" in refusal(dataset="a")
@@ -173,6 +194,32 @@ def test_misspelled_keys_of_an_entry_are_refused_together():
     message = refusal(dataset="mine")
     for part in ('"file_nam"', 'Did you mean "file_name"', 'Did you mean "prompt"', '"num_samples" must be'):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ({"file_name": 5}, '"file_name" must be text. Received: 5'),
+        ({"file_name": ""}, '"file_name" must be text'),
+        ({"file_name": "a.json", "columns": 5}, '"columns" must be an object'),
+        ({"file_name": "a.json", "columns": {"prompt": 5}}, '"prompt" in "columns" must be text'),
+        ({"file_name": "a.json", "tags": {"role_tag": ["from"]}}, '"role_tag" in "tags" must be text'),
+        ({"file_name": "a.json", "formatting": 5}, '"formatting" must be text'),
+        ({"file_name": "a.json", "split": 5}, '"split" must be text'),
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_type_in_an_entry_are_named(entry, sentence):
+    data("a.json", GOOD)
+    info(mine=entry)
+    message = refusal(dataset="mine")
+    assert sentence in message
+    assert 'data/dataset_info.json, "mine"' in message
+
+
+def test_a_dataset_info_that_is_no_object_is_shown():
+    data("dataset_info.json", "null")
+    assert "Received: null" in refusal(dataset="mine")
 
 
 def test_ranking_is_another_stage():
@@ -287,6 +334,13 @@ def test_half_a_surrogate_pair_is_found_before_the_tokenizer_does():
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", ["NaN", "1e999", "-1", '"2"', "true", "9" * 400])
+def test_a_weight_that_is_no_finite_number_is_refused(weight):
+    text = '[{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": WEIGHT}]}]'
+    message = refusal(dataset=data("a.json", text.replace("WEIGHT", weight)))
+    assert 'record 1 (line 1): "messages[1].weight" must be a finite number of at least 0' in message
 
 
 def test_if_all_answers_are_empty_the_run_stops():

@@ -242,6 +242,34 @@ def test_a_template_from_a_jinja_file_is_used_and_saved(tmp_path):
     assert learned(encoded(template, *TURNS)[0], tokenizer)[1] == "bye<|im_end|>\n"
 
 
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("{% for m in messages %}{{ m.content }", "Line 1 of the chat template is not Jinja"),
+        ("{% for m in messages %}{{ m.content | shout }}{% endfor %}", "No filter named 'shout'"),
+        ("{% for m in messages %}{{ say(m) }}{% endfor %}", "'say' is undefined"),
+        ("{% for m in messages %}{{ m.content.index('zz') }}{% endfor %}", "substring not found"),
+        ("{% for m in messages %}{{ 1 / 0 }}{{ m.content }}{% endfor %}", "division by zero"),
+        ("{{ raise_exception('no way') }}", "no way"),
+        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "assistant"),
+    ],
+)
+def test_a_jinja_file_that_cannot_be_learned_from_is_refused_by_name_and_in_its_own_words(tmp_path, file, why):
+    path = tmp_path / "mine.jinja"
+    path.write_text(file, encoding="utf-8")
+    with pytest.raises(UserError, match=r"chat template \(mine\.jinja\) does not write") as refused:
+        load_template(template_options(template=str(path)), byte_tokenizer())
+    assert why in str(refused.value)
+
+
+def test_a_conversation_on_which_a_template_fails_is_counted_in_its_words():
+    fails = CHATML.replace("m['content']", "(m['content'].split(' ')[0] if m['content'] != 'zero' else 1 / 0)")
+    template, _, _ = own(fails)
+    row, said = encoded(template, Message("user", "zero"), Message("assistant", "a"))
+    assert row is None
+    assert said == ["dropped: the chat template refuses it: division by zero"]
+
+
 def test_several_templates_by_name_stay_several():
     both = {"default": CHATML, "tool_use": MOVES_TOOLS}
     template, tokenizer, _ = own(both)

@@ -108,6 +108,62 @@ def test_a_template_file_with_mistakes_names_all_of_them(tmp_path):
         load_template(template_options(template=str(tmp_path / "none.yaml")), byte_tokenizer())
 
 
+OWN = """
+system: "<|im_start|>system\\n{{content}}<|im_end|>\\n"
+user: "<|im_start|>user\\n{{content}}<|im_end|>\\n<|im_start|>assistant\\n"
+assistant: "{{content}}<|im_end|>\\n"
+observation: "<|im_start|>tool\\n{{content}}<|im_end|>\\n<|im_start|>assistant\\n"
+tool_format: mistral
+stop_words: ["<|im_end|>"]
+replace_eos: true
+reasoning: true
+"""
+
+
+def test_a_template_of_ones_own_writes_a_system_message_tools_calls_and_thoughts(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN, encoding="utf-8")
+    template, tokenizer = loaded(str(path))
+    call = '{"name": "f", "arguments": {"a": 1}}'
+    said = [Message("user", "q"), Message("function", call), Message("observation", "42"),
+            Message("assistant", "<think>\nhm\n</think>\n\ndone")]  # fmt: skip
+    row = row_of(template, *said, system="Be.", tools='[{"name": "f"}]')
+    tools = '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "f"}}][/AVAILABLE_TOOLS]'
+    assert tokenizer.decode(row["input_ids"]) == (
+        f"<|im_start|>system\nBe.{tools}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+        f"<think>\n\n</think>\n\n[{call}]<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\nhm\n</think>\n\ndone<|im_end|>\n"
+    )
+    assert learned(row, tokenizer) == [
+        f"<think>\n\n</think>\n\n[{call}]<|im_end|>\n", "<think>\nhm\n</think>\n\ndone<|im_end|>\n"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ('user: "a {{content}}\nassistant: b', r"mine.yaml:2:13: .*not YAML: found unexpected end of stream"),
+        ("- a", "holds a mapping.*Received: list"),
+        ("", "holds a mapping"),
+        ('5: x\nuser: "{{content}}"', 'no key "5"'),
+        ('user: ["{sep}", "{{content}}"]', r"\"user\".*no other name.*'\{sep\}'"),
+        ('user: "Q {{query}} {{content}}"', "no other name.*query"),
+        ('user: "{{ content }}"', "no other name.*{{ content }}"),
+        ('user: [{"token": 5}, "{{content}}"]', "no other name.*5"),
+        ('prefix: "{{content}}"', "must not hold"),
+        ("replace_eos: true", "there are none"),
+        ("tool_format: qwem", '"tool_format".*Did you mean "qwen"'),
+        ("tool_list_format: qwem", '"tool_list_format".*Did you mean "qwen"'),
+    ],
+)
+def test_what_a_template_file_says_wrong_is_refused_with_file_and_key(tmp_path, file, sentence):
+    path = tmp_path / "mine.yaml"
+    path.write_text(file, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"mine\.yaml.*{sentence}" if "yaml" not in sentence else sentence) as refused:
+        load_template(template_options(template=str(path)), byte_tokenizer())
+    assert all(len(str(problem).splitlines()) <= 4 for problem in refused.value.problems)
+
+
 def test_options_have_llamafactorys_defaults_and_bounds():
     group = union("Options", TemplateOptions, EncodingOptions)
     options, problems = build(group, {"max_seq_length": Given("512"), "enable_thinking": Given("null")})

@@ -46,6 +46,8 @@ def test_calls_are_read_with_what_precedes_them(content, before, calls):
         ('{"name": "f"}', 'lacks "name" or "arguments"'),
         ('["f"]', 'lacks "name" or "arguments"'),
         ("[]", "calls no tool"),
+        ('{"name": "f", "arguments": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 9**5, "not JSON"),
     ],
 )
 def test_what_is_no_call_is_refused_in_a_few_words(content, why):

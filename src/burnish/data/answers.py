@@ -63,6 +63,7 @@ class Renderer:
         control = "|".join(map(re.escape, tokens)) or "(?!)"  # (?!) matches nowhere
         self._control, self._ends_in_control = re.compile(control), re.compile(f"(?:{control})\\s*$")
         self._writes_calls = False  # as far as is known
+        self.refusal = ""  # of a user's question with an answer, in the template's own words
         # Some templates for images and text write nothing of a content that is a text rather than a list of parts.
         self.in_parts = False
         self.in_parts = not self.writes_messages()
@@ -97,7 +98,7 @@ class Renderer:
 
     def render(self, chat: Chat, tools: Tools, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to where the next answer begins."""
-        from jinja2.exceptions import TemplateError
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
         try:
             text: str = self.tokenizer.apply_chat_template(
@@ -107,7 +108,9 @@ class Renderer:
                 add_generation_prompt=prompt,
                 tokenize=False,
             )
-        except (TemplateError, TypeError) as error:
+        except TemplateSyntaxError as error:
+            raise Unreadable(f"line {error.lineno} of the chat template is not Jinja: {error}") from error
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise Unreadable(f"the chat template refuses it: {error}") from error
         return text
 
@@ -205,7 +208,9 @@ class Renderer:
         chat = [{"role": role, "content": self.content("x")} for role in ("user", "assistant")]
         try:
             return self.around(chat, place, None)
-        except Unreadable:
+        except Unreadable as error:
+            if not self.in_parts:
+                self.refusal = f"{str(error)[0].upper()}{str(error)[1:].rstrip('.')}."
             return None
 
     def _exchanged(self, chat: Chat, place: int, tag: str) -> Chat:

@@ -36,10 +36,12 @@ class JinjaFormat:
     Args:
         chat_template: Jinja text, or several by name as tokenizers may have ("default", "tool_use").
         options: ``TemplateOptions``.
+        name: as a person would call it.
     """
 
-    def __init__(self, chat_template: str | Mapping[str, str], options: Any, tokenizer: Any) -> None:
+    def __init__(self, chat_template: str | Mapping[str, str], options: Any, tokenizer: Any, name: str) -> None:
         self.tokenizer = tokenizer
+        self.name = name
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
         self.templates = {name: _as_asked(text, options) for name, text in by_name.items()}
         self.learns_every_end = options.train_on_eos == "all"
@@ -52,8 +54,10 @@ class JinjaFormat:
         if not self.renderer.writes_messages():
             raise UserError(
                 Problem(
-                    "The chat template does not write what a user and an assistant say, so nothing can be learned.",
-                    remedy="Name a template, or give the tokenizer another chat_template.",
+                    f"The chat template ({self.name}) does not write what a user and an assistant say, so nothing can "
+                    "be learned.",
+                    why=self.renderer.refusal,
+                    remedy="Correct it, or name another template.",
                 )
             )
 

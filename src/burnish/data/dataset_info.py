@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.hubs import uses_modelscope
 from burnish.data.files import READERS, loading_script, missing_file
-from burnish.data.json_files import whole_text
+from burnish.data.json_files import parsed, shortened, whole_text
 from burnish.data.layouts import MEDIA, PREFERENCE, preference_problem
 from burnish.data.turns import SHAREGPT_TAGS
 
@@ -32,6 +32,7 @@ Info: TypeAlias = Mapping[str, Any]
 
 _PLACES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "records")
 _KEYS = {*_PLACES, "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags", "file_sha1"}
+_TEXTS = (*_PLACES[:-1], "formatting", "subset", "split", "folder")
 _COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text", *MEDIA[:3], *PREFERENCE)
 
 
@@ -111,13 +112,14 @@ def _read_info(dataset_dir: str | Info, fetch: Callable[[str], Path]) -> tuple[I
 
 def _parsed(path: Path) -> Info:
     try:
-        info = json.loads(whole_text(path))
+        info = parsed(whole_text(path))
     except json.JSONDecodeError as error:
         raise UserError(
             Problem(f"the JSON is broken: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}")
         ) from None
     if not isinstance(info, dict):
-        raise UserError(Problem("expected an object with an entry per data set. Received: a list.", where=str(path)))
+        what = f"expected an object with an entry per data set. Received: {shortened(info)}"
+        raise UserError(Problem(what, where=str(path)))
     return info
 
 
@@ -138,7 +140,7 @@ def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> S
 
 
 def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
-    for key in entry:
+    for key in map(str, entry):
         if key not in _KEYS:
             yield Problem(
                 f'unknown key "{key}".{did_you_mean(key, _KEYS)}', where, remedy=f"Known: {', '.join(sorted(_KEYS))}."
@@ -148,7 +150,9 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
         if given is not None and not isinstance(given, Mapping):
             yield Problem(f'"{key}" must be an object. Received: {given!r}.', where)
             continue
-        for part in given or ():
+        for part, word in (given or {}).items():
+            if word is not None and not isinstance(word, str):
+                yield Problem(f'"{part}" in "{key}" must be text. Received: {word!r}.', where)
             if part not in known:
                 yield Problem(
                     f'unknown part "{part}" in "{key}".{did_you_mean(part, known)}',
@@ -158,7 +162,12 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
     number = entry.get("num_samples")
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         yield Problem(f'"num_samples" must be a whole number of at least 1. Received: {number!r}.', where)
-    preferences = [key for key in PREFERENCE if (entry.get("columns") or {}).get(key)]
+    for key in _TEXTS:
+        value = entry.get(key)
+        if (value == "" and key in _PLACES) or not isinstance(value, str | os.PathLike | None):
+            yield Problem(f'"{key}" must be text. Received: {value!r}.', where)
+    columns = entry.get("columns")
+    preferences = [key for key in PREFERENCE if isinstance(columns, Mapping) and columns.get(key)]
     if entry.get("ranking") or preferences:
         yield preference_problem(where, preferences or ["ranking"])
 

@@ -168,6 +168,8 @@ def csv_rows(path: Path, file: Iterable[bytes]) -> Iterator[CsvRow]:
         if row is None:
             return
         if row:
+            if not num_columns and (twice := next((name for name in row if name and row.count(name) > 1), "")):
+                raise UserError(Problem(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}"))
             num_columns = num_columns or len(row)
             if len(row) != num_columns:
                 raise UserError(_uneven(path, line, len(row), num_columns))

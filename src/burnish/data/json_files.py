@@ -36,10 +36,27 @@ def read_json(path: Path) -> Iterator[Values]:
         yield from _json_lines(path)
 
 
+def parsed(text: str) -> Any:
+    """The value that JSON text holds.
+
+    Raises:
+        JSONDecodeError: if it is no JSON, or what Python refuses to read: a number of more than 4300 digits, brackets
+            within brackets a thousand deep.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise json.JSONDecodeError("a number has too many digits", text, 0) from error
+    except RecursionError as error:
+        raise json.JSONDecodeError("brackets stand too deep within brackets", text, 0) from error
+
+
 def _json_list(path: Path) -> Iterator[Values]:
     text = whole_text(path)
     try:
-        records = json.loads(text)
+        records = parsed(text)
     except json.JSONDecodeError as error:
         whole = sum(1 for _ in _starts(text))
         raise UserError(
@@ -57,14 +74,13 @@ def _json_list(path: Path) -> Iterator[Values]:
 def _json_lines(path: Path) -> Iterator[Values]:
     """A record per line. Every broken line of the file is found before the first is complained of."""
     broken: list[Problem] = []
-    decode = json.JSONDecoder().decode
     number = line = 0
     for line, text in enumerate(text_lines(path), start=1):
         if not text or text.isspace():
             continue
         number += 1
         try:
-            record = decode(text)
+            record = parsed(text)
         except json.JSONDecodeError as error:
             if number == 1:
                 _refuse_document(path)
@@ -101,7 +117,7 @@ def _first_of(broken: list[Problem], path: Path, last_line: int) -> list[Problem
 def _refuse_document(path: Path) -> None:
     """Raises where a file whose first line is not JSON is one JSON document, spread over lines."""
     try:
-        document = json.loads(whole_text(path))
+        document = parsed(whole_text(path))
     except json.JSONDecodeError:
         return
     if isinstance(document, dict) and (key := _wrapped(document)):
@@ -150,7 +166,7 @@ def _starts(text: str) -> Iterator[int]:
             at += 1
         try:
             _, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return
         yield at
         at = end

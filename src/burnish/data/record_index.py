@@ -29,6 +29,7 @@ from burnish.data.json_files import (
     decoded,
     first_character,
     json_places,
+    parsed,
     read_json,
     refuse,
 )
@@ -91,7 +92,7 @@ class RecordIndex(SpanIndex):
     def record(self, index: int, raw: bytes) -> Values:
         text = decoded(self.path, raw)
         try:
-            record = json.loads(text)
+            record = parsed(text)
         except json.JSONDecodeError as error:
             line = next(islice(json_places(self.path), index, None))
             raise UserError(broken_line(self.path, line, text.rstrip("\r\n"), error)) from None
@@ -158,7 +159,7 @@ def _element_spans(path: Path, file: HashedFile) -> Spans:
         for begin, end in _elements(file):
             starts.append(begin)
             ends.append(end)
-    except ValueError:
+    except (ValueError, RecursionError):
         deque(read_json(path), maxlen=0)  # says what is broken, and where
         raise
     while file.read(_BLOCK):  # what follows the list is white space; it belongs to the hash

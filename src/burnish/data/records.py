@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.core.types import Example, RoleName
-from burnish.data.json_files import Values, shortened
+from burnish.data.json_files import Values, parsed, shortened
 
 ROLES: Mapping[str, RoleName] = {
     "system": "system", "developer": "system",
@@ -154,14 +154,14 @@ def as_turns(value: Any) -> list[Mapping[str, Any]] | None:
     """A list of messages, also one written as JSON text (in CSV and Parquet files), or None."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            value = parsed(value)
         except json.JSONDecodeError:
             return None
     return value if isinstance(value, list) and all(isinstance(turn, dict) for turn in value) else None
 
 
 def listed(names: Any) -> str:
-    return ", ".join(map(str, names))
+    return ", ".join(map(str, names)) or "nothing"
 
 
 def _check_unicode(value: str, column: str) -> None:

@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.data.tools import TOOL_FORMATS
 
 CONTENT = "{{content}}"
 _MARKER = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^<>\s]+｜>")
 
+_OTHER_NAMES = re.compile(r".*\{\{\s*\w+\s*\}\}.*|\{\w+\}", re.DOTALL)  # {{query}}, {{ content }}; {sep} by itself
 _TAGS = re.compile(rf"(?P<opens><(?P<tag>\w+)>\s*){re.escape(CONTENT)}(?P<closes>\s*</(?P=tag)>)")
 
 
@@ -132,7 +134,7 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
     known = {field.name for field in fields(TemplateSpec)} - {"name"}
     problems = [
         Problem(f'A template has no key "{key}".{did_you_mean(key, known)}', where=where)
-        for key in row
+        for key in map(str, row)
         if key not in known
     ]
     values: dict[str, Any] = {}
@@ -141,6 +143,8 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
             values[key] = _READERS.get(key, _plain)(row[key])
         except (TypeError, ValueError) as error:
             problems.append(Problem(f'"{key}" of template "{name}" {error}', where=where))
+    if row.get("replace_eos") and not row.get("stop_words"):
+        problems.append(Problem('"replace_eos" makes the first of "stop_words" eos, and there are none.', where=where))
     if problems:
         raise UserError(problems)
     if row.get("efficient_eos"):
@@ -166,13 +170,23 @@ def _slots(value: Any) -> Slots:
 def _slot(item: Any) -> str | Token:
     if item in ("{bos}", "{eos}"):
         return Token(f"{item[1:-1]}_token", item[1:-1])
-    if isinstance(item, str):
+    if isinstance(item, str) and not _OTHER_NAMES.fullmatch(item.replace(CONTENT, "")):
         return item
-    if isinstance(item, Mapping) and list(item) == ["token"]:
-        return Token(item["token"])
-    if isinstance(item, Mapping) and list(item) == ["token_if_known"]:
-        return Token(item["token_if_known"], "if_known")
-    raise ValueError(f'must be text, "{{bos}}", "{{eos}}" or {{"token": ...}}. Received: {item!r}.')
+    if isinstance(item, Mapping) and list(item) in (["token"], ["token_if_known"]):
+        (kind, name), *_ = item.items()
+        if isinstance(name, str):
+            return Token(name, "named" if kind == "token" else "if_known")
+    raise ValueError(
+        f'must be text with "{CONTENT}" and no other name, "{{bos}}", "{{eos}}" or {{"token": ...}}. '
+        f"Received: {item!r}."
+    )
+
+
+def _constant_slots(value: Any) -> Slots:
+    slots = _slots(value)
+    if any(CONTENT in slot for slot in slots if isinstance(slot, str)):
+        raise ValueError(f'must not hold "{CONTENT}": it stands before all messages. Received: {value!r}.')
+    return slots
 
 
 def _message_slots(value: Any) -> Slots:
@@ -207,11 +221,19 @@ def _plain(value: Any) -> str:
     return value
 
 
+def _tool_format(value: Any) -> str:
+    if value not in (*TOOL_FORMATS.names(), "phi4_mini"):
+        near = did_you_mean(str(value), TOOL_FORMATS.names())
+        raise ValueError(f"must be one of {', '.join(TOOL_FORMATS.names())}. Received: {value!r}.{near}")
+    return _plain(value)
+
+
 _READERS: dict[str, Any] = {
-    "prefix": _slots,
+    "prefix": _constant_slots,
     **dict.fromkeys(("system", "user", "assistant", "observation", "function"), _message_slots),
     **dict.fromkeys(("stop_words", "markers"), _words),
     **dict.fromkeys(("thought_words", "tool_call_words"), _two_words),
+    **dict.fromkeys(("tool_format", "tool_list_format"), _tool_format),
     **dict.fromkeys(
         ("replace_eos", "efficient_eos", "reasoning", "system_in_user", "tools_open_system", "markers_are_text"), _flag
     ),

@@ -100,7 +100,9 @@ def _own_chat_template(options: Any, tokenizer: Any, cutoff_len: int | None) -> 
     chat_template, name = tokenizer.chat_template, "the tokenizer's own"
     if options.template:
         chat_template, name = _read(Path(options.template)), Path(options.template).name
-    template = Template(name, JinjaFormat(chat_template, options, tokenizer), options, tokenizer, None, cutoff_len)
+    template = Template(
+        name, JinjaFormat(chat_template, options, tokenizer, name), options, tokenizer, None, cutoff_len
+    )
     if options.tool_format:
         template.notes.append(f"tool_format has no effect with {name} chat template, which writes tools its own way.")
     return template
@@ -155,7 +157,9 @@ def _spec_from_file(path: Path) -> TemplateSpec:
     try:
         row = yaml.safe_load(_read(path))
     except yaml.YAMLError as error:
-        raise UserError(Problem(f"The template file is not YAML: {error}.", where=str(path))) from error
+        mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise UserError(Problem(f"The template file is not YAML: {fault}.", where=where)) from error
     if not isinstance(row, dict):
         raise UserError(
             Problem(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from burnish.core.registry import Registry
+from burnish.data.json_files import parsed
 from burnish.data.tool_prompts import PROMPTS, TAGGED_CALLS
 
 Tool: TypeAlias = Mapping[str, Any]
@@ -116,7 +117,7 @@ def _calls(text: str) -> list[Call]:
 
 def _json(text: str, why: str) -> Any:
     try:
-        return json.loads(text)
+        return parsed(text)
     except json.JSONDecodeError as error:
         raise ToolError(why) from error
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from math import inf
+from sys import float_info
 from typing import Any
 
 from burnish.core.types import Example, Message, RoleName
-from burnish.data.json_files import shortened
+from burnish.data.json_files import parsed, shortened
 from burnish.data.records import BadRecord, Layout, Record, as_text, listed
 
 SHAREGPT_TAGS = {
@@ -106,7 +106,7 @@ def _arguments(value: Any) -> Any:
     if not isinstance(value, str):
         return {} if value is None else value
     try:
-        return json.loads(value)
+        return parsed(value)
     except json.JSONDecodeError:
         return value  # no JSON: what a template makes of it is its own business
 
@@ -118,6 +118,6 @@ def _learned(turn: Mapping[str, Any], place: str) -> tuple[bool | None, float]:
         raise BadRecord(f'"{place}.train" must be true or false. Received: {shortened(train)}')
     if weight is None:
         return train, 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < inf:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= float_info.max:
         raise BadRecord(f'"{place}.weight" must be a finite number of at least 0. Received: {shortened(weight)}')
     return (False, 1.0) if weight == 0 else (train, float(weight))
