@@ -1,6 +1,7 @@
 """Conversations, tools and a tokenizer for the tests of templates; made in memory, the same on every machine."""
 
 import json
+import random
 from types import SimpleNamespace
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -74,6 +75,44 @@ CONVERSATIONS = {
         *(f"{word} number {at} " * 6 for at in range(4) for word in ("question", "reply")), system="Long. " * 9
     ),
 }  # fmt: skip
+
+
+def _drawn(seed):
+    """A conversation that nobody thought of: odd texts, calls, observations and thoughts in any order."""
+    draw = random.Random(seed)
+    odd = [
+        "hi",
+        "日本語",
+        "😀🏽",
+        "\n",
+        "  ",
+        "{{content}}",
+        "a\\nb",
+        "\r\n",
+        "<b>",
+        "'q' \"d\"",
+        "Assistant:",
+        "word " * 9,
+    ]
+
+    def text(least=0):
+        return "".join(draw.choice(odd) for _ in range(draw.randint(least, 6)))
+
+    def answer():
+        if draw.random() < 0.4:
+            calls = [{"name": draw.choice("fg"), "arguments": {text(1): draw.choice([text(), 7, None, [True]])}}]
+            return "function", json.dumps(calls, ensure_ascii=draw.random() < 0.5)
+        thought = draw.choice(
+            ["", "", f"<think>\n{text()}\n</think>\n\n", "<think>\n\n</think>\n\n", f"{text()}</think>"]
+        )
+        return "assistant", thought + text()
+
+    turns = [(draw.choice(["user", "user", "observation"]), text()) for _ in range(draw.randint(2, 4))]
+    said = [message for question in turns for message in (question, answer())]
+    return _case(*said, system=draw.choice(["", text()]), tools=draw.choice([None, TOOLS[0], TOOLS[2]]))
+
+
+DRAWN = {f"drawn {seed}": _drawn(seed) for seed in range(6)}
 OPTIONS = [
     {},
     {"mask_history": True},

@@ -9,9 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import cli
 from burnish.app.export import _difference, export
+from burnish.app.modelfile import go_template
 from burnish.core.errors import UserError
 from burnish.core.options import Given
+from burnish.data.template_table import table
 from small_run import make_model
+from template_cases import byte_tokenizer
 
 WORDS = "Stones roll in the north river."
 
@@ -88,10 +91,44 @@ def test_the_exported_chat_template_is_the_trained_one(made, tmp_path):
 def test_a_modelfile_for_ollama_lies_beside_the_weights(made, tmp_path):
     text = (run(made, tmp_path / "out") / "Modelfile").read_text()
     assert text.startswith("FROM .\n")
-    assert '{{ if eq $message.Role "user" }}<|im_start|>user\n{{ $message.Content }}<|im_end|>' in text
+    assert '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>' in text
     assert 'PARAMETER stop "<|im_end|>"' in text
     assert 'SYSTEM """' in text
     assert "PARAMETER num_ctx 256" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "chatml",
+            "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n{{ end }}{{ range .Messages }}"
+            '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n<|im_start|>assistant\n'
+            '{{ else if eq .Role "assistant" }}{{ .Content }}<|im_end|>\n{{ end }}{{ end }}',
+        ),
+        (
+            "default",
+            "{{ if .System }}System: {{ .System }}</s>\n{{ end }}{{ range .Messages }}"
+            '{{ if eq .Role "user" }}Human: {{ .Content }}</s>\nAssistant:'
+            '{{ else if eq .Role "assistant" }}{{ .Content }}</s>\n{{ end }}{{ end }}',
+        ),
+        (
+            "deepseek3",
+            "<s>{{ if .System }}{{ .System }}{{ end }}{{ range .Messages }}"
+            '{{ if eq .Role "user" }}<｜User｜>{{ .Content }}<｜Assistant｜>'
+            '{{ else if eq .Role "assistant" }}{{ .Content }}</s>{{ end }}{{ end }}',
+        ),
+        (
+            "llama2",  # LLaMA-Factory writes the system message before "[INST]", where training does not have it
+            "{{ range $i, $message := .Messages }}"
+            '{{ if eq $message.Role "user" }}<s>[INST] {{ if and $.System (eq $i 0) }}<<SYS>>\n{{ $.System }}\n<</SYS>>'
+            "\n\n{{ end }}{{ $message.Content }} [/INST]"
+            '{{ else if eq $message.Role "assistant" }}{{ $message.Content }}</s>{{ end }}{{ end }}',
+        ),
+    ],
+)
+def test_ollama_gets_the_template_in_its_own_language(name, expected):
+    assert go_template(table()[name], byte_tokenizer()) == expected
 
 
 def test_a_template_that_brings_its_own_jinja_leaves_the_writing_to_ollama(made, tmp_path):

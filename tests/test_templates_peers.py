@@ -10,7 +10,7 @@ from burnish.data.tally import Tally
 from burnish.data.template_table import table
 from burnish.data.templates import fit_tokenizer, load_template
 from burnish.data.tools import TOOL_FORMATS, Call
-from template_cases import CALLS, CONVERSATIONS, OPTIONS, TOOLS, byte_tokenizer, example, template_options
+from template_cases import CALLS, CONVERSATIONS, DRAWN, OPTIONS, TOOLS, byte_tokenizer, example, template_options
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "templates.json").read_text(encoding="utf-8"))
 
@@ -25,7 +25,7 @@ def test_a_template_gives_the_rows_that_llamafactory_gives(name):
     golden = GOLDEN["rows"][name]
     tokenizer = byte_tokenizer()
     left_out = golden["without"].split(", ")
-    examples = [example(case, label) for label, case in CONVERSATIONS.items() if label not in left_out]
+    examples = [example(case, label) for label, case in (CONVERSATIONS | DRAWN).items() if label not in left_out]
     assert len(examples) > 4
     fit_tokenizer(load_template(template_options(template=name), tokenizer), tokenizer)
     for given, expected in zip(OPTIONS, golden["rows"].split(), strict=True):

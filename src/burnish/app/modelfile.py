@@ -33,24 +33,29 @@ def modelfile(template: Template, tokenizer: Any, context: int | None = None) ->
 
 
 def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
-    """The conversation as Ollama's template language writes it."""
+    """The conversation as Ollama's template language writes it.
+
+    The text is LLaMA-Factory's, but that a system message which belongs into the first user message stands there.
+    """
 
     def written(slots: Slots, content: str) -> str:
         return "".join(_text(slot, tokenizer) for slot in slots).replace(CONTENT, content)
 
-    system = written(spec.system, "{{ $.System }}")
-    opening, in_user = f"{{{{ if .System }}}}{system}{{{{ end }}}}", ""
+    system = f"{{{{ if .System }}}}{written(spec.system, '{{ .System }}')}{{{{ end }}}}"
+    messages, message, in_user = "range .Messages", "", ""
     if spec.system_in_user:
-        opening, in_user = "", f"{{{{ if and $.System (eq $i 0) }}}}{system}{{{{ end }}}}"
+        messages, message, system = "range $i, $message := .Messages", "$message", ""
+        in_user = f"{{{{ if and $.System (eq $i 0) }}}}{written(spec.system[:1], '{{ $.System }}')}{{{{ end }}}}"
+    content = f"{{{{ {message}.Content }}}}"
     return "".join(
         (
             written(spec.prefix, ""),
-            opening,
-            "{{ range $i, $message := .Messages }}",
-            '{{ if eq $message.Role "user" }}',
-            written(spec.user, in_user + "{{ $message.Content }}"),
-            '{{ else if eq $message.Role "assistant" }}',
-            written(spec.assistant, "{{ $message.Content }}"),
+            system,
+            f"{{{{ {messages} }}}}",
+            f'{{{{ if eq {message}.Role "user" }}}}',
+            written(spec.user, in_user + content),
+            f'{{{{ else if eq {message}.Role "assistant" }}}}',
+            written(spec.assistant, content),
             "{{ end }}{{ end }}",
         )
     )
