@@ -247,10 +247,11 @@ def test_the_sizes_of_a_run_are_those_of_its_model(made: Any, changes: dict[str,
     from burnish.adapters.base import ADAPTERS, trainable_summary
     from burnish.app.resources import sizes_of
     from burnish.models.load import load_config, load_model
-    from burnish.models.tokens import load_tokenizer
+    from burnish.models.tokens import fitted_shapes, load_tokenizer
 
     options = made(**changes).options
-    sizes = sizes_of(options, load_config(options), load_tokenizer(options))
+    adapter = ADAPTERS[options.finetuning_type](options, ())
+    sizes = sizes_of(adapter, fitted_shapes(load_config(options), load_tokenizer(options), options))
     model = ADAPTERS[options.finetuning_type](options, ()).attach(load_model(options))
     assert (sizes.trained, sizes.total) == trainable_summary(model)
 
@@ -268,11 +269,10 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypa
     from burnish.app import resources
     from burnish.core.schedule import plan_steps
     from burnish.models.load import load_config
-    from burnish.models.tokens import load_tokenizer
 
     options = made(save_steps=2, save_total_limit=3).options
-    config = load_config(options)
-    sizes, steps = resources.sizes_of(options, config, load_tokenizer(options)), plan_steps(options, 90)
+    config, steps = load_config(options), plan_steps(options, 90)
+    sizes = resources.Sizes("LlamaForCausalLM", 20_000, 20_000, 20_000, saves_whole_model=True)
     assert not resources.check_disk(options, config, sizes, steps)
     monkeypatch.setattr(resources, "free_disk", lambda folder: 60_000)
     (problem,) = resources.check_disk(options, config, sizes, steps)

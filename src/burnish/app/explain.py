@@ -22,13 +22,11 @@ from burnish.app.listing import shown
 from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared, prepare
 from burnish.app.resources import (
-    Sizes,
     available_memory,
     compute_dtype,
     disk_of,
     free_disk,
     memory_of,
-    sizes_of,
     tokens_of_largest_batch,
     trained_dtype,
 )
@@ -57,21 +55,20 @@ def explain(plan: Plan) -> None:
 
 
 def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
-    sizes = sizes_of(plan.options, prepared.config, prepared.tokenizer)
-    yield _model(plan, prepared, sizes)
+    yield _model(plan, prepared)
     yield _data(plan, prepared)
     if trains(plan.options):
         yield _steps(plan, prepared)
     yield _events(plan)
     yield _options(plan)
-    yield _resources(plan, prepared, sizes)
+    yield _resources(plan, prepared)
     notes = [*plan.notes, *prepared.notes, *step_notes(plan.options, prepared.steps)]
     if notes:
         yield Section("Worth knowing", [Line("", text) for text in notes])
 
 
-def _model(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
-    options, config = plan.options, prepared.config
+def _model(plan: Plan, prepared: Prepared) -> Section:
+    options, config, sizes = plan.options, prepared.config, prepared.sizes
     begin = "random weights" if options.train_from_scratch else options.model_name_or_path
     device = device_of(options)
     formats = f"forward passes in {_name(compute_dtype(options, config))}, updates in {_name(trained_dtype(options))}"
@@ -283,8 +280,8 @@ def _options(plan: Plan) -> Section:
     return Section("Options that are not at their default", lines)
 
 
-def _resources(plan: Plan, prepared: Prepared, sizes: Sizes) -> Section:
-    options = plan.options
+def _resources(plan: Plan, prepared: Prepared) -> Section:
+    options, sizes = plan.options, prepared.sizes
     tokens = tokens_of_largest_batch(prepared.sample, options)
     terms = memory_of(options, prepared.config, sizes, tokens)
     total, free = sum(term.num_bytes for term in terms), available_memory(options)

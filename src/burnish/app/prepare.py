@@ -14,7 +14,7 @@ from burnish.adapters.base import ADAPTERS
 from burnish.app.checks import may_run_ahead, step_notes, trains
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.plan import Plan
-from burnish.app.resources import check_disk, sizes_of
+from burnish.app.resources import Sizes, check_disk, sizes_of
 from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
@@ -52,6 +52,7 @@ class Prepared:
     sample: Sequence[Row]  # what is known of them before: all, or some where they are encoded while the loop runs
     eval_rows: Mapping[str, Sequence[Row]]
     steps: StepPlan
+    sizes: Sizes
     tally: Tally
     fingerprints: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -70,7 +71,9 @@ def prepare(plan: Plan) -> Prepared:
     template = load_template(options, tokenizer)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
-    raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *check_adapter(options, config, tokenizer)]))
+    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    shapes = fitted_shapes(config, tokenizer, options)
+    raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)]))
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     if isinstance(sets.train, LazyExamples):
@@ -84,7 +87,7 @@ def prepare(plan: Plan) -> Prepared:
         raise UserError(nothing_to_learn(tally, options))
     longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
-    sizes = sizes_of(options, config, tokenizer)
+    sizes = sizes_of(adapter, shapes)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
     problems += check_budget(options.max_tokens_per_batch, largest)
@@ -92,7 +95,9 @@ def prepare(plan: Plan) -> Prepared:
     notes += [*sets.notes, *step_notes(options, steps)]
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     fingerprints = fingerprints_of(plan, data, template.form_fingerprint, steps)
-    return Prepared(tokenizer, template, config, objective, rows, sample, eval_rows, steps, tally, fingerprints, notes)
+    return Prepared(
+        tokenizer, template, config, objective, rows, sample, eval_rows, steps, sizes, tally, fingerprints, notes
+    )
 
 
 def load_data(plan: Plan, tally: Tally) -> DataSets:
@@ -160,12 +165,6 @@ def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
     """Tokens of each sequence; of a pack, of each row in it."""
     lengths = getattr(rows, "lengths", None)
     return lengths if lengths is not None else [length for row in rows for length in lengths_of(row)]
-
-
-def check_adapter(options: Any, config: Any, tokenizer: Any) -> list[Problem]:
-    """What keeps the adapter from being attached to a model of this shape; no weight is read."""
-    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    return adapter.check(fitted_shapes(config, tokenizer, options))
 
 
 def nothing_to_learn(tally: Tally, options: Any) -> Problem:

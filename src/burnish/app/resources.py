@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from burnish.adapters.base import ADAPTERS, trainable_summary
+from burnish.adapters.base import ModelAdapter, trainable_summary
 from burnish.app.estimate import Formats, Shape, Term, disk_bytes, memory_terms, shown_bytes
 from burnish.core.errors import Problem
 from burnish.core.schedule import StepPlan, steps_of
 from burnish.core.snapshot import split
 from burnish.engine.options import autocast_dtype, device_of
-from burnish.models.source import adapter_folders
-from burnish.models.tokens import fitted_shapes
 from burnish.objectives.lm import way_of
 from burnish.ops.head_kernels import logits_bytes
 from burnish.optim.builtin import create_optimizer
@@ -44,15 +42,12 @@ class Sizes:
     saves_whole_model: bool
 
 
-def sizes_of(options: Any, config: Any, tokenizer: Any) -> Sizes:
-    """The model on the meta device with the adapter of the run attached."""
-    model: nn.Module = fitted_shapes(config, tokenizer, options)
-    name, base = type(model).__name__, trainable_summary(model)[1]
-    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    if options.finetuning_type != "full":
-        with torch.device("meta"):
-            model = adapter.attach(model)
-    trained, total = trainable_summary(model)
+def sizes_of(adapter: ModelAdapter, shapes: nn.Module) -> Sizes:
+    """Counts, once ``adapter`` is attached to ``shapes``, the model on the meta device
+    (``models.tokens.fitted_shapes``)."""
+    name, base = type(shapes).__name__, trainable_summary(shapes)[1]
+    with torch.device("meta"):
+        trained, total = trainable_summary(adapter.attach(shapes))
     return Sizes(name, base, total, trained, adapter.saves_whole_model)
 
 
