@@ -253,8 +253,11 @@ def other_line(found: Round, facts: Figures) -> str:
     if not whole([found], OURS):
         return f"{lines[0]}failed | | | | | | |"
     peers = [name for name in found if name != OURS and whole([found], name)]
-    rates = [next((ratios([found], OURS, name, speed) for name in peers if name.startswith(peer)), "failed")
-             for peer in PEERS]  # fmt: skip
+    measured = {peer: next((name for name in found if name.startswith(peer)), None) for peer in PEERS}
+    rates = [
+        "failed" if name and name not in peers else ratios([found], OURS, name, speed) if name else "-"
+        for name in measured.values()
+    ]
     lean = min(peers, key=lambda name: peak(found[name]), default=None)
     memory = ratios([found], OURS, lean, peak) if lean else "-"
     used = mfu(found[OURS], rate_of_products()[1], facts, "full")
@@ -274,7 +277,7 @@ def other_section(shapes: Sequence[tuple[Round, Figures]]) -> str:
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
             *(other_line(found, facts) for found, facts in shapes),
             "",
-            where([found for found, _ in shapes], "other"),
+            where([found for found, _ in shapes], "other", count=1),
         ]
     )
 
@@ -341,15 +344,16 @@ def ratios(rounds: Sequence[Round], name: str, other: str, value: Callable[[Figu
     return f"{statistics.median(found):.2f}{spread}"
 
 
-def where(rounds: Sequence[Round], part: str) -> str:
+def where(rounds: Sequence[Round], part: str, count: int | None = None) -> str:
     """The date, the machine, the versions and the command."""
+    count = count or len(rounds)
     versions: dict[str, set[str]] = {}
     for figures in (figures for found in rounds for figures in found.values()):
         for library, number in figures.get("versions", {}).items():
             versions.setdefault(library, set()).add(number)
     named = ", ".join(f"{library} {' and '.join(sorted(numbers))}" for library, numbers in sorted(versions.items()))
     return (
-        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}; {len(rounds)} round{'s' * (len(rounds) > 1)}; {named}. "
+        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}; {count} round{'s' * (count > 1)}; {named}. "
         f'Again with: `make bench WHAT="{" ".join(sys.argv[1:]) or part}"`.'
     )
 

@@ -43,14 +43,14 @@ from report import (
 from settings import BASE, BEST, CHECKPOINT, ENCODING, EVALUATION, START, WIDE, Setting, trainings
 
 # Parts and how often each is measured, if --rounds does not say.
-PARTS = {"train": 2, "lora": 2, "large": 1, "large-lora": 1, "other": 1, "checkpoint": 1, "evaluation": 1,
-         "encoding": 2, "start": 2}  # fmt: skip
+PARTS = {"train": 2, "lora": 1, "large": 1, "large-lora": 1, "other": 1, "checkpoint": 1, "evaluation": 1,
+         "encoding": 1, "start": 1}  # fmt: skip
 TRAINS = {"train": "full", "lora": "lora", "large": "full", "large-lora": "lora"}
 # Rows of the large shape: short ones, because a peer's logits of a long one need gigabytes.
 LARGE = {"longest": 256, "rows": 16}
 OTHERS = (
-    *(Material(family=family, longest=256, rows=32) for family in ("llama", "gemma", "mistral", "qwen3", "gpt2")),
-    Material(longest=32, rows=128), Material(longest=4096, median=1200, rows=4),
+    *(Material(family=family, longest=256, rows=16) for family in ("llama", "gemma", "mistral", "qwen3", "gpt2")),
+    Material(longest=32, rows=64), Material(longest=4096, median=1000, rows=4),
 )  # fmt: skip
 
 

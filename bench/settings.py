@@ -61,23 +61,20 @@ def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
     fitting = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2} if is_long else {}
     trl = lean | {"gradient_checkpointing": False}
     factory = same | {"bf16": True}
-    grouped = fitting | {"train_sampling_strategy": "group_by_length"}
+    grouped = fitting | {"train_sampling_strategy": "group_by_length"}  # never the best of TRL or LLaMA-Factory
     packed = {"per_device_train_batch_size": 1}
     return (
         training(BASE, "trl", **same, **fitting),
-        training("TRL, grouped by length, no checkpointing", "trl", **trl, **grouped),
         training("TRL, packing, no checkpointing", "trl", packing=True, max_length=pack, **trl, **packed),
         training("TRL, padding-free, no checkpointing", "trl", padding_free=True, max_length=None, **trl),
         training("transformers, bf16", "transformers", bf16=True, **lean, **fitting),
         training("transformers, bf16, grouped by length", "transformers", bf16=True, **lean, **grouped),
         training("LLaMA-Factory, bf16", "llamafactory", **factory, **fitting),
-        training("LLaMA-Factory, bf16, grouped by length, no checkpointing", "llamafactory", **factory, **grouped,
-                 disable_gradient_checkpointing=True),
         training("LLaMA-Factory, bf16, neat packing", "llamafactory", neat_packing=True, cutoff_len=pack, **factory,
                  **packed),
         training("LLaMA-Factory, bf16, neat packing, no checkpointing", "llamafactory", neat_packing=True,
                  cutoff_len=pack, **factory, **packed, disable_gradient_checkpointing=True),
-        training(OURS, "burnish", bf16=True, **same | {"num_train_epochs": 2.01},
+        training(OURS, "burnish", bf16=True, **same | {"num_train_epochs": 1.01 if is_long else 2.01},
                  per_device_train_batch_size=2 if is_long else ROWS_PER_STEP),
         training("burnish, float32", "burnish", **same),
     )  # fmt: skip
