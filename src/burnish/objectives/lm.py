@@ -12,8 +12,8 @@ of all positions, is a switch away (``fused_loss: false``) and gives the same nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from burnish.objectives.neftune import EmbeddingNoise
 from burnish.ops.cross_entropy import TokenLoss, TokenSums, plain_cross_entropy
 from burnish.ops.head_kernels import LIBRARIES, WAYS, head_loss, obstacle
 from burnish.ops.probe import Head, causal_lm, find_head, makes_some_logits
+from burnish.ops.tied import TiedWeight, is_plain_lookup
 
 _NOT_FOR_THE_MODEL = {"labels", "loss_weights", "learned"}
 
@@ -243,8 +244,29 @@ class ModelWithLoss(nn.Module):
     ) -> TokenSums:
         """Args: targets: (N,), ``IGNORE_INDEX`` in a blank batch, which has the positions of the batch that it was made
         of, and no labels. weights: (N,) of tokens; None is 1."""
-        hidden = head.hidden(**inputs).flatten(0, 1).index_select(0, learned) * head.scale  # (N, H)
-        return head_loss(self._way, hidden, head.linear.weight, targets, self._rules, head.linear.bias, weights)
+        weight = head.linear.weight
+        with self._tied_weight(weight) as joined:
+            hidden = head.hidden(**inputs).flatten(0, 1).index_select(0, learned)  # (N, H)
+        if head.scale != 1.0:
+            hidden = hidden * head.scale
+        return head_loss(self._way, hidden, joined, targets, self._rules, head.linear.bias, weights)
+
+    @contextmanager
+    def _tied_weight(self, weight: Tensor) -> Iterator[Tensor]:
+        """Inside it, an embedding that shares the head's weight (V, H) looks its rows up so that there is one gradient
+        of both (``ops.tied``). Yields the weight for the head; the same one where the embedding has its own, or does
+        more than to look up."""
+        embedding = causal_lm(self.model).get_input_embeddings()
+        is_tied = getattr(embedding, "weight", None) is weight and weight.requires_grad and torch.is_grad_enabled()
+        if not is_tied or not is_plain_lookup(embedding):
+            yield weight
+            return
+        tied = TiedWeight(weight, embedding.padding_idx)
+        embedding.forward = tied.look_up
+        try:
+            yield tied.joined
+        finally:
+            del embedding.forward
 
     def _loss_from_logits(
         self, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor | None

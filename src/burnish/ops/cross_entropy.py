@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burnish.ops import kept
+
 CHUNK_BYTES = 2**26
 _CHUNK_BYTES_OF_GPU = 2**29
 """Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time. On a GPU
@@ -163,15 +165,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rules: TokenLoss, dtype: torch.dtype, needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            h, w = hidden.to(dtype), weight.to(dtype)
-            weights = torch.ones_like(targets, dtype=torch.float32) if token_weights is None else token_weights.float()
+            h, w = hidden.to(dtype), kept.cast(weight, dtype)
+            weights = None if token_weights is None else token_weights.float()
             sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
             gradients = _Gradients.zero(hidden, weight, bias, needs)
             size = chunk_length(weight)
+            whole = kept.empty((min(size, len(h)), len(w)), dtype, h.device)
             for begin in range(0, len(h), size):
                 part = slice(begin, begin + size)
-                logits = F.linear(h[part], w, None if bias is None else bias.to(dtype))
-                made, slope = _chunk(logits, targets[part], weights[part], rules, any(needs))
+                logits = _logits(h[part], w, None if bias is None else bias.to(dtype), whole)
+                made, slope = _chunk(
+                    logits, targets[part], None if weights is None else weights[part], rules, any(needs)
+                )
                 sums = [so_far + value for so_far, value in zip(sums, made, strict=True)]
                 if slope is not None:
                     gradients.add(part, slope, h[part], w, is_first=begin == 0)
@@ -186,22 +191,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, whole: Tensor) -> Tensor:
+    """(n, V) written into the first rows of ``whole``."""
+    into = whole[: len(hidden)]
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=into)
+    return torch.addmm(bias, hidden, weight.t(), out=into)
+
+
+def _kept(like: Tensor) -> Tensor:
+    return kept.empty(tuple(like.shape), like.dtype, like.device)
+
+
 def _chunk(
-    logits: Tensor, targets: Tensor, weights: Tensor, rules: TokenLoss, needs_slope: bool
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
 ) -> tuple[TokenSums, Tensor | None]:
     """The sums of some tokens, and (n, V) the derivative of their total by their logits, written over the logits.
 
     On a CPU a few rows at a time; what a row gives does not depend on its neighbours, and the sums are made once.
     """
     height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
-    parts = zip(torch.split(logits, height), torch.split(targets, height), torch.split(weights, height), strict=True)
-    each = [_rows(some, ids, counts, rules, needs_slope) for some, ids, counts in parts]
-    losses, correct, entropy = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
-    return TokenSums(losses @ weights, correct @ weights, entropy @ weights), logits if needs_slope else None
+    parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
+    counts = [None] * len(parts) if weights is None else torch.split(weights, height)
+    each = [_rows(some, ids, count, rules, needs_slope) for (some, ids), count in zip(parts, counts, strict=True)]
+    of_tokens = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
+    sums = TokenSums(*(values.sum() if weights is None else values @ weights for values in of_tokens))
+    return sums, logits if needs_slope else None
 
 
 def _rows(
-    logits: Tensor, targets: Tensor, weights: Tensor, rules: TokenLoss, needs_slope: bool
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(n,) each: losses, whether predicted right, entropies; zero where not asked for. With ``needs_slope`` the logits
     (n, V) become the derivative of the weighted losses by them.
@@ -209,29 +228,45 @@ def _rows(
     With p = softmax(logits) and one for the target: (p - (1 - s) * one - s / V) * weight * factor, and times
     ``1 - (logit / softcap)²`` where a logit is capped.
     """
+    smoothing, at_target = rules.label_smoothing, targets.unsqueeze(-1)
     capped = rules.softcap * torch.tanh(logits.float() / rules.softcap) if rules.softcap else logits
-    # One exponential per logit. The greatest probability is one over the sum of exponentials that are at most 1, so the
-    # logarithm of that sum comes from it without one, and a target whose own probability is 0 still has its loss.
-    slope = torch.softmax(capped, -1, dtype=torch.float32)
-    log_sum = capped.amax(-1).float() - slope.amax(-1).log()
-    at_target = targets.unsqueeze(-1)
-    losses = log_sum - capped.gather(-1, at_target).squeeze(-1).float() * (1 - rules.label_smoothing)
-    if rules.label_smoothing:
-        losses -= rules.label_smoothing * capped.mean(-1, dtype=torch.float32)
+    slope = torch.softmax(capped, -1, dtype=torch.float32)  # p; the only exponential per logit
+    log_p, log_sum = _logarithms(capped, slope, at_target)
+    losses = -log_p * (1 - smoothing)
+    if smoothing:
+        losses += smoothing * (log_sum - capped.mean(-1, dtype=torch.float32))
     none = torch.zeros_like(losses)
     correct = (capped.argmax(-1) == targets).float() if rules.accuracy else none
     entropy = log_sum - (slope * capped).sum(-1) if rules.entropy else none
     if rules.factor:
         factors = loss_factors(slope, targets, rules)
-        losses, weights = losses * factors, weights * factors
+        losses, weights = losses * factors, factors if weights is None else weights * factors
     if needs_slope:
-        if rules.label_smoothing:
-            slope -= rules.label_smoothing / slope.shape[-1]
-        slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, rules.label_smoothing - 1))
+        if smoothing:
+            slope -= smoothing / slope.shape[-1]
+        slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, smoothing - 1))
         if rules.softcap:
             slope *= 1 - (capped / rules.softcap).square()
-        logits.copy_(slope.mul_(weights.unsqueeze(-1)))
+        logits.copy_(slope if weights is None else slope.mul_(weights.unsqueeze(-1)))
     return losses, correct, entropy
+
+
+def _logarithms(logits: Tensor, p: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) each: log p(target), and the logarithm of the sum of exponentials, from p = softmax(logits) (n, V).
+
+    On a CPU from the target's own logit and probability. Where that is too small to have a logarithm, and on a GPU,
+    which would have to be asked, from the greatest ones: that probability is never less than 1 / V.
+    """
+    logit, of_target = (x.gather(-1, at_target).squeeze(-1).float() for x in (logits, p))
+    if p.device.type == "cpu" and of_target.min() > _LEAST_P:
+        log_p = of_target.log()
+        return log_p, logit - log_p
+    log_sum = logits.amax(-1).float() - p.amax(-1).log()
+    return logit - log_sum, log_sum
+
+
+_LEAST_P = 1e-30
+"""Well above the least float32 with all its digits, 1e-38."""
 
 
 class _Gradients(NamedTuple):
@@ -244,7 +279,7 @@ class _Gradients(NamedTuple):
     @classmethod
     def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]) -> _Gradients:
         # The first chunk writes the weight's gradient, so it is not filled with zeros first, unless there is none.
-        of_weight = torch.empty_like if len(hidden) else torch.zeros_like
+        of_weight = _kept if len(hidden) else torch.zeros_like
         return cls(
             torch.empty_like(hidden) if needs[0] else None,
             of_weight(weight) if needs[1] else None,

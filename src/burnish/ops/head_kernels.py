@@ -63,9 +63,8 @@ def head_loss(
     """
     kernel = _KERNELS.get(way)
     if kernel is None or not len(hidden):
-        counts = (targets != IGNORE_INDEX).float()
-        weights = counts if token_weights is None else counts * token_weights
-        return linear_cross_entropy(hidden, weight, targets.clamp(min=0), rules, bias, weights)
+        counts = _counts(targets, token_weights)
+        return linear_cross_entropy(hidden, weight, targets.clamp(min=0), rules, bias, counts)
     total = kernel(hidden, weight, targets, rules, bias, token_weights)
     none = total.detach().new_zeros(())
     return TokenSums(total, none, none)
@@ -77,6 +76,14 @@ def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: to
         return 0
     most = 4 * tokens * min(hidden, vocabulary) if way == "liger" else chunk_bytes(device)
     return min(4 * tokens * vocabulary, most)
+
+
+def _counts(targets: Tensor, token_weights: Tensor | None) -> Tensor | None:
+    """(N,) what each token counts, nothing for ``IGNORE_INDEX``; None where all count 1, which a CPU can look up."""
+    is_counted = targets != IGNORE_INDEX
+    if token_weights is not None:
+        return is_counted * token_weights
+    return None if targets.device.type == "cpu" and bool(is_counted.all()) else is_counted.float()
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, TokenLoss, Tensor | None, Tensor | None], Tensor]

@@ -1,0 +1,90 @@
+"""One gradient for a weight that is embedding and head: the sum that autograd would make of two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from burnish.objectives.lm import ModelWithLoss
+from burnish.ops import kept
+from burnish.ops.cross_entropy import linear_cross_entropy
+from burnish.ops.probe import find_head
+from burnish.ops.tied import TiedWeight
+from tiny_models import tiny_model
+
+VOCABULARY, WIDTH = 50, 8
+
+
+def gradients(is_tied: bool, padding_id: int | None, uses_head: bool = True) -> list[Tensor]:
+    """Of the weight and of what multiplies the rows that were looked up, twice: the second step adds to the first."""
+    random = torch.Generator().manual_seed(2)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=random).requires_grad_()
+    scale = torch.randn(WIDTH, generator=random).requires_grad_()
+    for _ in range(2):
+        ids = torch.randint(VOCABULARY, (2, 6), generator=random)
+        tied = TiedWeight(weight, padding_id) if is_tied else None
+        rows = tied.look_up(ids) if tied else F.embedding(ids, weight, padding_id)
+        hidden = (rows * scale).tanh().flatten(0, 1)
+        head = tied.joined if tied else weight
+        loss = linear_cross_entropy(hidden, head, ids.flatten().flip(0)).total if uses_head else hidden.square().sum()
+        loss.backward()
+    assert weight.grad is not None
+    assert scale.grad is not None
+    return [weight.grad, scale.grad]
+
+
+@pytest.mark.parametrize("padding_id", [None, 3])
+@pytest.mark.parametrize("uses_head", [True, False])
+def test_both_uses_give_the_gradient_that_autograd_gives(padding_id: int | None, uses_head: bool) -> None:
+    ours, plain = (gradients(is_tied, padding_id, uses_head) for is_tied in (True, False))
+    for mine, usual in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, usual, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_model_gets_the_gradients_of_the_plain_way_and_its_embedding_is_left_as_it_was(is_tied: bool) -> None:
+    from burnish.objectives.lm import LmOptions
+
+    model = tiny_model("qwen2", tie_word_embeddings=is_tied)
+    ids = torch.randint(model.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(5))
+    found = []
+    for head in (find_head(model), None):
+        model.zero_grad()
+        ModelWithLoss(model, head, False, LmOptions()).train()({"input_ids": ids, "labels": ids}).total.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() == dict(model.named_parameters()).keys()
+    for name, plain in found[1].items():
+        torch.testing.assert_close(found[0][name], plain, atol=1e-6, rtol=1e-5, msg=name)
+    assert "forward" not in vars(model.get_input_embeddings())
+
+
+def test_a_lookup_that_does_more_than_to_look_up_stays_its_own() -> None:
+    from burnish.ops.tied import is_plain_lookup
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * 2
+
+    assert is_plain_lookup(nn.Embedding(4, 2))
+    others = (nn.Embedding(4, 2, max_norm=1.0), nn.Embedding(4, 2, sparse=True), Scaled(4, 2), nn.Linear(4, 2))
+    assert not any(map(is_plain_lookup, others))
+
+
+def test_kept_memory_is_handed_out_again_only_when_its_last_tensor_is_gone() -> None:
+    shape, cpu = (2**20, 3), torch.device("cpu")
+    first, second = (kept.empty(shape, torch.float32, cpu) for _ in range(2))
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    assert first.shape == shape
+    assert first.is_contiguous()
+    view = first.view(3, -1)[1]
+    where = first.data_ptr()
+    del first
+    third = kept.empty(shape, torch.float32, cpu)
+    assert third.data_ptr() not in places  # a view still looks at the first one
+    del view
+    fourth = kept.empty(shape, torch.float32, cpu)
+    assert fourth.data_ptr() == where
+    assert torch.equal(kept.cast(fourth.fill_(1.5), torch.bfloat16), torch.full(shape, 1.5, dtype=torch.bfloat16))
