@@ -23,7 +23,7 @@ from burnish.app.listing import component, shown
 from burnish.app.plan import RunOptions, aliases
 from burnish.core.options import Spec, specs
 from burnish.core.registry import Registry
-from burnish.objectives import OBJECTIVES
+from burnish.objectives.base import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.report.trackers import TRACKERS
 

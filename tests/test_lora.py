@@ -748,6 +748,12 @@ def test_an_additional_target_that_is_not_there_is_refused():
     assert 'Did you mean "lm_head"?' in found
 
 
+def test_attention_which_takes_its_input_by_name_can_be_trained_whole():
+    adapter, model = attached(lora_target=["gate_proj"], additional_target=["self_attn"])
+    torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
+    assert "model.layers.0.self_attn" in adapter.notes[0]
+
+
 def test_a_layer_that_is_trained_whole_gets_no_adapter():
     (found,) = problems(lora_target=["q_proj"], additional_target=["self_attn"])
     assert "trains whole already" in found

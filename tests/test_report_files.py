@@ -311,6 +311,12 @@ def test_the_code_on_the_card_loads_the_model(changes, loader):
     assert f"{loader}.from_pretrained(folder)" in code
 
 
+def test_an_addition_of_another_package_is_not_said_to_load_in_peft():
+    text = card_text(facts(method="gains", is_adapter=True, loads_in_peft=False))
+    assert "peft" not in text.lower()
+    assert "finetuning_type gains" in text
+
+
 @pytest.mark.parametrize("stage", ["sft", "pt"])
 def test_the_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -193,7 +193,7 @@ def test_fitting_says_what_was_chosen_and_counts_new_tokens():
     notes = " ".join(fit_tokenizer(template, bare))
     assert '"<|endoftext|>" was made one' in notes
     assert "pads" in notes
-    assert "2 tokens were added" in notes  # <|endoftext|> and <eos>
+    assert "for the template: 2." in notes  # <|endoftext|> and <eos>
     ids = {bare.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<eos>", "<end_of_turn>")}
     assert set(template.stop_token_ids(bare)) == ids
 

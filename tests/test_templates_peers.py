@@ -1,26 +1,62 @@
-"""All 124 named templates and 13 tool formats against LLaMA-Factory's (golden/make_templates_golden.py)."""
+"""LLaMA-Factory's 124 named templates and 13 tool formats against its own (golden/make_templates_golden.py), and any
+other named template against a rendering that is written down (golden/own_templates.json: name -> text)."""
 
 import json
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
 from burnish.data.template_table import table
 from burnish.data.templates import fit_tokenizer, load_template
 from burnish.data.tools import TOOL_FORMATS, Call
-from template_cases import CALLS, CONVERSATIONS, DRAWN, OPTIONS, TOOLS, byte_tokenizer, example, template_options
+from template_cases import (
+    CALLS,
+    CONVERSATIONS,
+    DRAWN,
+    GOLDEN,
+    OPTIONS,
+    TOOLS,
+    byte_tokenizer,
+    example,
+    template_options,
+)  # fmt: skip
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "templates.json").read_text(encoding="utf-8"))
+OWN = json.loads((Path(__file__).parent / "golden" / "own_templates.json").read_text(encoding="utf-8"))
 
 
-def test_the_table_holds_every_named_template():
-    assert len(table()) == 124
-    assert set(table()) == set(GOLDEN["rows"])
+def rendered(name):
+    """Two turns as text, what is trained in ⟦ ⟧."""
+    tokenizer = byte_tokenizer()
+    template = load_template(template_options(template=name), tokenizer)
+    fit_tokenizer(template, tokenizer)
+    turns = [Message("user", "Hi."), Message("assistant", "Yes?"), Message("user", "Bye."), Message("assistant", "So.")]
+    (row,) = template.encode([Example(tuple(turns), "Be kind.")], Tally())
+    pairs = zip(row["input_ids"], row["labels"], strict=True)
+    parts = [(trained, tokenizer.decode([i for i, _ in part])) for trained, part in groupby(pairs, lambda p: p[1] >= 0)]
+    return "".join(f"⟦{text}⟧" if trained else text for trained, text in parts)
 
 
-@pytest.mark.parametrize("name", table())
+def test_a_rendering_shows_what_is_trained():
+    assert rendered("chatml") == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
+        "⟦Yes?<|im_end|>\n⟧<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n⟦So.<|im_end|>\n⟧"
+    )
+
+
+def test_every_template_that_llamafactory_does_not_have_renders_as_written_down():
+    assert {name: rendered(name) for name in table() if name not in GOLDEN["rows"]} == OWN
+
+
+def test_the_table_holds_every_template_of_llamafactory():
+    assert len(GOLDEN["rows"]) == 124
+    assert set(GOLDEN["rows"]) <= set(table())
+
+
+@pytest.mark.parametrize("name", GOLDEN["rows"])
 def test_a_template_gives_the_rows_that_llamafactory_gives(name):
     golden = GOLDEN["rows"][name]
     tokenizer = byte_tokenizer()

@@ -1,5 +1,8 @@
-"""Which weights move: full, freeze, LoRA, or a method of the peft library. Importing this registers them all."""
+"""Which weights move: full, freeze, LoRA, or a method of the peft library. Importing the package imports every file in
+it, and so registers them all."""
 
-from burnish.adapters import freeze, full, lora, peft
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["freeze", "full", "lora", "peft"]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

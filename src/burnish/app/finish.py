@@ -109,6 +109,7 @@ def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, flo
             datasets=[str(name) for name in options.dataset or []],
             stage=options.stage, method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
             is_adapter=not trained.adapter.saves_whole_model,
+            loads_in_peft=(folder / "adapter_config.json").is_file(),
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
             tally=prepared.tally.sentences(), has_chat_template=bool(prepared.tokenizer.chat_template),
             picture=pictures[0].name if pictures else "",

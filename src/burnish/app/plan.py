@@ -43,7 +43,7 @@ from burnish.models.generate import GenerationOptions
 from burnish.models.liger import LigerOptions
 from burnish.models.options import ModelOptions
 from burnish.models.quantize import QuantizationOptions
-from burnish.objectives import OBJECTIVES
+from burnish.objectives.base import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.report.options import ReportOptions
 from burnish.report.profile import ProfileOptions

@@ -34,7 +34,7 @@ from burnish.models.check import check_model
 from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
-from burnish.objectives import OBJECTIVES
+from burnish.objectives.base import OBJECTIVES
 
 LOOKED_AT = 256
 """Rows that are encoded before the first step of a set that is encoded while the loop runs."""

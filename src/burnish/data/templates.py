@@ -131,7 +131,7 @@ def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
     if unknown := [word for word in stop_words if word not in tokenizer.all_special_tokens]:
         tokenizer.add_special_tokens({"extra_special_tokens": unknown}, replace_extra_special_tokens=False)
     if len(tokenizer) > size:
-        notes.append(f"{len(tokenizer) - size} tokens were added to the vocabulary; the embeddings must grow with it.")
+        notes.append(f"Tokens that were added to the vocabulary, for the template: {len(tokenizer) - size}.")
     template.form.fit()
     return notes
 

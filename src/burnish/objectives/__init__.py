@@ -1,6 +1,7 @@
-"""What is learned, a file per kind. Importing this registers them all."""
+"""What is learned, a file per kind. Importing the package imports every file, and so registers them all."""
 
-from burnish.objectives import lm
-from burnish.objectives.base import OBJECTIVES
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["OBJECTIVES", "lm"]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

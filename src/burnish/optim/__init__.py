@@ -1,21 +1,8 @@
-"""Optimizers: a file per family. Importing the package registers them all; a library is imported when one is made."""
+"""Optimizers: a file per family. Importing the package imports every file, and so registers them all; a library is
+imported when one is made."""
 
-from burnish.optim import (
-    adafactor,
-    adam_mini,
-    badam,
-    bnb,
-    builtin,
-    grokadamw,
-    low_bit,
-    low_rank,
-    muon,
-    refused,
-    schedule_free,
-    stable_adamw,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "adafactor", "adam_mini", "badam", "bnb", "builtin", "grokadamw", "low_bit", "low_rank", "muon", "refused",
-    "schedule_free", "stable_adamw",
-]  # fmt: skip
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -39,7 +39,8 @@ class CardFacts:
         datasets: names or files as given.
         stage: "sft", "pt", or the name of a stage that another package brings.
         method: ``finetuning_type``.
-        is_adapter: whether what was saved is an addition to the model, in peft's format, rather than the model.
+        is_adapter: whether what was saved is an addition to the model rather than the model.
+        loads_in_peft: whether an addition is in peft's format; one that another package brings may have its own.
         options: those that are not at their default.
         results: the final metrics.
         tally: a sentence per reason why rows were dropped or cut.
@@ -56,6 +57,7 @@ class CardFacts:
     trainable_parameters: int
     all_parameters: int
     is_adapter: bool = False
+    loads_in_peft: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, float] = field(default_factory=dict)
     tally: Sequence[str] = ()
@@ -81,7 +83,7 @@ def _header(facts: CardFacts) -> str:
     """The YAML that the hub reads. A JSON text is a YAML text, so quoting is JSON's."""
     on_hub = is_hub_id(facts.base_model)
     entries: dict[str, Any] = {
-        "library_name": "peft" if facts.is_adapter else "transformers",
+        "library_name": _library(facts),
         "pipeline_tag": "text-generation",
         "license": facts.license,
         "base_model": facts.base_model if on_hub else "",
@@ -91,6 +93,13 @@ def _header(facts: CardFacts) -> str:
     }
     lines = [line for name, value in entries.items() if value for line in _yaml(name, value)]
     return "\n".join(["---", *lines, "---", ""])
+
+
+def _library(facts: CardFacts) -> str:
+    """What loads the weights, or the empty string for an addition that only its own package can put on a model."""
+    if not facts.is_adapter:
+        return "transformers"
+    return "peft" if facts.loads_in_peft else ""
 
 
 def _yaml(name: str, value: str | list[str]) -> Iterator[str]:
@@ -141,6 +150,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _use(facts: CardFacts) -> str:
+    if not _library(facts):
+        return f"## How to use it\n\nThrough the package that brings finetuning_type {facts.method} to burnish."
     kind = "AutoPeftModelForCausalLM" if facts.is_adapter else "AutoModelForCausalLM"
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
     if facts.is_adapter:
