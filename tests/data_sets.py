@@ -50,8 +50,8 @@ def data_options(**given: Any) -> DataOptions:
     return options
 
 
-def load(seed: int = 0, tally: Tally | None = None, **given: Any) -> DataSets:
-    return load_datasets(data_options(**given), seed, tally if tally is not None else Tally())
+def load(seed: int = 0, tally: Tally | None = None, asks_hubs: bool = True, **given: Any) -> DataSets:
+    return load_datasets(data_options(**given), seed, tally if tally is not None else Tally(), asks_hubs=asks_hubs)
 
 
 def described(records: Sequence[Any], **entry: Any) -> list[Example]:

@@ -94,9 +94,11 @@ def test_every_broken_line_is_found_at_once():
 @pytest.mark.parametrize(("value", "why"), [("9" * 5000, "too many digits"), ("[" * 9**5 + "]" * 9**5, "too deep")])
 def test_json_that_python_refuses_to_read_is_named_by_its_line(value, why):
     record = f'{{"instruction": {value}, "output": "a"}}'
-    message = refusal(dataset=data("a.jsonl", f"{json.dumps(GOOD[0])}\n{record}\n{json.dumps(GOOD[0])}"))
-    assert "data/a.jsonl, line 2:" in message
-    assert why in message
+    for after in ("", f"\n{json.dumps(GOOD[0])}"):
+        message = refusal(dataset=data("a.jsonl", f"{json.dumps(GOOD[0])}\n{record}{after}"))
+        assert "data/a.jsonl, line 2:" in message
+        assert why in message
+        assert "copied whole" not in message
     message = refusal(dataset=data("a.json", f"[{json.dumps(GOOD[0])},\n{record}]"))
     assert why in message
     assert "1 record before it can be read" in message

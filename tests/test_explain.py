@@ -265,6 +265,15 @@ def test_adam_keeps_two_numbers_for_each_parameter_and_plain_descent_none(made: 
     assert formats_of(made(optim="sgd").options, config).moments == 0
 
 
+def test_to_say_what_will_happen_reads_no_weights_not_even_to_know_them_again(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from burnish.app import fingerprints
+
+    monkeypatch.setattr(fingerprints, "base_fingerprint", lambda options: pytest.fail("weights on a hub are fetched"))
+    assert told(made())["begins"] == "at step 0"
+
+
 def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.app import resources
     from burnish.core.schedule import plan_steps
@@ -273,9 +282,10 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypa
     options = made(save_steps=2, save_total_limit=3).options
     config, steps = load_config(options), plan_steps(options, 90)
     sizes = resources.Sizes("LlamaForCausalLM", 20_000, 20_000, 20_000, saves_whole_model=True)
-    assert not resources.check_disk(options, config, sizes, steps)
+    formats = resources.formats_of(options, config)
+    assert not resources.check_disk(options, config, sizes, formats, steps)
     monkeypatch.setattr(resources, "free_disk", lambda folder: 60_000)
-    (problem,) = resources.check_disk(options, config, sizes, steps)
+    (problem,) = resources.check_disk(options, config, sizes, formats, steps)
     assert "58.6 KiB of free disk" in str(problem)
     assert "3 checkpoints" in str(problem)
     assert "save_total_limit: 1" in str(problem)

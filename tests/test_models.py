@@ -252,6 +252,15 @@ def test_weights_whose_sum_is_too_large_for_their_format_are_finite(tmp_path):
     assert find_non_finite(model) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_eight_bits_are_looked_at_too(dtype):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
+    assert find_non_finite(model) == []
+    model.weight.data = torch.tensor([1.0, float("nan")]).to(dtype)
+    assert find_non_finite(model) == ["weight"]
+
+
 # --- checkpointing and precision ------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from burnish.core.errors import UserError
-from burnish.core.schedule import CurveOptions, StepOptions, check_curve, lr_factor, plan_steps, warmup_steps_of
+from burnish.core.schedule import (
+    CurveOptions,
+    StepOptions,
+    check_curve,
+    curve_notes,
+    lr_factor,
+    plan_steps,
+    warmup_steps_of,
+)
 
 
 def test_the_incomplete_last_group_of_an_epoch_is_a_step():
@@ -42,6 +50,14 @@ def test_a_warm_up_below_one_is_a_share_of_all_steps_rounded_up():
 def test_a_warm_up_that_never_ends_is_a_problem():
     assert "never reach" in str(check_curve(CurveOptions(warmup_steps=1000), 3)[0])
     assert check_curve(CurveOptions(warmup_steps=2), 3) == []
+    assert curve_notes(CurveOptions(warmup_steps=1000), 3) == []
+
+
+def test_a_share_that_is_rounded_up_to_all_steps_is_run_and_said():
+    options = CurveOptions(warmup_ratio=0.1)
+    assert check_curve(options, 1) == []
+    assert "never reaches its peak: warmup_ratio 0.1" in curve_notes(options, 1)[0]
+    assert curve_notes(options, 2) == []
 
 
 @pytest.mark.parametrize(

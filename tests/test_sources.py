@@ -144,6 +144,15 @@ def test_an_entry_with_a_hub_url_is_loaded_through_datasets(hub):
     assert sets.train[2].place == "someone/set, record 3"
 
 
+@pytest.mark.parametrize(
+    "dataset_dir", ["ONLINE", "REMOTE:someone/sets", {"someone/set": {"hf_hub_url": "someone/set"}}], ids=str
+)
+def test_no_hub_is_asked_to_complete_a_list_of_problems(hub, dataset_dir):
+    local = [] if isinstance(dataset_dir, str) else [data("a.json", numbered(0, 2))]
+    assert len(load(asks_hubs=False, dataset=["someone/set", *local], dataset_dir=dataset_dir).train) == 2 * len(local)
+    assert hub == []
+
+
 def test_online_names_are_hub_ids(hub):
     assert answers(load(dataset="someone/set", dataset_dir="ONLINE").train) == [0, 1, 2]
     assert hub[0]["path"] == "someone/set"

@@ -204,7 +204,7 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
         state=state, control=control, callbacks=listeners, meter=meter, parts=parts, eval_sets=eval_sets,
         evaluate=evaluate, flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
         checkpoints=Checkpoints(
-            folder, fingerprints=prepared.fingerprints, write_extras=write_extras, limit=options.save_total_limit,
+            folder, fingerprints=prepared.fingerprints(), write_extras=write_extras, limit=options.save_total_limit,
             in_background=options.save_in_background, rank=engine.rank, barrier=engine.barrier,
         ),
     )  # fmt: skip

@@ -238,7 +238,7 @@ _PEEKED = 1000
 
 def problems_in_files(options: Any) -> list[Problem]:
     """What is wrong with the files of the model and the data. ``prepare`` finds the same and more; here it completes a
-    list of problems, and a misspelled option is not to wait for transformers."""
+    list of problems, and a misspelled option is to wait neither for transformers nor for a hub."""
     from burnish.data.options import check_data
     from burnish.data.sources import load_datasets
     from burnish.data.tally import Tally
@@ -249,7 +249,7 @@ def problems_in_files(options: Any) -> list[Problem]:
         return problems
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)
-        load_datasets(replace(options, max_samples=first, val_size=0.0), options.seed, Tally())
+        load_datasets(replace(options, max_samples=first, val_size=0.0), options.seed, Tally(), asks_hubs=False)
     except UserError as error:
         problems += error.problems
     return problems

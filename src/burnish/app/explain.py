@@ -14,13 +14,13 @@ from typing import Any
 
 from burnish.adapters.base import ADAPTERS
 from burnish.app.callbacks import listeners_of
-from burnish.app.checks import step_notes, trains
+from burnish.app.checks import trains
 from burnish.app.estimate import shown_bytes
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.listing import shown
 from burnish.app.plan import Plan
-from burnish.app.prepare import Prepared, prepare
+from burnish.app.prepare import Prepared, item_lengths, prepare
 from burnish.app.resources import (
     available_memory,
     compute_dtype,
@@ -62,7 +62,7 @@ def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     yield _events(plan)
     yield _options(plan)
     yield _resources(plan, prepared)
-    notes = [*plan.notes, *prepared.notes, *step_notes(plan.options, prepared.steps)]
+    notes = [*plan.notes, *prepared.notes]
     if notes:
         yield Section("Worth knowing", [Line("", text) for text in notes])
 
@@ -108,7 +108,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     eval_kind = _kind(options, is_eval=True)
     lines += [Line("evaluation", f"{_size_of(found, eval_kind)} {name}") for name, found in prepared.eval_rows.items()]
     if len(rows):
-        lengths = lengths_of(rows)
+        lengths = item_lengths(rows)
         mean = sum(lengths) / len(lengths)
         is_all = rows is prepared.rows
         known = f"{sum(lengths):,}; " if is_all else ""
@@ -134,12 +134,6 @@ def _size_of(rows: Sequence[Row | None], kind: str) -> str:
         return counted(len(rows), "row")
     num_rows = sum(len(row.get("seq_lengths", [0])) for row in rows if row)
     return f"{counted(len(rows), 'pack')} of {counted(num_rows, 'row')}"
-
-
-def lengths_of(rows: Sequence[Row]) -> Sequence[int]:
-    """Tokens of each row."""
-    known = getattr(rows, "lengths", None)
-    return known if known is not None else [len(row["input_ids"]) for row in rows]
 
 
 def _trained_share(rows: Sequence[Row]) -> str:
@@ -281,15 +275,15 @@ def _options(plan: Plan) -> Section:
 
 
 def _resources(plan: Plan, prepared: Prepared) -> Section:
-    options, sizes = plan.options, prepared.sizes
+    options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(prepared.sample, options)
-    terms = memory_of(options, prepared.config, sizes, tokens)
+    terms = memory_of(options, prepared.config, sizes, formats, tokens)
     total, free = sum(term.num_bytes for term in terms), available_memory(options)
     lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
     lines.append(
         Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {device_of(options)}")
     )
-    needed = disk_of(options, prepared.config, sizes, prepared.steps)
+    needed = disk_of(options, prepared.config, sizes, formats, prepared.steps)
     free_bytes = free_disk(Path(options.output_dir))
     lines.append(
         Line("disk", f"{shown_bytes(needed):<10} in {options.output_dir}; {shown_bytes(free_bytes)} are free",

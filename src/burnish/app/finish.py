@@ -57,7 +57,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     if run.engine.rank == 0 and output is not None:
         save_state(run.state, folder)
         describe(run, plan, prepared, results)
-        write_finished(folder, run.state, prepared.fingerprints)
+        write_finished(folder, run.state, prepared.fingerprints())
     return results
 
 

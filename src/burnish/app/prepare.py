@@ -6,19 +6,21 @@ Everything a user can have done wrong is refused here or before; ``explain`` goe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
 from burnish.app.checks import may_run_ahead, step_notes, trains
+from burnish.app.estimate import Formats
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.plan import Plan
-from burnish.app.resources import Sizes, check_disk, sizes_of
+from burnish.app.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
-from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, plan_steps
+from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.core.types import Example, FlatRow, Row
 from burnish.data.ahead import AheadRows, ahead_notes, encode_ahead
 from burnish.data.batching import lengths_of, packed, splits_rows
@@ -53,8 +55,9 @@ class Prepared:
     eval_rows: Mapping[str, Sequence[Row]]
     steps: StepPlan
     sizes: Sizes
+    formats: Formats
     tally: Tally
-    fingerprints: Mapping[str, Any]
+    fingerprints: Callable[[], Mapping[str, Any]]  # where they are needed: weights on a hub are fetched for them
     notes: list[str] = field(default_factory=list)
 
 
@@ -87,17 +90,18 @@ def prepare(plan: Plan) -> Prepared:
         raise UserError(nothing_to_learn(tally, options))
     longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
-    sizes = sizes_of(adapter, shapes)
+    sizes, formats = sizes_of(adapter, shapes), formats_of(options, config)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
     problems += check_budget(options.max_tokens_per_batch, largest)
-    raise_if(plan.placed([*problems, *check_disk(options, config, sizes, steps)]))
-    notes += [*sets.notes, *step_notes(options, steps)]
+    raise_if(plan.placed([*problems, *check_disk(options, config, sizes, formats, steps)]))
+    notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
-    fingerprints = fingerprints_of(plan, data, template.form_fingerprint, steps)
+    fingerprints = cache(partial(fingerprints_of, plan, data, template.form_fingerprint, steps))
     return Prepared(
-        tokenizer, template, config, objective, rows, sample, eval_rows, steps, sizes, tally, fingerprints, notes
-    )
+        tokenizer, template, config, objective, rows, sample, eval_rows, steps, sizes, formats, tally, fingerprints,
+        notes,
+    )  # fmt: skip
 
 
 def load_data(plan: Plan, tally: Tally) -> DataSets:

@@ -69,7 +69,7 @@ def compute_dtype(options: Any, config: Any) -> torch.dtype:
 
 
 def formats_of(options: Any, config: Any) -> Formats:
-    """Bytes of the numbers of a run."""
+    """Bytes of the numbers of a run; an optimizer takes a step for it, so it is asked once."""
     compute, trained = compute_dtype(options, config), trained_dtype(options)
     frozen = options.quantization_bit / 8 if options.quantization_bit else compute.itemsize
     return Formats(frozen, trained.itemsize, compute.itemsize, _moment_bytes(options, config, trained))
@@ -93,9 +93,9 @@ def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
     return round(sum(value.nbytes for value in kept.values() if value.numel() > 1) / weight.weight.numel(), 2)
 
 
-def memory_of(options: Any, config: Any, sizes: Sizes, tokens: int) -> list[Term]:
+def memory_of(options: Any, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
     """Args: tokens: of the largest micro-batch."""
-    shape, formats = Shape.of(config.get_text_config()), formats_of(options, config)
+    shape = Shape.of(config.get_text_config())
     return memory_terms(
         sizes.total,
         sizes.trained,
@@ -148,9 +148,8 @@ def _available_of_host() -> int:
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
-def disk_of(options: Any, config: Any, sizes: Sizes, steps: StepPlan) -> int:
+def disk_of(options: Any, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> int:
     """Bytes that ``output_dir`` will hold at its fullest."""
-    formats = formats_of(options, config)
     model = sizes.total * loaded_dtype(config).itemsize if sizes.saves_whole_model else sizes.trained * formats.trained
     weights = (sizes.total if sizes.saves_whole_model else sizes.trained) * formats.trained
     moments = 0 if options.save_only_model else sizes.trained * formats.moments
@@ -172,9 +171,9 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def check_disk(options: Any, config: Any, sizes: Sizes, steps: StepPlan) -> list[Problem]:
+def check_disk(options: Any, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> list[Problem]:
     """A run whose model could not be written at its end is refused at its beginning."""
-    needed, free = disk_of(options, config, sizes, steps), free_disk(Path(options.output_dir))
+    needed, free = disk_of(options, config, sizes, formats, steps), free_disk(Path(options.output_dir))
     if needed <= free:
         return []
     kept = _checkpoints_kept(options, steps)

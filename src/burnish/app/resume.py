@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,11 @@ class Start:
     done: str = ""
 
 
-def start_of(plan: Plan, fingerprints: Mapping[str, Any], steps: StepPlan) -> Start:
+def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> Start:
     """Where the run begins, as the options and ``output_dir`` say. Nothing is changed there.
 
+    Args:
+        fingerprints: called where there is a run to compare with.
     Raises:
         UserError: where a checkpoint is asked for that is not there or not whole, or is another run's.
     """
@@ -52,7 +54,7 @@ def start_of(plan: Plan, fingerprints: Mapping[str, Any], steps: StepPlan) -> St
     found, notes = checkpoint_to_resume(options)
     if found is None:
         return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
-    notes += compare_fingerprints(found, fingerprints, options.resume_despite_changes)
+    notes += compare_fingerprints(found, fingerprints(), options.resume_despite_changes)
     return Start(found, tuple(notes), nothing_left_to_do(Path(options.output_dir), found, steps))
 
 
@@ -108,7 +110,7 @@ def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str,
     (folder / FINISHED_NAME).write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
 
 
-def finished_before(options: Any, fingerprints: Mapping[str, Any], steps: StepPlan) -> str:
+def finished_before(options: Any, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
     """Why a run without checkpoints has nothing left to do, as a sentence; "" where it has not begun.
 
     Raises:
@@ -118,7 +120,7 @@ def finished_before(options: Any, fingerprints: Mapping[str, Any], steps: StepPl
     if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
         return ""
     done = json.loads((folder / FINISHED_NAME).read_text(encoding="utf-8"))
-    compare(done["fingerprints"], fingerprints, folder, options.resume_despite_changes)
+    compare(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
     if done["max_steps"] < steps.max_steps:
         raise UserError(
             Problem(

@@ -99,19 +99,32 @@ def warmup_steps_of(options: CurveOptions, max_steps: int) -> int:
     return math.ceil(max_steps * (options.warmup_steps or options.warmup_ratio))
 
 
+def _never_peaks(options: CurveOptions, max_steps: int) -> bool:
+    return warmup_steps_of(options, max_steps) >= max_steps > 0 and options.lr_scheduler_type != "constant"
+
+
 def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
-    """A warm-up that never ends."""
-    warmup = warmup_steps_of(options, max_steps)
-    if warmup >= max_steps > 0 and options.lr_scheduler_type != "constant":
-        name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
-        return [
-            Problem(
-                f"the learning rate would never reach its peak: {warmup} warm-up steps ({name}) in a run of "
-                f"{max_steps} steps.",
-                remedy=f"Set warmup_steps below {max_steps}, or train longer.",
-            )
-        ]
-    return []
+    """A warm-up of so many steps that it never ends."""
+    if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
+        return []
+    return [
+        Problem(
+            f"the learning rate would never reach its peak: {options.warmup_steps:g} warm-up steps (warmup_steps) in a "
+            f"run of {max_steps} steps.",
+            remedy=f"Set warmup_steps below {max_steps}, or train longer.",
+        )
+    ]
+
+
+def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
+    """A warm-up that is a share of the steps and takes them all, since a share is rounded up: a trial of one step."""
+    if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
+        return []
+    name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
+    return [
+        f"The learning rate never reaches its peak: {name} {options.warmup_steps or options.warmup_ratio:g}, rounded "
+        f"up, is the whole of the run (max_steps {max_steps})."
+    ]
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------

@@ -36,21 +36,25 @@ def read_json(path: Path) -> Iterator[Values]:
         yield from _json_lines(path)
 
 
+class Unreadable(json.JSONDecodeError):
+    """JSON that is whole, and that Python refuses to read."""
+
+
 def parsed(text: str) -> Any:
     """The value that JSON text holds.
 
     Raises:
-        JSONDecodeError: if it is no JSON, or what Python refuses to read: a number of more than 4300 digits, brackets
-            within brackets a thousand deep.
+        JSONDecodeError: if it is no JSON.
+        Unreadable: a number of more than 4300 digits, brackets within brackets a thousand deep.
     """
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         raise
     except ValueError as error:
-        raise json.JSONDecodeError("a number has too many digits", text, 0) from error
+        raise Unreadable("a number has too many digits", text, 0) from error
     except RecursionError as error:
-        raise json.JSONDecodeError("brackets stand too deep within brackets", text, 0) from error
+        raise Unreadable("brackets stand too deep within brackets", text, 0) from error
 
 
 def _json_list(path: Path) -> Iterator[Values]:
@@ -75,6 +79,7 @@ def _json_lines(path: Path) -> Iterator[Values]:
     """A record per line. Every broken line of the file is found before the first is complained of."""
     broken: list[Problem] = []
     number = line = 0
+    is_cut = False  # whether the last line is the only one that is broken
     for line, text in enumerate(text_lines(path), start=1):
         if not text or text.isspace():
             continue
@@ -84,8 +89,10 @@ def _json_lines(path: Path) -> Iterator[Values]:
         except json.JSONDecodeError as error:
             if number == 1:
                 _refuse_document(path)
+            is_cut = not broken and not isinstance(error, Unreadable)
             broken.append(broken_line(path, line, text, error))
             continue
+        is_cut = False
         if not isinstance(record, dict):
             refuse(path, number, record)
         if number == 1 and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
@@ -93,7 +100,7 @@ def _json_lines(path: Path) -> Iterator[Values]:
         if not broken:
             yield record
     if broken:
-        raise UserError(_first_of(broken, path, last_line=line))
+        raise UserError(_first_of(broken, is_cut))
 
 
 def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
@@ -103,13 +110,10 @@ def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -
     )
 
 
-def _first_of(broken: list[Problem], path: Path, last_line: int) -> list[Problem]:
+def _first_of(broken: list[Problem], is_cut: bool) -> list[Problem]:
     """The problems to show, the last one with what to do about them."""
     *before, last = broken[:_SHOWN]
-    is_cut = len(broken) == 1 and last.where == f"{path}, line {last_line}"
-    remedy = "Each line must hold one JSON object."
-    if is_cut:
-        remedy = "It is the last line; was the file copied whole?"
+    remedy = "It is the last line; was the file copied whole?" if is_cut else "Each line must hold one JSON object."
     more = f"{count(len(broken), 'line')} in all." if len(broken) > _SHOWN else ""
     return [*before, Problem(last.what, last.where, why=more, remedy=remedy)]
 

@@ -21,7 +21,7 @@ from typing import Any
 from burnish.core.errors import MissingExtraError, Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.types import Example
-from burnish.data.dataset_info import INFO_NAME, Source, find_sources
+from burnish.data.dataset_info import INFO_NAME, REMOTE, Source, find_sources
 from burnish.data.examples import (
     AnySet,
     IndexedSet,
@@ -72,18 +72,21 @@ class DataSets:
         return content_hash(self.train)
 
 
-def load_datasets(options: Any, seed: int, tally: Tally, may_run_ahead: bool = False) -> DataSets:
+def load_datasets(
+    options: Any, seed: int, tally: Tally, may_run_ahead: bool = False, asks_hubs: bool = True
+) -> DataSets:
     """The training and evaluation examples that the options name.
 
     Args:
         seed: decides the rows of ``num_samples``, the order of interleaved sets, and the split.
         may_run_ahead: large training sets may stay in their files (``LazyExamples``), as ``encode_ahead`` says.
+        asks_hubs: false leaves out the sets that do not lie here: a hub out of reach is tried for a minute.
 
     Raises:
         UserError: with the problems of all data sets.
     """
     raise_if(check_data(options))
-    loading = _Loading(options, seed, tally)
+    loading = _Loading(options, seed, tally, asks_hubs)
     train = loading.named(options.dataset or [], may_run_ahead and (loading.stays or options.encode_ahead is not False))
     others = loading.named(options.eval_dataset or [])
     raise_if(loading.problems)
@@ -126,11 +129,12 @@ def _lazily_merged(sets: Sequence[AnySet], options: Any, seed: int) -> LazyExamp
 class _Loading:
     """Loads one data set after the other, and collects what is wrong with any of them."""
 
-    def __init__(self, options: Any, seed: int, tally: Tally) -> None:
+    def __init__(self, options: Any, seed: int, tally: Tally, asks_hubs: bool) -> None:
         import numpy
 
         self.options = options
         self.tally = tally
+        self.asks_hubs = asks_hubs
         self.generator = numpy.random.RandomState(seed)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -157,12 +161,15 @@ class _Loading:
 
     def _sources(self, names: Sequence[str]) -> list[Source]:
         options = self.options
+        if not names or (not self.asks_hubs and str(options.dataset_dir).startswith(REMOTE)):
+            return []
         bare = {"formatting": options.formatting, "columns": options.columns, "tags": options.tags}
         try:
-            return find_sources(names, options.dataset_dir, partial(_remote_info, options), bare) if names else []
+            found = find_sources(names, options.dataset_dir, partial(_remote_info, options), bare)
         except UserError as error:
             self.problems += error.problems
             return []
+        return [source for source in found if self.asks_hubs or source.kind in ("file", "records")]
 
     def _examples(self, source: Source) -> list[Example]:
         records = self._chosen(source)
