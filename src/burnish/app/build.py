@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from burnish.adapters.base import ADAPTERS, ModelState, parameter_lines, set_precision, trainable_summary
+from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines, set_precision, trainable_summary
 from burnish.adapters.lora import learning_rates
 from burnish.app.callbacks import callbacks_of
 from burnish.app.checks import FINISHED_NAME, trains
@@ -32,6 +32,7 @@ from burnish.core.collection import collect_from_here
 from burnish.core.events import CallbackHandler
 from burnish.core.loop import TrainOutput, evaluate, train
 from burnish.core.meter import Meter
+from burnish.core.schedule import StepPlan
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine, Run
 from burnish.data.ahead import going_ahead
@@ -126,9 +127,49 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
 
 def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
     """Every part of the run, made in the order in which each needs the one before it."""
-    options, folder = plan.options, Path(plan.options.output_dir)
+    options, objective, steps = plan.options, prepared.objective, prepared.steps
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    model = trained_model(prepared, adapter, engine, options)
+    lies_flat, sentences = fit_objective(objective, model, prepared.tokenizer, options)
+    for sentence in sentences:
+        note(sentence)
+
+    optimizer = create_optimizer(model.named_parameters(), model, options, learning_rates(model, options))
+    wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
+    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
+    accumulation = accumulation_for(found, options, engine.world_size)
+    budget = Budget(options.max_tokens_per_batch, pads=not lies_flat) if options.max_tokens_per_batch else None
+    stream = row_stream(prepared, options, engine, accumulation, budget)
+    state, control = first_state(options, steps, engine), TrainerControl()
+    facts = RunFacts(
+        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), options.per_device_train_batch_size,
+        accumulation, engine.world_size, steps.max_steps, *trainable_summary(model),
+    )  # fmt: skip
+    listeners = CallbackHandler(
+        callbacks_of(options, facts, callbacks), options, state, control, model=model,
+        processing_class=prepared.tokenizer, optimizer=optimizer, lr_scheduler=scheduler, train_dataloader=stream,
+        eval_dataloader=None,
+    )  # fmt: skip
+    meter = Meter(engine.device, options.logging_nan_inf_filter)
+    parts = {
+        "model": ModelState(model, adapter), "optimizer": optimizer, "scheduler": scheduler, "stream": stream,
+        "state": state, "callbacks": listeners, "meter": meter, "rng": RngState(), **getattr(engine, "parts", {}),
+    }  # fmt: skip
+    if options.save_only_model:
+        parts = {name: parts[name] for name in ("model", "state")}
+    listeners.fire("on_init_end")
+    return Run(
+        model=wrapped, objective=objective, engine=engine, stream=stream, optimizer=optimizer, scheduler=scheduler,
+        state=state, control=control, callbacks=listeners, meter=meter, parts=parts,
+        eval_sets=eval_sets(prepared, options, engine, budget), evaluate=evaluate,
+        flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
+        checkpoints=checkpoints_of(prepared, options, engine, adapter, model),
+    )  # fmt: skip
+
+
+def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: Any) -> Any:
+    """The model with its weights, on its device, and what moves in the format in which it moves."""
     notes: list[str] = []
     device = engine.device if is_quantised(options, prepared.config) else None  # its kernels are chosen for a device
     model = load_model(options, dtype=load_dtype(options, engine), device=device, config=prepared.config, notes=notes)
@@ -139,57 +180,44 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
     model.to(engine.device)  # before the optimizer, which may keep copies of weights
     for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):
         note(sentence)
-    objective = prepared.objective
-    lies_flat, sentences = fit_objective(objective, model, prepared.tokenizer, options)
-    for sentence in sentences:
-        note(sentence)
-    budget = Budget(options.max_tokens_per_batch, pads=not lies_flat) if options.max_tokens_per_batch else None
+    return model
 
-    optimizer = create_optimizer(model.named_parameters(), model, options, learning_rates(model, options))
-    wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
-    steps = prepared.steps
-    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
-    accumulation = accumulation_for(found, options, engine.world_size)
+
+def row_stream(prepared: Prepared, options: Any, engine: Engine, accumulation: int, budget: Budget | None) -> RowStream:
     cut = Cut(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
-    stream = RowStream(
-        prepared.rows, objective.collate, cut, seed=options.seed if options.data_seed is None else options.data_seed,
-        options=options, lengths=item_lengths(prepared.sample) if prepared.sample is prepared.rows else None,
+    return RowStream(
+        prepared.rows, prepared.objective.collate, cut,
+        seed=options.seed if options.data_seed is None else options.data_seed, options=options,
+        lengths=item_lengths(prepared.sample) if prepared.sample is prepared.rows else None,
         buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
+
+
+def eval_sets(prepared: Prepared, options: Any, engine: Engine, budget: Budget | None) -> dict[str, EvalBatches]:
+    return {
+        name: EvalBatches(
+            rows, prepared.objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank,
+            budget, item_lengths(rows),
+        )
+        for name, rows in prepared.eval_rows.items()
+    }  # fmt: skip
+
+
+def first_state(options: Any, steps: StepPlan, engine: Engine) -> TrainerState:
     state = TrainerState(
         max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
         train_batch_size=options.per_device_train_batch_size,
         is_local_process_zero=engine.rank == 0, is_world_process_zero=engine.rank == 0,
     )  # fmt: skip
     state.compute_steps(options, steps.max_steps)
-    trainable, total = trainable_summary(model)
-    facts = RunFacts(
-        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs),
-        options.per_device_train_batch_size, accumulation, engine.world_size, steps.max_steps, trainable, total,
-    )  # fmt: skip
-    control = TrainerControl()
-    listeners = CallbackHandler(
-        callbacks_of(options, facts, callbacks), options, state, control, model=model,
-        processing_class=prepared.tokenizer, optimizer=optimizer, lr_scheduler=scheduler, train_dataloader=stream,
-        eval_dataloader=None,
-    )  # fmt: skip
-    meter = Meter(engine.device, options.logging_nan_inf_filter)
-    eval_sets = {
-        name: EvalBatches(
-            rows, objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank, budget,
-            item_lengths(rows),
-        )
-        for name, rows in prepared.eval_rows.items()
-    }  # fmt: skip
-    parts = {
-        "model": ModelState(model, adapter), "optimizer": optimizer, "scheduler": scheduler, "stream": stream,
-        "state": state, "callbacks": listeners, "meter": meter, "rng": RngState(), **getattr(engine, "parts", {}),
-    }  # fmt: skip
-    if options.save_only_model:
-        parts = {name: parts[name] for name in ("model", "state")}
+    return state
+
+
+def checkpoints_of(prepared: Prepared, options: Any, engine: Engine, adapter: ModelAdapter, model: Any) -> Checkpoints:
+    """The checkpoints of the run, each with what makes it loadable elsewhere."""
 
     def write_extras(target: Path) -> None:
         if adapter.saves_whole_model:
@@ -198,15 +226,10 @@ def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None,
             adapter.save_config(model, str(target))
         prepared.tokenizer.save_pretrained(target)
 
-    listeners.fire("on_init_end")
-    return Run(
-        model=wrapped, objective=objective, engine=engine, stream=stream, optimizer=optimizer, scheduler=scheduler,
-        state=state, control=control, callbacks=listeners, meter=meter, parts=parts, eval_sets=eval_sets,
-        evaluate=evaluate, flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
-        checkpoints=Checkpoints(
-            folder, fingerprints=prepared.fingerprints(), write_extras=write_extras, limit=options.save_total_limit,
-            in_background=options.save_in_background, rank=engine.rank, barrier=engine.barrier,
-        ),
+    return Checkpoints(
+        options.output_dir, fingerprints=prepared.fingerprints(), write_extras=write_extras,
+        limit=options.save_total_limit, in_background=options.save_in_background, rank=engine.rank,
+        barrier=engine.barrier,
     )  # fmt: skip
 
 

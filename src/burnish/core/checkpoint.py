@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,14 +124,7 @@ class Checkpoints:
         self.wait()
         self.last_step = step
         target = self.path(step)
-        temporary = self.folder / f"{_TEMPORARY}{target.name}"
-        if self.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        self.barrier()
-        if "rng" in parts:
-            _write_part(temporary, f"rng_state_{self.rank}", *split(parts["rng"].state_dict()))
-        self.barrier()
+        temporary = self._begin(target, parts)
         if self.rank != 0:
             return target
         copies_later = copies_later and self.in_background
@@ -140,38 +133,51 @@ class Checkpoints:
             for name, part in parts.items()
             if name != "rng"
         }
-
-        def add_extras() -> None:
-            if self.write_extras is not None:
-                self.write_extras(temporary)
-
-        def copy() -> None:
-            try:
-                for tensors, _ in taken.values():
-                    copy_large(tensors)
-            finally:
-                self._has_copies.set()
-            add_extras()
+        if copies_later:
+            self._has_copies.clear()
+        else:
+            self._add_extras(temporary)
 
         def write() -> None:
             if copies_later:
-                copy()
+                self._copy(tensors for tensors, _ in taken.values())
+                self._add_extras(temporary)
             for stem, (tensors, data) in taken.items():
                 _write_part(temporary, stem, tensors, data)
             write_manifest(temporary, step, self.fingerprints)
             self._put_in_place(temporary, target)
             self._rotate(keep={target.name, Path(best).name if best else ""})
 
-        if not copies_later:
-            add_extras()
         if self.in_background:
-            if copies_later:
-                self._has_copies.clear()
             self._writer = threading.Thread(target=self._guarded, args=(write,), name="burnish-checkpoint")
             self._writer.start()
         else:
             write()
         return target
+
+    def _begin(self, target: Path, parts: Mapping[str, Stateful]) -> Path:
+        """The temporary folder, with the generators of every rank in it."""
+        temporary = self.folder / f"{_TEMPORARY}{target.name}"
+        if self.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        self.barrier()
+        if "rng" in parts:
+            _write_part(temporary, f"rng_state_{self.rank}", *split(parts["rng"].state_dict()))
+        self.barrier()
+        return temporary
+
+    def _add_extras(self, temporary: Path) -> None:
+        if self.write_extras is not None:
+            self.write_extras(temporary)
+
+    def _copy(self, taken: Iterable[dict[str, Any]]) -> None:
+        """The large tensors that were left where they lie; whoever waits in ``settle`` goes on, failure or not."""
+        try:
+            for tensors in taken:
+                copy_large(tensors)
+        finally:
+            self._has_copies.set()
 
     def settle(self) -> None:
         """Until the checkpoint under way holds copies of its own, so that what it saves may change."""
