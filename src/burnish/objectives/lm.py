@@ -246,7 +246,7 @@ class ModelWithLoss(nn.Module):
         of, and no labels. weights: (N,) of tokens; None is 1."""
         weight = head.linear.weight
         with self._tied_weight(weight) as joined:
-            hidden = head.hidden(**inputs).flatten(0, 1).index_select(0, learned)  # (N, H)
+            hidden = head.hidden_at(learned, **inputs)  # (N, H)
         if head.scale != 1.0:
             hidden = hidden * head.scale
         return head_loss(self._way, hidden, joined, targets, self._rules, head.linear.bias, weights)
