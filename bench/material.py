@@ -28,7 +28,6 @@ from typing import Any
 
 SEED = 17
 WORDS = 32_000  # of the tokenizer
-TEMPLATE = "chatml"
 _CHAT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

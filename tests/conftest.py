@@ -17,6 +17,27 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and its tokenizer, to be read and copied."""
+    from small_run import make_model  # here, because transformers takes seconds to import
+
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def user_folder(
+    small_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A working directory with a model, a data set and ``run.yaml``."""
+    from bad_inputs import make_folder
+
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.chdir(tmp_path)
+    make_folder(small_model)
+    return tmp_path
+
+
 @pytest.fixture
 def shared() -> Path:
     if not SHARED.is_dir():

@@ -16,33 +16,16 @@ from safetensors.torch import load_file, save_file
 from bad_inputs import ROWS, Case, cut_short, files, make_folder, told, write
 from burnish import cli
 from burnish.core import loop
-from small_run import make_model
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def folder(
-    model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """A working directory with a model, a data set and ``run.yaml``."""
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.chdir(tmp_path)
-    make_folder(model)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps that was killed after the fourth, and beside it (``whole``) the one that was not."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("BURNISH_CACHE", str(folder / "cache"))
-        make_folder(model)
+        make_folder(small_model)
         assert cli.main(["train", "run.yaml"]) == 0
         shutil.copytree("out", "whole")
         for path in Path("out").iterdir():
@@ -170,7 +153,7 @@ def test_a_finished_run_is_not_taken_for_another(again: Path, capsys: pytest.Cap
 
 
 def test_a_finished_run_that_kept_no_checkpoint_is_known_again(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "run.yaml", "save_strategy=no"]
     assert cli.main(words) == 0
@@ -188,7 +171,7 @@ def test_a_finished_run_that_kept_no_checkpoint_is_known_again(
 
 
 def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_command_writes(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ValueError("the format of the model is not known")
@@ -220,7 +203,7 @@ def test_a_changed_learning_rate_is_applied_and_said(again: Path, capsys: pytest
     assert rates[4] > 4 * rates[3] * 0.5
 
 
-def test_two_runs_do_not_share_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_do_not_share_a_folder(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """W2."""
     write("out/.lock", b"")
     with Path("out/.lock").open() as held:
@@ -246,7 +229,7 @@ def at_step(number: int, does: Callable[[], Any], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_saves_and_the_same_command_goes_on(
-    number: signal.Signals, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, user_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S1, S2."""
     with monkeypatch.context() as patch:
@@ -268,7 +251,7 @@ def failing() -> None:
     ids=["X1", "X2"],
 )
 def test_a_failure_before_the_first_checkpoint_leaves_a_folder_that_can_be_used_again(
-    first: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    first: list[str], words: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         if not first:
@@ -284,7 +267,7 @@ def test_a_failure_before_the_first_checkpoint_leaves_a_folder_that_can_be_used_
     assert not Path("out/traceback.txt").exists()
 
 
-def test_overwriting_a_run_leaves_nothing_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overwriting_a_run_leaves_nothing_of_it(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An adapter beside a whole model would be loaded in its place."""
     assert cli.main(["train", "run.yaml", "finetuning_type=lora", "do_eval=true", "val_size=4"]) == 0
     assert Path("out/eval_results.json").exists()

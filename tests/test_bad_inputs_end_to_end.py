@@ -12,30 +12,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bad_inputs import ROWS, Case, change, cut_short, files, make_folder, told, write
+from bad_inputs import ROWS, Case, change, cut_short, files, told, write
 from burnish import cli
-from small_run import make_model
 
 CHATS = [
     {"messages": [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row["output"]}]}
     for row in ROWS
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def folder(
-    model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """A working directory with a model, a data set and ``run.yaml``."""
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.chdir(tmp_path)
-    make_folder(model)
-    return tmp_path
 
 
 def rows(content: Any, **entry: Any) -> Callable[[], None]:
@@ -127,20 +110,20 @@ REFUSED = [
 @pytest.mark.parametrize("command", ["train", "explain"])
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_it_is_refused_before_anything_is_written(
-    case: Case, command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, command: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.wrong()
-    before = files(folder)
+    before = files(user_folder)
     assert cli.main([command, "run.yaml", *case.words]) == 2
     out, err = told(capsys)
     assert out == ""
     for words in case.said:
         assert words in err
-    assert files(folder) == before
+    assert files(user_folder) == before
 
 
 def test_weights_that_are_not_numbers_are_refused_and_leave_no_folder(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """M53."""
     weights(with_nan)()
@@ -185,7 +168,7 @@ SAID = [
 
 
 @pytest.mark.parametrize("case", SAID, ids=str)
-def test_it_runs_and_is_said(case: Case, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_and_is_said(case: Case, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case.wrong()
     assert cli.main(["explain", "run.yaml", *case.words]) == 0
     out, _ = told(capsys)

@@ -8,11 +8,10 @@ from torch import nn
 
 from burnish.core.checkpoint import load
 from burnish.core.errors import UserError
-from burnish.core.events import TrainerCallback
 from burnish.core.loop import train
 from burnish.optim.badam import BadamOptions, blocks_of, check_badam
 from burnish.optim.builtin import OptimOptions, create_optimizer
-from toy import make_run, same, weights
+from toy import StopAt, make_run, same, weights
 
 NUM_LAYERS = 3
 
@@ -174,15 +173,6 @@ def test_a_model_whose_output_is_its_embedding_trains_its_layers(mode):
         optimizer.zero_grad()
     moved = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {f"layers.{number}" for number in range(NUM_LAYERS)}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 @pytest.mark.parametrize("given", [{}, {"badam_switch_mode": "random"}, {"badam_mode": "ratio"}])

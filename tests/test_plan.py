@@ -14,6 +14,7 @@ from burnish.app.config import split_arguments
 from burnish.app.plan import RunOptions, aliases, component_checks, plan
 from burnish.core.errors import UserError
 from burnish.core.options import Given, specs
+from small_run import WALK_THROUGH
 
 
 def given(tmp_path: Path, **values: object) -> dict[str, Given]:
@@ -198,19 +199,10 @@ def test_the_best_model_needs_evaluations_that_meet_the_checkpoints(tmp_path: Pa
 
 # --- a command of another tool ----------------------------------------------------------------------------------------
 
-LLAMA_FACTORY = """--stage sft --do_train True --model_name_or_path models/Qwen2-0.5B --preprocessing_num_workers 16
---finetuning_type full --template qwen --flash_attn auto --dataset_dir data --dataset alpaca_zh --cutoff_len 1024
---learning_rate 5e-05 --num_train_epochs 3.0 --max_samples 1000 --per_device_train_batch_size 2
---gradient_accumulation_steps 8 --lr_scheduler_type cosine --max_grad_norm 1.0 --logging_steps 5 --save_steps 100
---warmup_steps 0 --optim adamw_torch --packing False --report_to none --use_badam True
---output_dir saves/Qwen2-0.5B/full/train_test --fp16 True --plot_loss True --ddp_timeout 180000000
---include_num_input_tokens_seen True --badam_mode layer --badam_switch_mode ascending --badam_switch_interval 50
---badam_update_ratio 0.05 --val_size 0.1 --eval_strategy steps --eval_steps 100 --per_device_eval_batch_size 2"""
-
 
 def test_a_command_of_llama_factory_is_planned_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    _, flags = split_arguments(LLAMA_FACTORY.split())
+    _, flags = split_arguments(WALK_THROUGH.split())
     options = plan(flags).options
     for name, item in flags.items():
         value = getattr(options, name)

@@ -1,39 +1,23 @@
 """A run of two processes, from its command line to its last file: the weights of one, however its rows are made."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from burnish.cli import main
 from small_run import as_words, make_user
 from test_train_run import weights_in
+from two_processes import in_two_processes
 
-LAUNCHER = """
-import json, os, sys
-sys.path[:0] = {paths!r}
-import torch, accelerate, transformers, burnish.app.build
-from burnish.cli import main
-torch.set_num_threads(1)
-
-def run(rank):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    for words in json.loads(sys.argv[1]):
-        assert main(words) == 0
-
-# Forked, so that the libraries are imported once.
-torch.multiprocessing.start_processes(run, nprocs=2, start_method="fork")
-"""
 KINDS = {
     "encoded before": {"encode_ahead": False},
     "encoded ahead": {"encode_ahead": True},
     "streamed": {"streaming": True, "buffer_size": 8},
 }
+
+
+def run_all(commands):
+    for words in commands:
+        assert main(words) == 0
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +34,8 @@ def folder(tmp_path_factory):
         ["train", *as_words({**shared, **options, "output_dir": str(folder / "two" / kind)})]
         for kind, options in KINDS.items()
     ]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).parent
-    script = LAUNCHER.format(paths=[str(here), str(here.parent / "src")])
-    place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    place["BURNISH_CACHE"] = str(folder / "cache of two")  # nothing is encoded yet
-    subprocess.run([sys.executable, "-c", script, json.dumps(commands)], env=place, check=True, timeout=300)
+    nothing_encoded_yet = {"BURNISH_CACHE": str(folder / "cache of two")}
+    in_two_processes(run_all, commands, environment=nothing_encoded_yet)
     return folder
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from burnish.core.checkpoint import CheckpointOptions, Checkpoints, RngState
-from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions
+from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
 from burnish.core.loop import LoopOptions, evaluate
 from burnish.core.meter import Meter
 from burnish.core.options import union
@@ -105,3 +105,14 @@ def same(a, b):
 
 def without_times(history):
     return [{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k} for entry in history]
+
+
+class StopAt(TrainerCallback):
+    """Saves after a step, and ends the run there."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.data.rows import Template
-from burnish.data.template_table import CONTENT, Slots, TemplateSpec, Token
+from burnish.data.template_jinja import slot_text
+from burnish.data.template_table import CONTENT, Slots, TemplateSpec
 
 DEFAULT_CONTEXT = 4096
 
@@ -39,7 +40,7 @@ def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
     """
 
     def written(slots: Slots, content: str) -> str:
-        return "".join(_text(slot, tokenizer) for slot in slots).replace(CONTENT, content)
+        return "".join(slot_text(slot, tokenizer) for slot in slots).replace(CONTENT, content)
 
     system = f"{{{{ if .System }}}}{written(spec.system, '{{ .System }}')}{{{{ end }}}}"
     messages, message, in_user = "range .Messages", "", ""
@@ -59,11 +60,3 @@ def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
             "{{ end }}{{ end }}",
         )
     )
-
-
-def _text(slot: str | Token, tokenizer: Any) -> str:
-    if isinstance(slot, str):
-        return slot
-    if slot.kind in ("bos", "eos"):
-        return getattr(tokenizer, f"{slot.kind}_token") or ""
-    return slot.name if slot.kind == "named" or slot.name in tokenizer.get_vocab() else ""

@@ -77,7 +77,8 @@ def write_jinja(spec: TemplateSpec, options: Any, tokenizer: Any) -> str:
     )
 
 
-def _text(slot: str | Token, tokenizer: Any) -> str:
+def slot_text(slot: str | Token, tokenizer: Any) -> str:
+    """What a slot stands for in words of this tokenizer; "" for a token that it does not have."""
     if isinstance(slot, str):
         return slot
     if slot.kind in ("bos", "eos"):
@@ -86,7 +87,7 @@ def _text(slot: str | Token, tokenizer: Any) -> str:
 
 
 def _slot(slots: Slots, tokenizer: Any) -> _Slot:
-    head, tail = "".join(_text(slot, tokenizer) for slot in slots).split(CONTENT, 1)
+    head, tail = "".join(slot_text(slot, tokenizer) for slot in slots).split(CONTENT, 1)
     return _Slot(head, tail)
 
 
@@ -129,7 +130,7 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
             + tools_in_jinja(spec.tool_list_format)
             + "{%- endif -%}{%- endset -%}",
             lstrip,
-            say("".join(_text(slot, tokenizer) for slot in spec.prefix)),
+            say("".join(slot_text(slot, tokenizer) for slot in spec.prefix)),
             ""
             if spec.system_in_user
             else "{%- if system or tools -%}" + say(system.head) + text + say(system.tail) + "{%- endif -%}",
