@@ -112,6 +112,18 @@ def test_a_trainer_of_text_is_installed_without_sound_pictures_pages_and_hubs() 
     assert not needed & {"torchaudio", "torchvision", "gradio", "modelscope", "trl", "fastapi"}
 
 
+def test_every_extra_that_an_error_names_can_be_installed() -> None:
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = set()
+    for text in (file.read_text(encoding="utf-8") for file in FILES):
+        own = re.findall(r'^EXTRA = "(\w+)"', text, re.MULTILINE)
+        calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and len(node.args) == 3)
+        given = [node.args[2] for node in calls if ast.unparse(node.func) == "MissingExtraError"]
+        named.update(own, (extra.value for extra in given if isinstance(extra, ast.Constant)))
+    assert {"modelscope", "metrics", "optimizers", "quantization"} <= named
+    assert named <= project["optional-dependencies"].keys()
+
+
 def test_a_door_is_a_file_that_exists() -> None:
     for library, doors in DOORS.items():
         for door in doors:

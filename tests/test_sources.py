@@ -212,6 +212,13 @@ def test_a_remote_repository_describes_data_sets(hub, monkeypatch):
     assert asked == [("someone/info", "dataset_info.json", "dataset")]
 
 
+def test_a_store_whose_library_is_missing_is_refused_with_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    message = refusal(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "s3://bucket/a.jsonl"}})
+    assert "needs the library 's3fs'" in message
+    assert "pip install s3fs" in message
+
+
 def test_a_file_in_a_cloud_store_is_read_and_its_faults_named():
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")

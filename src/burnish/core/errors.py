@@ -42,13 +42,14 @@ class UserError(ValueError):
 
 
 class MissingExtraError(UserError):
-    """An optional library is not installed; names the extra that brings it."""
+    """An optional library is not installed; names the extra that brings it, or the library where none does."""
 
-    def __init__(self, library: str, needed_for: str, extra: str) -> None:
+    def __init__(self, library: str, needed_for: str, extra: str = "") -> None:
+        package = f'"burnish[{extra}]"' if extra else library
         super().__init__(
             Problem(
                 f"{needed_for} needs the library {library!r}, which is not installed.",
-                remedy=f'Install it with: pip install "burnish[{extra}]"',
+                remedy=f"Install it with: pip install {package}",
             )
         )
 

@@ -360,7 +360,8 @@ def _cloud(source: Source, options: Any) -> Iterator[Values]:
             store, path = fsspec.core.url_to_fs(address)
             store.get(path, folder, recursive=True)
         except ImportError as error:
-            raise MissingExtraError(error.name or "fsspec", f'the data set "{address}"', "cloud") from None
+            library = getattr(error.__cause__, "name", None) or "fsspec"  # that reads this kind of store
+            raise MissingExtraError(library, f'the data set "{address}"') from None
         except (OSError, ValueError) as error:
             raise UserError(_unreachable(source, error)) from error
         try:

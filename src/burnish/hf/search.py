@@ -57,7 +57,7 @@ class SearchMethods(Face):
         try:
             import optuna
         except ImportError as error:
-            raise MissingExtraError("optuna", "hyperparameter_search", "search") from error
+            raise MissingExtraError("optuna", "hyperparameter_search") from error
         self.hp_search_backend, self.hp_name = backend, hp_name
         self.hp_space = hp_space or default_hp_space_optuna
         self.compute_objective = compute_objective or default_compute_objective
