@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from burnish.adapters.switch import AdapterModule
 from burnish.core.errors import Problem, UserError
-from burnish.ops.lora import dora_update, lora_update, weight_norm
+from burnish.ops.lora import dora_update, lora_linear, lora_update, product_dtype, weight_norm
 from burnish.ops.quantised import dense, is_quantised
 
 
@@ -263,15 +263,35 @@ class LoraLinear(LoraLayer):
             nn.init.zeros_(parameter)
         self.lora_A[name], self.lora_B[name] = a, b
 
-    def _updated(self, result: Tensor, x: Tensor, name: str) -> Tensor:
+    def _with(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        here = [name for name in names if name in self.settings]
+        if len(here) == 1 and self._is_one_product(x, here[0]):
+            return lora_linear(x, self.weight, self.bias, *self.factors(here[0]), *self._strength(here[0]))
+        return super()._with(x, names)
+
+    def _is_one_product(self, x: Tensor, name: str) -> bool:
+        """Whether layer and adapter are nothing but ``ops.lora.lora_linear``: a dense layer that does not train, with
+        nobody listening to it, under a plain adapter; and all numbers in the format of the product."""
+        base, (a, _) = self.base_layer, self.factors(name)
+        is_plain = not self.plain and name not in self.lora_magnitude_vector and self.lora_bias(name) is None
+        is_whole = all(settings.pissa is None or other == name for other, settings in self.settings.items())
+        return (
+            is_plain and is_whole and _is_frozen_product(base) and x.dtype == base.weight.dtype == product_dtype(x, a)
+        )
+
+    def _strength(self, name: str) -> tuple[float, float]:
+        """What the update is multiplied by, and the probability of dropout."""
         settings = self.settings[name]
-        dropout = settings.dropout if self.training else 0.0
+        return settings.scaling, settings.dropout if self.training else 0.0
+
+    def _updated(self, result: Tensor, x: Tensor, name: str) -> Tensor:
+        scaling, dropout = self._strength(name)
         if name in self.lora_magnitude_vector:
             updated = self._decomposed(result, x, name, dropout)
         else:
-            updated = self._plus(result, x, *self.factors(name), settings.scaling, dropout)
+            updated = self._plus(result, x, *self.factors(name), scaling, dropout)
         bias = self.lora_bias(name)
-        return updated if bias is None else updated + (bias * settings.scaling).to(updated.dtype)
+        return updated if bias is None else updated + (bias * scaling).to(updated.dtype)
 
     def _plus(self, result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         return lora_update(result, x, a, b, scaling, dropout, plain=self.plain)
@@ -377,6 +397,16 @@ def dense_weight(layer: nn.Module) -> Tensor:
     if not weight.is_floating_point():
         raise RuntimeError(f"{type(layer).__name__} is quantised; this needs the weight as numbers.")
     return weight.t() if is_conv1d(layer) or isinstance(layer, nn.Embedding) else weight
+
+
+def _is_frozen_product(layer: nn.Module) -> bool:
+    """Whether ``layer`` is torch's own linear layer over a plain tensor, which nothing trains and no hook follows (such
+    as gathers a sharded weight). A quantised or distributed weight is of a class of its own."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return False
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    is_frozen = not any(parameter.requires_grad for parameter in layer.parameters())
+    return is_frozen and type(layer.weight) in (Tensor, nn.Parameter) and not any(hooks)
 
 
 def _numbers(layer: nn.Module) -> Tensor:

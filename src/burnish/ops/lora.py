@@ -2,19 +2,24 @@
 
     result + scaling * dropout(x) Aᵀ Bᵀ          (Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685)
 
-In:  the layer's own output, its input, the two factors, their scale, the probability of dropout.
+In:  the layer's own output or, where the layer is a dense one that does not train, its weight; its input, the two
+     factors, their scale, the probability of dropout.
 Out: the sum, in the dtype of the layer's output.
 
 Written with torch's operations, each adapted layer keeps a dropped copy of its input for the backward pass, and a cast
 one where dtypes differ: for q, k and v that is three times the very tensor the layers share. ``_LoraUpdate`` keeps
 that tensor itself, the mask (one byte per element) and the product with A (r columns); the rest is computed again.
 ``plain=True`` is the formula as written, for comparison and for double backward, which the other refuses.
+
+``lora_linear`` makes the layer's own product too, so that the update is added to it where it lies, and the same to its
+input's gradient: else each is another tensor of that size, written, read and added up by autograd.
 """
 
 # N rows (all leading dimensions, flattened), I inputs, O outputs, r rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,6 +53,23 @@ def lora_update(
     return updated
 
 
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, dropout: float = 0.0
+) -> Tensor:
+    """``x Wᵀ + bias + scaling * dropout(x) Aᵀ Bᵀ``, for a layer that does not train: no gradient of W or bias is made.
+
+    Args:
+        x: (..., I) in the dtype of ``weight``, which is ``product_dtype`` too.
+        weight: (O, I)
+        bias: (O,)
+        a, b, scaling, dropout: as ``lora_update`` has them.
+    Returns:
+        (..., O)
+    """
+    output: Tensor = _LoraLinear.apply(x, weight, bias, a, b, scaling, dropout)  # type: ignore[no-untyped-call]
+    return output
+
+
 def product_dtype(x: Tensor, a: Tensor) -> torch.dtype:
     """The dtype of the product: autocast's where it is on, else that of the factors.
 
@@ -63,11 +85,7 @@ class _LoraUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float) -> Tensor:
         with _without_autocast(x):
-            mask = None
-            dropped = rows(x).to(a.dtype)
-            if dropout > 0:
-                dropped, mask = torch.native_dropout(dropped, dropout, True)
-            h = F.linear(dropped, a)  # (N, r)
+            mask, h = _down(rows(x).to(a.dtype), a, dropout)
             wide = torch.promote_types(result.dtype, a.dtype)
             # Written into a tensor of the shape it has outside: a view that leaves a Function may not be added to in
             # place, and some models do (Falcon's parallel attention).
@@ -81,19 +99,65 @@ class _LoraUpdate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mask, h, a, b = ctx.saved_tensors
-        _, needs_x, needs_a, needs_b, *_ = ctx.needs_input_grad
-        grad_x = grad_a = grad_b = None
+        needs_x, *needs = ctx.needs_input_grad[1:4]
         g = rows(grad).to(a.dtype)  # (N, O)
-        if needs_b:
-            # The thin factor on the left: a bfloat16 product with it takes two thirds of the time on a CPU.
-            grad_b = (h.t() @ g).mul_(ctx.scaling).t()
-        if needs_x or needs_a:
-            grad_h = (g @ b).mul_(ctx.scaling)  # (N, r)
-        if needs_a:
-            grad_a = grad_h.t() @ _drop(rows(x).to(a.dtype), mask, ctx.keep)
-        if needs_x:
-            grad_x = _drop(grad_h @ a, mask, ctx.keep).to(x.dtype).view(x.shape)
+        grad_h = (g @ b).mul_(ctx.scaling)  # (N, r)
+        grad_a, grad_b = _of_factors(ctx, g, grad_h, rows(x).to(a.dtype), mask, h, needs)
+        grad_x = _drop(grad_h @ a, mask, ctx.keep).to(x.dtype).view(x.shape) if needs_x else None
         return grad, grad_x, grad_a, grad_b, None, None
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, dropout: float
+    ) -> Tensor:
+        with _without_autocast(x):
+            flat, a, b = rows(x), a.to(x.dtype), b.to(x.dtype)
+            output = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
+            into = rows(output)
+            if bias is None:
+                torch.mm(flat, weight.t(), out=into)
+            else:
+                torch.addmm(bias.to(x.dtype), flat, weight.t(), out=into)
+            mask, h = _down(flat, a, dropout)
+            into.addmm_(h, b.t(), alpha=scaling)
+        ctx.save_for_backward(x, weight, mask, h, a, b)
+        ctx.scaling, ctx.keep = scaling, 1 - dropout
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mask, h, a, b = ctx.saved_tensors
+        needs_x, _, _, *needs = ctx.needs_input_grad[:5]
+        g = rows(grad)  # (N, O)
+        grad_h = (g @ b).mul_(ctx.scaling)  # (N, r)
+        grad_a, grad_b = _of_factors(ctx, g, grad_h, rows(x), mask, h, needs)
+        grad_x = None
+        if needs_x:
+            grad_x = g @ weight
+            grad_x = grad_x.addmm_(grad_h, a) if mask is None else grad_x.add_(_drop(grad_h @ a, mask, ctx.keep))
+            grad_x = grad_x.view(x.shape)
+        return grad_x, None, None, grad_a, grad_b, None, None
+
+
+def _down(x: Tensor, a: Tensor, dropout: float) -> tuple[Tensor | None, Tensor]:
+    """The mask (N, I) of what dropout left of ``x`` (N, I), none without it, and the product with A (N, r)."""
+    mask = None
+    if dropout > 0:
+        x, mask = torch.native_dropout(x, dropout, True)
+    return mask, F.linear(x, a)
+
+
+def _of_factors(
+    ctx: Any, g: Tensor, grad_h: Tensor, x: Tensor, mask: Tensor | None, h: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of A (r, I) and of B (O, r), from those of the output (N, O) and of the product with A (N, r)."""
+    grad_a = grad_h.t() @ _drop(x, mask, ctx.keep) if needs[0] else None
+    # The thin factor on the left: a bfloat16 product with it takes two thirds of the time on a CPU.
+    grad_b = (h.t() @ g).mul_(ctx.scaling).t() if needs[1] else None
+    return grad_a, grad_b
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -1,0 +1,195 @@
+"""A frozen dense layer and its adapter as one product, against the two written one after the other."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from burnish.adapters.lora_layer import LoraLayer, LoraLinear, LoraSettings
+from burnish.ops.lora import lora_linear
+
+TOKENS, INPUTS, OUTPUTS, RANK = 7, 12, 10, 4
+# float32 sums in another order: a few units in the last place of gradients near 100
+CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+class Sizes(TorchDispatchMode):
+    """The operations that made a tensor of so many elements anew."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.found = elements, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        is_such = isinstance(made, torch.Tensor) and made.numel() == self.elements and "out" not in (kwargs or {})
+        if is_such and made.untyped_storage().data_ptr() not in given:
+            self.found.append(str(operation))
+        return made
+
+
+def case(dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    x = torch.randn(1, TOKENS, INPUTS, dtype=dtype, requires_grad=True)
+    weight, of_bias = torch.randn(OUTPUTS, INPUTS, dtype=dtype), torch.randn(OUTPUTS, dtype=dtype) if bias else None
+    a, b = torch.randn(RANK, INPUTS, requires_grad=True), torch.randn(OUTPUTS, RANK, requires_grad=True)
+    return x, weight, of_bias, a, b
+
+
+def written_out(x, weight, bias, a, b, scaling, dropout=0.0):
+    return F.linear(x, weight, bias) + F.linear(F.linear(F.dropout(x, dropout), a), b) * scaling
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_layer_and_update_in_one_are_the_two_written_out_and_so_are_the_gradients(dropout, bias):
+    found = []
+    for product in (lora_linear, written_out):
+        x, weight, of_bias, a, b = case(bias=bias)
+        torch.manual_seed(5)
+        out = product(x, weight, of_bias, a, b, 0.7, dropout)
+        out.square().sum().backward()
+        found.append([out, x.grad, a.grad, b.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_the_one_product_passes_a_numerical_check_of_its_gradient():
+    x, weight, bias, a, b = (tensor.detach().double() for tensor in case())
+    moving = [tensor.requires_grad_() for tensor in (x, a, b)]
+    assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, b, 0.7), moving)
+
+
+def test_what_the_one_product_keeps_is_its_input_and_what_has_few_columns():
+    x, weight, bias, a, b = case()
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (x, weight)}
+    kept = []
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in shared:
+            kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lora_linear(x, weight, bias, a, b, 0.7)
+    assert sorted(kept) == sorted([(TOKENS, RANK), (RANK, INPUTS), (OUTPUTS, RANK)])
+
+
+def test_no_second_output_and_no_second_gradient_of_the_input_are_made():
+    for elements in (TOKENS * OUTPUTS, TOKENS * INPUTS):
+        counts = []
+        for product in (lora_linear, written_out):
+            x, weight, bias, a, b = case()
+            with Sizes(elements) as sizes:
+                product(x, weight, bias, a, b, 0.7).sum().backward()
+            counts.append(len(sizes.found))
+        assert counts[0] < counts[1]
+
+
+def test_an_input_without_a_gradient_gets_none_and_the_factors_get_theirs():
+    x, weight, bias, a, b = case()
+    lora_linear(x.detach(), weight, bias, a, b, 0.7).sum().backward()
+    assert x.grad is None
+    assert all(factor.grad.abs().sum() > 0 for factor in (a, b))
+
+
+def test_bfloat16_gradients_of_factors_in_float32_are_float32():
+    x, weight, bias, a, b = case(dtype=torch.bfloat16)
+    out = lora_linear(x, weight, bias, a, b, 0.7)
+    out.sum().backward()
+    exact = written_out(x.float(), weight.float(), bias.float(), a, b, 0.7)
+    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=0.2)  # bfloat16 has 8 bits
+    assert (out.dtype, x.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert a.grad.dtype == b.grad.dtype == torch.float32
+
+
+# --- which layers -----------------------------------------------------------------------------------------------------
+
+
+class Rounded(nn.Linear):  # stands for a layer with a product of its own
+    def forward(self, x):
+        return F.linear(x, self.weight.round(), self.bias)
+
+
+def layer(base=None, **settings):
+    torch.manual_seed(0)
+    made = LoraLinear(nn.Linear(INPUTS, OUTPUTS) if base is None else base).requires_grad_(False)
+    made.add("one", LoraSettings(**{"rank": RANK, "alpha": RANK, **settings}))
+    made.factors("one")[1].data.normal_()
+    made.active = ["one"]
+    return made
+
+
+def is_one_product(made, dtype=torch.float32):
+    return made._is_one_product(torch.zeros(1, TOKENS, INPUTS, dtype=dtype), "one")
+
+
+def hooked():
+    made = layer()
+    made.base_layer.register_forward_hook(lambda module, args, output: output + 1)
+    return made
+
+
+def with_pissa_beside():
+    made = layer()
+    made.add("two", LoraSettings(rank=RANK, alpha=RANK, pissa=-1))
+    return made
+
+
+def trained():
+    made = layer()
+    made.base_layer.requires_grad_(True)
+    return made
+
+
+PLAIN = {
+    "DoRA": lambda: layer(use_dora=True),
+    "a bias in B": lambda: layer(use_bias=True),
+    "a product of its own": lambda: layer(Rounded(INPUTS, OUTPUTS)),
+    "a hook": hooked,
+    "an adapter beside it that took from the base": with_pissa_beside,
+    "a base that trains": trained,
+    "a base in another format": lambda: layer(nn.Linear(INPUTS, OUTPUTS).bfloat16()),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"dropout": 0.5}, {"pissa": -1}])
+def test_a_frozen_dense_layer_under_a_plain_adapter_is_one_product(settings):
+    assert is_one_product(layer(**settings))
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_whatever_else_there_is_goes_one_after_the_other(kind):
+    assert not is_one_product(PLAIN[kind]())
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"dropout": 0.5}, {"pissa": -1}])
+def test_a_layer_gives_the_same_both_ways(settings, monkeypatch):
+    found = []
+    for plain in (False, True):
+        monkeypatch.setattr(LoraLayer, "plain", plain)
+        made, x = layer(**settings), torch.randn(1, TOKENS, INPUTS, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        torch.manual_seed(3)
+        out = made(x)
+        out.square().sum().backward()
+        found.append([out, x.grad, *(factor.grad for factor in made.factors("one"))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_a_hook_on_the_base_is_still_heard():
+    torch.testing.assert_close(hooked()(torch.ones(1, TOKENS, INPUTS)), layer()(torch.ones(1, TOKENS, INPUTS)) + 1)
+
+
+def test_two_active_adapters_add_up():
+    made, x = layer(), torch.randn(1, TOKENS, INPUTS)
+    one = made(x)
+    made.add("two", LoraSettings(rank=RANK, alpha=RANK))
+    made.factors("two")[1].data.normal_()
+    made.active = ["two"]
+    two = made(x)
+    made.active = ["one", "two"]
+    torch.testing.assert_close(made(x), one + two - made.base_layer(x), **CLOSE)
