@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from burnish.core import snapshot
-from burnish.core.checkpoint import Checkpoints, compare_fingerprints, load, only_writer
+from burnish.core.checkpoint import Checkpoints, load, only_writer
+from burnish.core.comparison import compare_fingerprints
 from burnish.core.errors import UserError
 from burnish.core.loop import train
 from burnish.core.manifest import faults, write_manifest

@@ -266,7 +266,7 @@ def _events(plan: Plan) -> Section:
 
 
 def _options(plan: Plan) -> Section:
-    """Every option that is not at its default, or was given."""
+    """Every option that is not at its default."""
     lines = [
         Line(spec.name, f"{shown(value)} (default {shown(spec.default)})", where)
         for spec, value, where in plan.changed()

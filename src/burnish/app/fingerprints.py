@@ -32,7 +32,7 @@ LIBRARIES = ("torch", "transformers")
 
 
 def fingerprints_of(plan: Plan, data: str, template: str, steps: StepPlan) -> dict[str, Any]:
-    """JSON data by name; see ``core.checkpoint.MAY_CHANGE`` for those that a continued run may change."""
+    """JSON data by name; see ``core.comparison.MAY_CHANGE`` for those that a continued run may change."""
     values = {
         name: getattr(plan.options, name)
         for group in (*GROUPS, *MEMBER_GROUPS)

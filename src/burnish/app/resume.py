@@ -2,7 +2,7 @@
 
 In: a plan, and ``output_dir``. Out: the checkpoint to continue from, and a run whose parts have its state.
 Refuses: a checkpoint that is asked for and is not there or not whole; more steps than a finished run that kept no
-checkpoint. Whether what lies there is this run's at all is ``core.checkpoint.compare_fingerprints``' to say.
+checkpoint. Whether what lies there is this run's at all is ``core.comparison``' to say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 from burnish.app.checks import FINISHED_NAME, trains
 from burnish.app.plan import Plan
-from burnish.core.checkpoint import Checkpoints, compare, compare_fingerprints, load, load_state, others_beside
+from burnish.core.checkpoint import Checkpoints, load, load_state, others_beside
+from burnish.core.comparison import compare, compare_fingerprints
 from burnish.core.errors import Problem, UserError
 from burnish.core.manifest import faults, read_manifest
 from burnish.core.options import raise_if

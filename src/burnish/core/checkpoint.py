@@ -8,7 +8,7 @@ there. Nothing is pickled and nothing is unpickled: tensors are safetensors, the
 In:  parts by name, a step number, the fingerprints of what the run depends on.
 Out: ``output_dir/checkpoint-<step>/`` with ``model.safetensors`` (or ``adapter_model.safetensors``),
      ``trainer_state.json``, ``<part>.safetensors`` and ``<part>.json``, ``manifest.json``.
-Refuses: a damaged checkpoint, one of another run, a second writer in the same folder.
+Refuses: a damaged checkpoint, a second writer in the same folder; one of another run (``comparison.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.manifest import faults, flush_folders, read_manifest, write_manifest
+from burnish.core.manifest import faults, flush_folders, write_manifest
 from burnish.core.options import option
 from burnish.core.snapshot import copy_large, join, rng_state, set_rng_state, split
 from burnish.core.state import TrainerState
@@ -36,7 +36,6 @@ CHECKPOINT_PREFIX = "checkpoint"
 _NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
 _TEMPORARY = ".incomplete-"
 _LOCK = ".lock"
-_HASH = re.compile(r"^[0-9a-f]{32,}$")
 FILE_STEMS = {"state": "trainer_state"}
 """Parts whose file has a name that others know; the model says its own (``file_stem``)."""
 
@@ -272,46 +271,6 @@ def load_state(folder: Path) -> TrainerState:
     return TrainerState.load_from_json(str(folder / "trainer_state.json"))
 
 
-MAY_CHANGE = frozenset(
-    {"learning_rate", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "world_size",
-     "versions", "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir"}
-)  # fmt: skip
-"""Fingerprints that a continued run may change: they are applied and said. The batch sizes are among them because
-``rows_per_step``, their product, is not."""
-
-
-def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = False) -> list[str]:
-    """Sentences on what has changed since the checkpoint and is applied.
-
-    Raises:
-        UserError: if something changed that makes it another run, unless ``despite``.
-    """
-    return compare(read_manifest(folder)["fingerprints"], now, folder, despite)
-
-
-def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False) -> list[str]:
-    """``compare_fingerprints`` with those that a checkpoint or a finished run in ``folder`` was made with."""
-    changed = {name: (before[name], now[name]) for name in now if name in before and before[name] != now[name]}
-    fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}
-    if fatal and not despite:
-        raise UserError(
-            Problem(
-                "this is another run than the one here: "
-                + "; ".join(_difference(name, old, new) for name, (old, new) in fatal.items())
-                + ".",
-                where=str(folder),
-                why="Continuing would mix two runs.",
-                remedy="Restore the old value, use another output_dir, or set resume_despite_changes: true.",
-            )
-        )
-    return [
-        f"{name} has changed since {folder.name}."
-        if _is_hash(old)
-        else f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now."
-        for name, (old, new) in changed.items()
-    ]
-
-
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process. One that was made for a run which is then refused goes again.
@@ -397,17 +356,3 @@ def others_beside(folder: Path) -> str:
     return (
         f"Whole checkpoints beside it: {', '.join(there)}." if there else "Start anew with overwrite_output_dir: true."
     )
-
-
-def _difference(name: str, old: Any, new: Any) -> str:
-    """``seed was 42, is 7``; of a hash no more can be said than that it has changed."""
-    return f"{name} has changed" if _is_hash(old) else f"{name} was {_short(old)}, is {_short(new)}"
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and _HASH.match(value) is not None
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."

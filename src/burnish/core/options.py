@@ -14,19 +14,14 @@ the declaration. Nothing here reads files; ``app/`` does, and passes each value 
 from __future__ import annotations
 
 import dataclasses
-import json
 import operator
-import os
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from burnish.core.conversion import as_type, in_words, members
 from burnish.core.errors import Problem, UserError, did_you_mean
-
-_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
-_NONE = {"none", "null", "~", ""}
 
 
 def option(
@@ -85,22 +80,13 @@ class Spec:
     def choices(self) -> list[Any] | None:
         if self.raw_choices is not None:
             return list(self.raw_choices() if callable(self.raw_choices) else self.raw_choices)
-        literals = [arg for member in _members(self.type) if get_origin(member) is Literal for arg in get_args(member)]
+        literals = [arg for member in members(self.type) if get_origin(member) is Literal for arg in get_args(member)]
         return literals or None
 
     @property
     def type_name(self) -> str:
-        """How a person would call the type: "number", "true or false", "list"."""
-        words = {
-            float: "a number",
-            int: "a whole number",
-            bool: "true or false",
-            str: "text",
-            list: "a list",
-            dict: "a mapping",
-        }
-        names = [words.get(get_origin(m) or m) for m in _members(self.type) if m is not type(None)]
-        return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
+        """How a person would call the type: "a number", "true or false", "a list"."""
+        return in_words(self.type)
 
 
 @dataclass(frozen=True)
@@ -206,7 +192,7 @@ def convert(spec: Spec, raw: Any) -> Any:
     Raises:
         ValueError: a half sentence that begins with what was expected, for the caller to put the option's name before.
     """
-    value = _to_type(spec, raw)
+    value = as_type(spec.type, raw)
     choices = spec.choices
     if choices and value is not None:
         for item in value if isinstance(value, list) else [value]:
@@ -255,7 +241,7 @@ def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
 
 def _open_text(spec: Spec) -> bool:
     # "str | Literal[...]": the choices are suggestions, any text is allowed.
-    return str in _members(spec.type) and spec.raw_choices is None
+    return str in members(spec.type) and spec.raw_choices is None
 
 
 def _check_bounds(spec: Spec, value: float) -> None:
@@ -272,132 +258,6 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "le": (operator.le, "at most"),
     "lt": (operator.lt, "less than"),
 }
-
-
-def _to_type(spec: Spec, raw: Any) -> Any:
-    members = _members(spec.type)
-    is_choice = any(raw in get_args(member) for member in members if get_origin(member) is Literal)
-    can_be_text = str in members or is_choice  # "none" may be one of the choices
-    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE and not can_be_text):
-        if type(None) in members:
-            return None
-        raise ValueError(f"must be {spec.type_name}. Received: nothing.")
-    if type(None) in members and isinstance(raw, str) and raw.strip().lower() in {"none", "null", "~"}:
-        return None
-    for member in sorted((m for m in members if m is not type(None)), key=_specificity):
-        try:
-            return _as(member, raw)
-        except ValueError:
-            continue
-    raise ValueError(f"must be {spec.type_name}. Received: {raw!r}.")
-
-
-def _as(member: Any, raw: Any) -> Any:
-    origin = get_origin(member) or member
-    if origin is Literal:
-        return _literal(member, raw)
-    if origin is Any:
-        return raw
-    reader = _READERS.get(origin)
-    if reader is None:
-        if isinstance(origin, type) and isinstance(raw, origin):
-            return raw
-        raise ValueError
-    value = reader(raw)
-    inner = get_args(member)
-    if origin is list and inner:
-        return [_as(inner[0], item) for item in value]
-    return value
-
-
-def _literal(member: Any, raw: Any) -> Any:
-    for allowed in get_args(member):
-        if raw == allowed or str(raw).lower() == str(allowed).lower():
-            return allowed
-    if isinstance(raw, str | bool | int):
-        return raw  # refused with the list of choices by convert()
-    raise ValueError
-
-
-def _bool(raw: Any) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    if isinstance(raw, int | str) and str(raw).strip().lower() in _TRUE | _FALSE:
-        return str(raw).strip().lower() in _TRUE
-    raise ValueError
-
-
-def _int(raw: Any) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
-        raise ValueError
-    if isinstance(raw, float) and not raw.is_integer():
-        raise ValueError
-    if isinstance(raw, str) and not raw.strip().lstrip("+-").replace("_", "").isdigit():
-        number = float(raw)
-        if not number.is_integer():
-            raise ValueError
-        return int(number)
-    return int(raw)
-
-
-def _float(raw: Any) -> float:
-    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
-        raise ValueError
-    # YAML 1.1 reads 1e-5 as text, Python does not; and infinity is ".inf" there.
-    number = float(raw.replace(".inf", "inf") if isinstance(raw, str) else raw)
-    if number != number:
-        raise ValueError
-    return int(number) if isinstance(raw, int) else number
-
-
-def _str(raw: Any) -> str:
-    if isinstance(raw, str):
-        # A shell writes out the home folder, and a YAML file has no shell.
-        return os.path.expanduser(raw) if raw.startswith("~/") else raw
-    if isinstance(raw, int | float) and not isinstance(raw, bool):
-        return str(raw)
-    raise ValueError
-
-
-def _list(raw: Any) -> list[Any]:
-    if isinstance(raw, list | tuple):
-        return list(raw)
-    if isinstance(raw, str):
-        if raw.strip().startswith("["):
-            try:
-                return list(json.loads(raw))
-            except json.JSONDecodeError:  # as a shell leaves it: [a, b]
-                raw = raw.strip()[1:].removesuffix("]")
-        return [part.strip() for part in raw.split(",") if part.strip()]
-    if isinstance(raw, int | float) and not isinstance(raw, bool):
-        return [raw]
-    raise ValueError
-
-
-def _dict(raw: Any) -> dict[str, Any]:
-    if isinstance(raw, Mapping):
-        return dict(raw)
-    if isinstance(raw, str) and raw.strip().startswith("{"):
-        return dict(json.loads(raw))
-    raise ValueError
-
-
-_READERS: dict[Any, Callable[[Any], Any]] = {
-    bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict,
-}  # fmt: skip
-
-
-def _specificity(member: Any) -> int:
-    """Readers that refuse most come first, so that "true" is a bool and "3" a number where both are allowed."""
-    order = [Literal, dict, bool, int, float, list, str]
-    origin = get_origin(member) or member
-    return order.index(origin) if origin in order else -1
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(inner for arg in get_args(annotation) for inner in _members(arg))
-    return (annotation,)
 
 
 def _declarer(group: type, name: str) -> type:

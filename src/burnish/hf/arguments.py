@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +40,7 @@ from burnish.engine.base import EngineOptions, check_engine
 from burnish.engine.options import device_of
 from burnish.hf.argument_checks import check_arguments, say_what_has_no_effect
 from burnish.hf.argument_setters import Setters
+from burnish.hf.argument_values import accelerator_config_of, plain, trackers_of, with_numbers
 from burnish.hf.old_names import FLAGS, former_value, todays_names
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 
@@ -184,7 +183,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         if self.torch_compile and self.torch_compile_backend is None:
             self.torch_compile_backend = "inductor"
         if not isinstance(self.accelerator_config, AcceleratorConfig):
-            self.accelerator_config = _accelerator_config(self.accelerator_config)
+            self.accelerator_config = accelerator_config_of(self.accelerator_config)
         if self.use_cpu:
             self.dataloader_pin_memory = False
         self.fsdp = self.fsdp or None
@@ -237,7 +236,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
-        self.report_to = _trackers(self.report_to)
+        self.report_to = trackers_of(self.report_to)
 
     # --- what follows from the arguments ------------------------------------------------------------------------------
 
@@ -337,9 +336,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data; the value of a token is left out."""
         return {
-            field.name: f"<{field.name.upper()}>"
-            if field.name.endswith("_token")
-            else _plain(getattr(self, field.name))
+            field.name: f"<{field.name.upper()}>" if field.name.endswith("_token") else plain(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.init
         }
@@ -357,77 +354,6 @@ _MAY_BE_JSON = (
     "accelerator_config", "fsdp_config", "deepspeed", "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs", "lr_scheduler_kwargs",
 )  # fmt: skip
-
-
-def plain_options(args: Any) -> Any:
-    """A view of ``args`` in which names are plain texts, for registries that look them up."""
-    view = copy.copy(args)
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if isinstance(value, Enum):
-            setattr(view, field.name, value.value)
-    return view
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, AcceleratorConfig):
-        return value.to_dict()
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if hasattr(value, "to_dict"):  # a quantization config among model_init_kwargs
-        return value.to_dict()
-    return value.to_json() if hasattr(value, "to_json") else value
-
-
-def _trackers(report_to: Any) -> list[str]:
-    """The trackers by name. Kubeflow's is the one that the platform itself asks for, by an environment variable."""
-    names = _asked_trackers(report_to)
-    asks = bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"))
-    return [*names, "kubeflow"] if asks and "kubeflow" not in names else names
-
-
-def _asked_trackers(report_to: Any) -> list[str]:
-    if report_to in ("all", ["all"]):
-        from transformers.integrations import get_available_reporting_integrations
-
-        return list(get_available_reporting_integrations())
-    if report_to in ("none", ["none"]):
-        return []
-    return list(report_to) if isinstance(report_to, list) else [report_to]
-
-
-def _accelerator_config(given: Any) -> AcceleratorConfig:
-    if given is None:
-        return AcceleratorConfig()
-    if isinstance(given, type):
-        raise NotImplementedError(
-            "Tried passing in a callable to `accelerator_config`, but this is not supported. "
-            f"Pass an object: {given.__name__}()."
-        )
-    return AcceleratorConfig(**given) if isinstance(given, dict) else AcceleratorConfig.from_json_file(given)
-
-
-def with_numbers(value: Any) -> Any:
-    """JSON in which numbers and truth values were quoted, as command lines do."""
-    if isinstance(value, dict):
-        return {name: with_numbers(item) for name, item in value.items()}
-    if isinstance(value, str):
-        if value.lower() in {"true", "false"}:
-            return value.lower() == "true"
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-    return value
 
 
 _MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp")

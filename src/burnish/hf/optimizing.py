@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from burnish.hf.arguments import plain_options
+from burnish.hf.argument_values import plain_options
 from burnish.hf.face import Face
 from burnish.optim.builtin import create_optimizer as create_own_optimizer
 from burnish.optim.builtin import create_scheduler as create_own_scheduler

@@ -14,7 +14,8 @@ import torch
 
 from burnish.core.options import option
 from burnish.engine.options import device_of, has_fast_bfloat16
-from burnish.hf.arguments import TrainingArguments, for_argument_parser, with_numbers
+from burnish.hf.argument_values import with_numbers
+from burnish.hf.arguments import TrainingArguments, for_argument_parser
 
 RENAMED = {"max_seq_length": "max_length", "use_liger": "use_liger_kernel"}
 """A field's older name -> its name today."""

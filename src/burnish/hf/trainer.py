@@ -24,7 +24,8 @@ from transformers.utils import can_return_loss, find_labels, logging
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.engine.base import create_engine, set_seed
 from burnish.hf.accelerator import EngineAccelerator
-from burnish.hf.arguments import TrainingArguments, plain_options
+from burnish.hf.argument_values import plain_options
+from burnish.hf.arguments import TrainingArguments
 from burnish.hf.callbacks import FaceHandler, default_callbacks, display_callback
 from burnish.hf.evaluating import EvaluationMethods
 from burnish.hf.hub import HubMethods

@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 from burnish.core import checkpoint, loop
 from burnish.core.checkpoint import RngState, only_writer
+from burnish.core.comparison import compare_fingerprints
 from burnish.core.errors import Problem, UserError
 from burnish.core.schedule import StepPlan, plan_steps, steps_of
 from burnish.core.state import TrainerState
@@ -308,7 +309,7 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
         if is_foreign(folder):
             notes = load_foreign(folder, run, self.model, plan.steps_per_epoch, self._accumulation)
         else:
-            notes = checkpoint.compare_fingerprints(folder, self._fingerprints(plan), despite=True)
+            notes = compare_fingerprints(folder, self._fingerprints(plan), despite=True)
             checkpoint.load(folder, run.parts, run.engine.rank)
         for note in [*notes, *self._differences(run.state)]:
             logger.warning(note)

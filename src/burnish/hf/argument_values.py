@@ -1,0 +1,89 @@
+"""Values of ``TrainingArguments``: from what a person gives to what is kept, and back to plain data.
+
+In: names, lists, JSON with quoted numbers, enumerations of transformers. Out: what the components look up, and what a
+file or a tracker can store. Refuses, as transformers does, a class in the place of accelerate's settings.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+
+def plain_options(args: Any) -> Any:
+    """A view of ``args`` in which names are plain texts, for registries that look them up."""
+    view = copy.copy(args)
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, Enum):
+            setattr(view, field.name, value.value)
+    return view
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, AcceleratorConfig):
+        return value.to_dict()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if hasattr(value, "to_dict"):  # a quantization config among model_init_kwargs
+        return value.to_dict()
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
+def trackers_of(report_to: Any) -> list[str]:
+    """The trackers by name. Kubeflow's is the one that the platform itself asks for, by an environment variable."""
+    names = _asked_trackers(report_to)
+    asks = bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"))
+    return [*names, "kubeflow"] if asks and "kubeflow" not in names else names
+
+
+def _asked_trackers(report_to: Any) -> list[str]:
+    if report_to in ("all", ["all"]):
+        from transformers.integrations import get_available_reporting_integrations
+
+        return list(get_available_reporting_integrations())
+    if report_to in ("none", ["none"]):
+        return []
+    return list(report_to) if isinstance(report_to, list) else [report_to]
+
+
+def accelerator_config_of(given: Any) -> AcceleratorConfig:
+    if given is None:
+        return AcceleratorConfig()
+    if isinstance(given, type):
+        raise NotImplementedError(
+            "Tried passing in a callable to `accelerator_config`, but this is not supported. "
+            f"Pass an object: {given.__name__}()."
+        )
+    return AcceleratorConfig(**given) if isinstance(given, dict) else AcceleratorConfig.from_json_file(given)
+
+
+def with_numbers(value: Any) -> Any:
+    """JSON in which numbers and truth values were quoted, as command lines do."""
+    if isinstance(value, dict):
+        return {name: with_numbers(item) for name, item in value.items()}
+    if isinstance(value, str):
+        if value.lower() in {"true", "false"}:
+            return value.lower() == "true"
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    return value
