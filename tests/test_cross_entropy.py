@@ -18,6 +18,7 @@ N, H, V = 37, 12, 53
 def _small_chunks(monkeypatch):
     """Seven tokens a chunk and five rows a tile, so that both end in the middle."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 7 * V * 4)
+    monkeypatch.setattr(cross_entropy, "_FEWEST_TOKENS", 1)
     monkeypatch.setattr(cross_entropy, "_TILE_BYTES", 5 * H * 4)
 
 
@@ -206,3 +207,25 @@ def test_each_micro_batch_adds_to_the_gradient():
         linear_cross_entropy(hidden[begin:end], weight, targets[begin:end]).total.backward()
     whole = torch.autograd.grad(F.cross_entropy(hidden @ weight.t(), targets, reduction="sum"), weight)[0]
     assert (weight.grad - whole).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("n", "lengths"), [(0, []), (7, [7]), (8, [4, 4]), (23, [6, 6, 6, 5])])
+def test_tokens_are_dealt_evenly_to_as_few_chunks_as_there_may_be(n, lengths, monkeypatch):
+    found, logits = [], cross_entropy._logits
+
+    def noted(hidden, *rest):
+        found.append(len(hidden))
+        return logits(hidden, *rest)
+
+    monkeypatch.setattr(cross_entropy, "_logits", noted)
+    hidden, weight, _, targets, _ = inputs(n)
+    linear_cross_entropy(hidden, weight, targets)
+    assert found == lengths
+
+
+def test_a_wide_vocabulary_has_chunks_that_are_worth_a_product_on_a_cpu(monkeypatch):
+    monkeypatch.undo()
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert cross_entropy.chunk_length(151_936, cpu) == 256
+    assert cross_entropy.chunk_length(32_000, cpu) == 2**26 // (4 * 32_000)
+    assert cross_entropy.chunk_length(151_936, gpu) == 2**29 // (4 * 151_936)

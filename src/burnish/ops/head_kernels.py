@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.types import IGNORE_INDEX
-from burnish.ops.cross_entropy import TokenLoss, TokenSums, chunk_bytes, linear_cross_entropy
+from burnish.ops.cross_entropy import TokenLoss, TokenSums, chunk_length, linear_cross_entropy
 
 LIBRARIES = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
 """Way -> the module it needs. The packages are called the same, with a hyphen."""
@@ -74,8 +74,9 @@ def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: to
     """Bytes of the logits that exist at a time, for ``tokens`` learned tokens; ``liger`` holds about N x H of them."""
     if way == "cut_cross_entropy":
         return 0
-    most = 4 * tokens * min(hidden, vocabulary) if way == "liger" else chunk_bytes(device)
-    return min(4 * tokens * vocabulary, most)
+    if way == "liger":
+        return 4 * tokens * min(hidden, vocabulary)
+    return 4 * vocabulary * min(tokens, chunk_length(vocabulary, device))
 
 
 def _counts(targets: Tensor, token_weights: Tensor | None) -> Tensor | None:
