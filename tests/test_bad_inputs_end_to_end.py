@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from bad_inputs import ROWS, Case, change, cut_short, files, told, write
 from burnish import cli
+from burnish.data import sources
 
 CHATS = [
     {"messages": [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row["output"]}]}
@@ -120,6 +121,16 @@ def test_it_is_refused_before_anything_is_written(
     for words in case.said:
         assert words in err
     assert files(user_folder) == before
+
+
+def test_a_hub_is_not_asked_for_data_where_the_model_cannot_be_loaded(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be reached is tried for a minute."""
+    monkeypatch.setitem(sources._REMOTE, "hf_hub", lambda *given: pytest.fail("the hub was asked"))
+    write("model/config.json", b"{")
+    assert cli.main(["train", "run.yaml", "dataset=someone/set", "dataset_dir=ONLINE"]) == 2
+    assert "model/config.json, line 1" in told(capsys)[1]
 
 
 def test_weights_that_are_not_numbers_are_refused_and_leave_no_folder(

@@ -109,7 +109,7 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
     options = plan.options
     problems = plan.placed(check_model(options))
     try:
-        sets = load_datasets(options, options.seed, tally, may_run_ahead(options))
+        sets = load_datasets(options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems)
     except UserError as error:
         raise UserError([*problems, *plan.placed(error.problems)]) from error
     raise_if(problems)
