@@ -27,7 +27,7 @@ def repositories(tmp_path_factory):
     return {"private_model": folder / "model", "org_rows": folder / "rows"}
 
 
-def run(folder, environment, **given):
+def run(folder, environment, command="train", **given):
     """A run of one step over the hub's model and data set: exit status and what was printed."""
     options = {
         "model_name_or_path": "private/model", "dataset": "org/rows", "dataset_dir": "ONLINE", "cutoff_len": 128,
@@ -37,8 +37,8 @@ def run(folder, environment, **given):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MODELSCOPE", "USE_MODELSCOPE"))}
     environment = {**clean, "HF_HOME": str(folder / "cache"), "MODELSCOPE_CACHE": str(folder / "ms"),
                    "BURNISH_CACHE": str(folder / "rows"), "no_proxy": "127.0.0.1", **environment}  # fmt: skip
-    command = [sys.executable, "-m", "burnish", "train", *as_words(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    words = [sys.executable, "-m", "burnish", command, *as_words(options)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -100,6 +100,9 @@ def test_modelscope_serves_a_model_and_then_its_cache_does(tmp_path, repositorie
     given = {"dataset": rows, "dataset_dir": tmp_path}
     with hub(**repositories) as (address, asked):
         scope = {"USE_MODELSCOPE_HUB": "1", "MODELSCOPE_ENDPOINT": address, "MODELSCOPE_DOMAIN": address}
+        code, said = run(tmp_path, scope, "explain", ms_hub_token=TOKEN, **given)
+        assert code == 0, said
+        assert not list((tmp_path / "ms").rglob("*.safetensors"))  # to say what will happen needs no weights
         code, said = run(tmp_path, scope, ms_hub_token=TOKEN, **given)
         assert code == 0, said
         assert any("/api/v1/models/private/model" in path for path in asked)

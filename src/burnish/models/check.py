@@ -43,7 +43,7 @@ def check_model(options: Any, asks_library: bool = True) -> list[Problem]:
     identity = _check_identity(source.folder, raw, options) if asks_library else []
     problems += identity
     problems += check_quantised_files(options, raw)
-    if not identity and not options.train_from_scratch:
+    if not identity and not options.train_from_scratch and source.has_weights:
         problems += _check_weights(source.folder, raw, options, asks_library)
     return problems
 

@@ -225,7 +225,7 @@ def _pretrained_model(
 ) -> PreTrainedModel:  # fmt: skip
     from transformers import AutoModelForCausalLM
 
-    source = find_source(options.model_name_or_path, options)
+    source = find_source(options.model_name_or_path, options, with_weights=True)
     with quiet(), refused_conversions(source.name):
         model, found = AutoModelForCausalLM.from_pretrained(
             source.name,

@@ -1,8 +1,8 @@
 """Where a model lies: in a local folder, in the hub's cache, or on the hub, and what to say where it is nowhere.
 
 In:  a name, and the options that say how the hub is asked. Out: a ``Source``. The hub is Hugging Face's; ModelScope's
-     where USE_MODELSCOPE_HUB is set. Transformers fetches from the first as it loads; of the second the whole folder,
-     pickles left out, is fetched when the model is first looked for.
+     where USE_MODELSCOPE_HUB is set. Transformers fetches from the first as it loads; of the second the folder without
+     its weights is fetched when the model is first looked for, the weights when they are wanted, pickles never.
 Refuses: a folder that is not there, an id that is neither cached nor reachable; within seconds, without retries.
 """
 
@@ -35,17 +35,22 @@ class Source:
     Args:
         name: what transformers is given: a folder, or an id.
         folder: where its files are on this machine; None where they have to be fetched.
+        has_weights: false where all files are there but the weights.
     """
 
     name: str
     folder: Path | None
+    has_weights: bool = True
 
 
-def find_source(name: str | None, options: Any, option_name: str = "model_name_or_path") -> Source:
+def find_source(
+    name: str | None, options: Any, option_name: str = "model_name_or_path", with_weights: bool = False
+) -> Source:
     """Where ``name`` is.
 
     Args:
         options: read for ``cache_dir``, ``model_revision``, ``hf_hub_token`` and ``ms_hub_token``.
+        with_weights: whether they are wanted too, for which ModelScope is asked here.
     Raises:
         UserError: where it is nowhere, with what is near.
     """
@@ -59,8 +64,8 @@ def find_source(name: str | None, options: Any, option_name: str = "model_name_o
     if not _may_be_hub_id(name):
         raise UserError(_no_folder(name, option_name))
     if uses_modelscope():
-        folder = _modelscope_folder(name, options, option_name)
-        return Source(str(folder), folder)
+        folder = _modelscope_folder(name, options, option_name, with_weights)
+        return Source(str(folder), folder, has_weights=_is_whole(folder))
     cached = _cached_folder(name, options)
     if cached is not None:
         return Source(name, cached)
@@ -77,7 +82,7 @@ def local_folder(name: str, options: Any, option_name: str, patterns: Sequence[s
     Raises:
         UserError: where it is nowhere.
     """
-    source = find_source(name, options, option_name)
+    source = find_source(name, options, option_name, with_weights=True)
     if source.folder is not None and (source.name == str(source.folder) or is_offline()):
         return source.folder
     from huggingface_hub import snapshot_download
@@ -145,7 +150,7 @@ def _is_whole(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _modelscope_folder(name: str, options: Any, option_name: str) -> Path:
+def _modelscope_folder(name: str, options: Any, option_name: str, with_weights: bool) -> Path:
     """The files of ``name`` from ModelScope, or from its cache. ModelScope's first branch is called master."""
     try:
         from modelscope_hub.errors import HubError
@@ -153,7 +158,7 @@ def _modelscope_folder(name: str, options: Any, option_name: str) -> Path:
         raise MissingExtraError("modelscope", f'{option_name} "{name}" of ModelScope', "modelscope") from None
     revision = "master" if options.model_revision == "main" else options.model_revision
     try:
-        return _from_modelscope(name, revision, options.cache_dir, options.ms_hub_token, is_offline())
+        return _from_modelscope(name, revision, options.cache_dir, options.ms_hub_token, is_offline(), with_weights)
     except (HubError, OSError, ValueError) as error:
         where = "ModelScope's cache (the hubs are switched off, HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
         raise UserError(
@@ -166,14 +171,16 @@ def _modelscope_folder(name: str, options: Any, option_name: str) -> Path:
 
 
 @cache
-def _from_modelscope(name: str, revision: str, cache_dir: str | None, token: str | None, is_off: bool) -> Path:
-    """Asked once in a process, for config, tokenizer and weights alike."""
+def _from_modelscope(
+    name: str, revision: str, cache_dir: str | None, token: str | None, is_off: bool, with_weights: bool
+) -> Path:
+    """Asked once in a process for config and tokenizer, and once for weights."""
     from modelscope import snapshot_download
 
     return Path(
         snapshot_download(
             name, revision=revision, cache_dir=cache_dir, token=token, local_files_only=is_off,
-            ignore_patterns=_PICKLES,
+            ignore_patterns=_PICKLES if with_weights else [*_PICKLES, "*.safetensors"],
         )
     )  # fmt: skip
 
