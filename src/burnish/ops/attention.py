@@ -3,12 +3,13 @@
 In:  queries, keys and values of all tokens, and where each sequence begins. Out: the weighted values, token by token.
 
 On a GPU one kernel takes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``, else
-flash-attn as the library kernels fetches it); nothing is read from the device. On a CPU each sequence has a call of its
-own: in 16 bits three matrix products for short sequences and ``ops.blockwise`` for long ones, else torch's fused
-attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2 keys, forward and backward of one sequence, bfloat16),
-ms of the products, of blocks and of the fused kernel: 256 tokens 6, 10, 16; 512 tokens 38, 29, 48; 1,024 tokens 240,
-99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes as long as the products at 64 tokens, and less
-beyond. Where the scores are capped or have a sink, which no fused kernel of torch knows, the products are the only way.
+flash-attn as the library kernels fetches it); nothing is read from the device. On a CPU in 16 bits short sequences
+share their products (``ops.short``), and a long one has ``ops.blockwise`` for itself; else each sequence has a call of
+torch's fused attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2 keys, forward and backward of one
+sequence, bfloat16), ms of plain products, of blocks and of the fused kernel: 256 tokens 6, 10, 16; 512 tokens 38, 29,
+48; 1,024 tokens 240, 99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes as long as the products at 64
+tokens, and less beyond. Where the scores are capped or have a sink, which no fused kernel of torch knows, products of
+one sequence after another are the only way.
 """
 
 # T tokens of all sequences, S sequences, L tokens of one sequence, H query heads, K key heads (H is a multiple of K),
@@ -17,11 +18,12 @@ beyond. Where the scores are capped or have a sink, which no fused kernel of tor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from inspect import signature
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from burnish.ops.blockwise import blockwise_attention
+from burnish.ops.short import short_attention
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def flat_attention(
         kernel = kernel_for(dtype, scores) if device == "cuda" and query.shape[-1] == value.shape[-1] else None
         if kernel is not None:
             return kernel(query, key, value, cu_seq_lens, max_length, scores)
-        return _one_by_one(query, key, value, lengths_of(cu_seq_lens), scores)
+        return _by_runs(query, key, value, lengths_of(cu_seq_lens), scores)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
@@ -88,7 +91,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     """
     *leading, heads, length, size = query.shape
     groups, width = heads // key.shape[-3], key.shape[-2]
-    scale = size**-0.5 if scores.scale is None else scores.scale
+    scale = _scale(query, scores)
     # The heads that share a key are laid under each other, so that the key is not repeated.
     folded, key, value = query.reshape(-1, groups * length, size), _batched(key), _batched(value)
     # The scale belongs to the product, which is summed in float32: scaling either side would round once more.
@@ -116,28 +119,52 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
 
 
-# --- one call per sequence --------------------------------------------------------------------------------------------
+# --- on a CPU, and where a GPU has no kernel --------------------------------------------------------------------------
 
 _SHORT = 384
 """Tokens up to which a sequence in 16 bits goes through the products on a CPU."""
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scores: Scores) -> Tensor:
+def _by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scores: Scores) -> Tensor:
     # split() and not slices: its backward pass is one concatenation, theirs a sum of tensors that are mostly zero.
-    parts = zip(*(torch.split(whole.transpose(0, 1), lengths, dim=1) for whole in (query, key, value)), strict=True)
-    mixed = [_one(q, k, v, scores) for q, k, v in parts]
-    return torch.cat([part.transpose(0, 1) for part in mixed])
+    runs = list(_runs(lengths, _SHORT if _is_half(query) and scores.is_plain else 0))
+    parts = zip(*(torch.split(whole, [sum(run) for run in runs]) for whole in (query, key, value)), strict=True)
+    mixed = [_run(q, k, v, run, scores) for run, (q, k, v) in zip(runs, parts, strict=True)]
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def _is_half(query: Tensor) -> bool:
+    return query.device.type == "cpu" and query.element_size() == 2
+
+
+def _runs(lengths: list[int], longest: int) -> Iterator[tuple[int, ...]]:
+    """Neighbours of up to ``longest`` tokens together, each of the others alone."""
+    for is_short, found in groupby(lengths, lambda length: length <= longest):
+        neighbours = tuple(found)
+        yield from [neighbours] if is_short else zip(neighbours)
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
+    """(T, H, D), (T, K, D), (T, K, E) of one of the runs -> (T, H, E)"""
+    if not _is_half(query) or not scores.is_plain or lengths[0] > _SHORT:
+        return _one(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scores).transpose(0, 1)
+    window = scores.window if scores.window and scores.window < max(lengths) else None
+    band = partial(_band, window=window, dtype=query.dtype, device=query.device)
+    return short_attention(query, key, value, lengths, _scale(query, scores), scores.dropout, band)
+
+
+def _scale(query: Tensor, scores: Scores) -> float:
+    return query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
 
 
 def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """(H, L, D), (K, L, D), (K, L, E) -> (H, L, E)"""
     length = query.shape[1]
-    is_half = query.device.type == "cpu" and query.element_size() == 2
     window = scores.window if scores.window and scores.window < length else None
-    if (is_half and length <= _SHORT) or not scores.is_plain:
+    if not scores.is_plain:
         return masked_attention(query, key, value, _band(length, window, query.dtype, query.device), scores)
-    if is_half and window is None and not scores.dropout:
-        return blockwise_attention(query, key, value, query.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if _is_half(query) and window is None and not scores.dropout:
+        return blockwise_attention(query, key, value, _scale(query, scores))
     mixed = F.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),

@@ -1,0 +1,102 @@
+"""Attention of short sequences that share their products: each still gets what it would get alone."""
+
+import random
+
+import pytest
+import torch
+
+from burnish.ops.attention import Scores, _band, _one, flat_attention
+from burnish.ops.short import laid_out, short_attention
+
+MANY = [random.Random(5).randint(1, 70) for _ in range(40)]
+CASES = {
+    "many": MANY,
+    "one": [17],
+    "alike": [32, 32, 32],
+    "one token each": [1, 1, 1],
+    "few and unlike": [40, 3, 300, 41],
+}
+
+
+def inputs(lengths, heads=6, keys=2, dtype=torch.float32):
+    torch.manual_seed(4)
+    shapes = [(heads, 8), (keys, 8), (keys, 12)]
+    return [torch.randn(sum(lengths), *shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def together(tensors, lengths, window=None, dropout=0.0):
+    dtype = tensors[0].dtype
+    return short_attention(
+        *tensors, tuple(lengths), 0.3, dropout, lambda length: _band(length, window, dtype, torch.device("cpu"))
+    )
+
+
+def one_by_one(tensors, lengths, window=None):
+    parts = zip(*(torch.split(whole.transpose(0, 1), lengths, 1) for whole in tensors), strict=True)
+    return torch.cat([_one(q, k, v, Scores(0.3, window)).transpose(0, 1) for q, k, v in parts])
+
+
+def with_gradients(mixed, tensors):
+    torch.manual_seed(6)
+    return [mixed, *torch.autograd.grad(mixed, tensors, torch.randn_like(mixed))]
+
+
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("keys", [6, 2, 1])
+def test_each_sequence_gets_what_it_would_get_alone(lengths, window, keys):
+    tensors = inputs(lengths, keys=keys)
+    ours = with_gradients(together(tensors, lengths, window), tensors)
+    for x, expected in zip(ours, with_gradients(one_by_one(tensors, lengths, window), tensors), strict=True):
+        assert (x - expected).abs().max() < 1e-6 * max(1, expected.abs().max())
+
+
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_a_call_per_sequence():
+    exact = inputs(MANY, dtype=torch.bfloat16)
+    truth = with_gradients(one_by_one([x.double() for x in exact], MANY), exact)
+    far = [x.detach().requires_grad_() for x in exact]
+    plain = with_gradients(one_by_one(far, MANY), far)
+    for x, y, true in zip(with_gradients(together(exact, MANY), exact), plain, truth, strict=True):
+        assert (x - true).abs().mean() < 1.05 * (y - true).abs().mean()
+
+
+def test_what_a_neighbour_holds_does_not_reach_a_sequence():
+    tensors = [x.detach() for x in inputs([4, 30, 9])]
+    before = together(tensors, [4, 30, 9])
+    for x in tensors:
+        x[4:34] = float("nan")
+    after = together(tensors, [4, 30, 9])
+    assert torch.equal(after[:4], before[:4])
+    assert torch.equal(after[34:], before[34:])
+
+
+def test_dropout_has_the_gradient_of_the_weights_that_it_left():
+    tensors = [x.double().detach().requires_grad_() for x in inputs([3, 5], heads=2, keys=1)]
+
+    def drawn_alike(*given):
+        torch.manual_seed(9)
+        return together(given, [3, 5], dropout=0.4)
+
+    assert torch.autograd.gradcheck(drawn_alike, tensors)
+    assert not torch.equal(drawn_alike(*tensors), together(tensors, [3, 5]))
+
+
+def test_sequences_of_like_length_share_a_bucket_and_unlike_ones_do_not():
+    layout = laid_out((300, 20, 290, 18, 19), heads=6)
+    assert layout.buckets == ((2, 300), (3, 32))
+    assert sorted(layout.places.tolist()) == sorted(set(layout.places.tolist()))
+
+
+def test_sequences_of_one_length_stay_where_they_are():
+    assert laid_out((32, 32), heads=6).places is None
+
+
+def test_short_neighbours_in_16_bits_take_this_way_and_others_do_not(monkeypatch):
+    seen = []
+    whole = short_attention
+    monkeypatch.setattr("burnish.ops.attention.short_attention", lambda *a: seen.append(a[3]) or whole(*a))
+    lengths = [4, 9, 400, 7, 3]
+    places = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        flat_attention(*inputs(lengths, dtype=dtype), places, 400, Scores())
+    assert seen == [(4, 9), (7, 3)]
