@@ -27,7 +27,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of another system")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is told, and this is another")
 def test_a_step_takes_the_memory_that_the_step_before_it_freed() -> None:
     fresh, kept = (_faults(keeps) for keeps in (False, True))
