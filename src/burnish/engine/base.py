@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from burnish.core.types import Batch, Engine, Stateful
 from burnish.engine.checkpointing import checkpoint_activations
-from burnish.engine.memory import keep_freed_memory
+from burnish.engine.memory import keep_few_kernels, keep_freed_memory
 from burnish.engine.offloading import Offloading
 from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, uses_accelerate
 
@@ -49,6 +49,8 @@ class SingleEngine:
         self.options = options
         self.device = device_of(options)
         self.dtype = autocast_dtype(options, self.device)
+        if self.device.type == "cpu":
+            keep_few_kernels()
         self.scaler = torch.amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
         self.scales_loss = self.scaler is not None
         self.optimizer: Any = None

@@ -18,6 +18,20 @@ import platform
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER, _LARGEST = -1, 2**31 - 1
 
+_KERNELS = 256
+"""More than one step has shapes of products, so that none is made twice in it."""
+
+
+def keep_few_kernels() -> None:
+    """Bound what is kept of matrix products on a CPU, before the first of them is made.
+
+    oneDNN and torch's layer above it each keep a kernel per shape, 0.3 MB, of the last 1,024 shapes, and batches
+    that are laid flat have new shapes in each step. What was set from outside stays
+    (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(_KERNELS))
+
 
 def keep_freed_memory() -> bool:
     """For the whole process and until its end."""

@@ -21,7 +21,7 @@ _HUGE_PAGE = 2**21
 _SMALLEST = 2**22
 """Bytes from which on a tensor is worth a block of its own; the allocator keeps smaller ones well enough."""
 
-_free: dict[int, list[mmap.mmap]] = {}
+_free: list[mmap.mmap] = []
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -29,11 +29,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     count = prod(shape) * dtype.itemsize
     if device.type != "cpu" or count < _SMALLEST:
         return torch.empty(shape, dtype=dtype, device=device)
-    size = -(-count // _HUGE_PAGE) * _HUGE_PAGE
-    waiting = _free.setdefault(size, [])
-    block = waiting.pop() if waiting else _fresh(size)
+    block = _taken(-(-count // _HUGE_PAGE) * _HUGE_PAGE)
     array = np.frombuffer(block, dtype=np.uint8, count=count)
-    weakref.finalize(array, waiting.append, block).atexit = False  # torch holds the array as long as its storage
+    weakref.finalize(array, _free.append, block).atexit = False  # torch holds the array as long as its storage
     return torch.from_numpy(array).view(dtype).view(shape)
 
 
@@ -42,6 +40,18 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     return empty(tuple(tensor.shape), dtype, tensor.device).copy_(tensor)
+
+
+def _taken(size: int) -> mmap.mmap:
+    """The smallest free block of ``size`` bytes or more. Where all are too small, the largest of them makes way for a
+    new one: sizes differ from step to step, and there are to be no more blocks than were wanted at a time."""
+    chosen = min((block for block in _free if len(block) >= size), key=len, default=None)
+    if chosen is None and _free:
+        _free.remove(max(_free, key=len))
+    if chosen is None:
+        return _fresh(size)
+    _free.remove(chosen)
+    return chosen
 
 
 def _fresh(size: int) -> mmap.mmap:
