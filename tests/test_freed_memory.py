@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
 import sys
 
 import pytest
+import torch
 
 _FAULTS = """
 import resource, torch
@@ -36,8 +38,13 @@ def test_a_step_takes_the_memory_that_the_step_before_it_freed() -> None:
 
 def _faults(keeps: bool) -> int:
     """Pages fetched by the last ten of fifty steps, in a process of its own."""
-    mine = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
-    code = _FAULTS.format(keeps=keeps)
+    return _printed(_FAULTS.format(keeps=keeps))
+
+
+def _printed(code: str) -> int:
+    """The number that ``code`` prints, in a process whose allocator and caches nobody has set up."""
+    mine = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "CACHE_CAPACITY" not in name}
+    mine.pop("GLIBC_TUNABLES", None)
     done = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, check=True)
     return int(done.stdout)
 
@@ -47,3 +54,31 @@ def test_an_allocator_that_was_set_up_from_outside_is_left_alone(monkeypatch: py
 
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert not keep_freed_memory()
+
+
+_GROWTH = """
+import ctypes, torch
+from burnish.engine.memory import keep_few_kernels
+if {bounds}:
+    keep_few_kernels()
+
+class Counts(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Counts
+weight = torch.randn(64, 64, dtype=torch.bfloat16)
+used = []
+for rows in range(1, 601):
+    torch.nn.functional.linear(torch.zeros(rows, 64, dtype=torch.bfloat16), weight)
+    if rows in (300, 600):
+        used.append(libc.mallinfo2().uordblks)
+print(used[1] - used[0])
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the allocator of glibc since 2.33 is asked")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
+def test_kernels_of_shapes_that_are_gone_are_not_kept_without_bound() -> None:
+    assert _printed(_GROWTH.format(bounds=True)) < 2**20

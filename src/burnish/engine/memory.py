@@ -18,7 +18,7 @@ import platform
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER, _LARGEST = -1, 2**31 - 1
 
-_KERNELS = 256
+_KERNELS = 128
 """More than one step has shapes of products, so that none is made twice in it."""
 
 

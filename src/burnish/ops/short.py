@@ -117,8 +117,9 @@ def laid_out(lengths: tuple[int, ...], heads: int) -> Layout:
 
 
 def _rounded(length: int) -> int:
-    """torch's softmax takes the last few of a row one by one: with many of them, a whole vector takes less time."""
-    return -(-length // _VECTOR) * _VECTOR if length % _VECTOR > _VECTOR // 2 else length
+    """Up to whole vectors: torch's softmax takes the last few numbers of a row one by one. And there are few such
+    lengths, where each length of its own needs kernels of its own, a millisecond to make for each product."""
+    return -(-length // _VECTOR) * _VECTOR
 
 
 def _places(lengths: tuple[int, ...], buckets: list[list[int]]) -> Tensor:
