@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
 from small_run import as_words, make_user
 from test_train_run import weights_in
