@@ -84,10 +84,10 @@ def test_under_autocast_a_norm_gives_what_the_next_layer_would_cast_it_to() -> N
 
 
 # Two layers: two norms each and one at the end, and a gated layer each; Qwen3 norms queries and keys too, Gemma 2 has
-# two more norms in a layer. GPT-2 has neither.
+# two more norms in a layer. GPT-2 has neither, but an activation in each layer that is written out.
 @pytest.mark.parametrize(
     ("family", "count"),
-    [("llama", 7), ("qwen2", 7), ("qwen3", 11), ("mistral", 7), ("gemma", 7), ("gemma2", 11), ("gpt2", 0)],
+    [("llama", 7), ("qwen2", 7), ("qwen3", 11), ("mistral", 7), ("gemma", 7), ("gemma2", 11), ("gpt2", 2)],
 )
 def test_a_fused_model_gives_the_losses_and_gradients_of_the_plain_one(family: str, count: int) -> None:
     plain, fused = tiny_model(family), tiny_model(family)
@@ -98,6 +98,17 @@ def test_a_fused_model_gives_the_losses_and_gradients_of_the_plain_one(family: s
         model(input_ids=ids, labels=ids).loss.backward()
     for mine, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
         assert distance(mine.grad, theirs.grad) < 1e-5  # each is a sum over 30 positions of what is rounded at 1e-7
+
+
+def test_a_written_out_activation_is_one_operation_and_in_bfloat16_nearer_to_the_truth() -> None:
+    torch.manual_seed(0)
+    model, x = tiny_model("gpt2"), torch.randn(ROWS, WIDTH)
+    activation = model.transformer.h[0].mlp.act
+    truth, usual = outcome(activation, x.bfloat16().double()), outcome(activation, x.bfloat16())
+    fuse(model)
+    for mine, plain, exact in zip(outcome(activation, x.bfloat16()), usual, truth, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert distance(mine, exact) <= distance(plain, exact)
 
 
 def test_frozen_weights_of_a_norm_get_no_gradient() -> None:
@@ -131,8 +142,15 @@ class Ungated(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
 
 
+class Steeper(nn.Module):
+    """Looks like an activation, and is another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
 def test_a_module_that_only_looks_like_one_is_left_alone() -> None:
-    assert fuse(nn.Sequential(Shifted(), Ungated(), nn.LayerNorm(8))) == 0
+    assert fuse(nn.Sequential(Shifted(), Ungated(), Steeper(), nn.LayerNorm(8), nn.Dropout(0.1))) == 0
 
 
 def test_hooks_on_a_fused_module_are_still_called() -> None:

@@ -1,4 +1,4 @@
-"""Lets a model's norms and gated layers go through ``ops.elementwise`` on a CPU.
+"""Lets a model's norms, gated layers and activations go through ``ops.elementwise`` on a CPU.
 
 In: a loaded model. Out: the same model; the modules that were proven to compute what burnish's functions compute do so
 through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
@@ -29,7 +29,7 @@ def fuse(model: nn.Module) -> int:
     """Replace the forward passes that can be; how many were."""
     found = 0
     for module in model.modules():
-        forward = _norm_of(module) or _gated_of(module)
+        forward = _norm_of(module) or _gated_of(module) or _activation_of(module)
         if forward is not None and "forward" not in vars(module):
             module.forward = MethodType(forward, module)
             found += 1
@@ -114,6 +114,36 @@ def _gated_with(activation: str) -> Callable[..., Tensor]:
 
 
 _FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def _activation_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The forward pass of an activation that is written out in several operations (GPT-2's): one operation of torch.
+
+    It is a module with nothing of its own, and none of torch's, which are one operation each.
+    """
+    has_state = any(not name.startswith("_") and name != "training" for name in vars(module))
+    if has_state or type(module).__module__.startswith("torch.") or list(module.children()) or module.state_dict():
+        return None
+    x = torch.linspace(-4, 4, 33)
+    for name, forward in _ACTIVATED.items():
+        if _same(lambda: module(x), activated(x, name)):
+            return forward
+    return None
+
+
+def _activated_with(activation: str) -> Callable[..., Tensor]:
+    def forward(module: Any, input: Tensor) -> Tensor:
+        if input.device.type != "cpu":
+            return type(module).forward(module, input)  # type: ignore[no-any-return]
+        return activated(input, activation)
+
+    return forward
+
+
+_ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
 
 
 def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
