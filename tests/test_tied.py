@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,3 +90,14 @@ def test_kept_memory_is_handed_out_again_only_when_its_last_tensor_is_gone() -> 
     fourth = kept.empty(shape, torch.float32, cpu)
     assert fourth.data_ptr() == where
     assert torch.equal(kept.cast(fourth.fill_(1.5), torch.bfloat16), torch.full(shape, 1.5, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_a_forked_process_has_kept_memory_of_its_own() -> None:
+    mine = kept.empty((2**20, 2), torch.float32, torch.device("cpu")).fill_(1)
+    child = os.fork()
+    if child == 0:
+        mine.numpy()[:] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert bool((mine == 1).all())

@@ -12,6 +12,7 @@ import mmap
 import weakref
 from contextlib import suppress
 from math import prod
+from threading import Lock
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ _SMALLEST = 2**22
 """Bytes from which on a tensor is worth a block of its own; the allocator keeps smaller ones well enough."""
 
 _free: list[mmap.mmap] = []
+_choosing = Lock()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -45,17 +47,20 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _taken(size: int) -> mmap.mmap:
     """The smallest free block of ``size`` bytes or more. Where all are too small, the largest of them makes way for a
     new one: sizes differ from step to step, and there are to be no more blocks than were wanted at a time."""
-    chosen = min((block for block in _free if len(block) >= size), key=len, default=None)
-    if chosen is None and _free:
-        _free.remove(max(_free, key=len))
-    if chosen is None:
-        return _fresh(size)
-    _free.remove(chosen)
-    return chosen
+    with _choosing:
+        chosen = min((block for block in _free if len(block) >= size), key=len, default=None)
+        if chosen is not None:
+            _free.remove(chosen)
+        elif _free:
+            _free.remove(max(_free, key=len))
+    return _fresh(size) if chosen is None else chosen
 
 
 def _fresh(size: int) -> mmap.mmap:
-    block = mmap.mmap(-1, size)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    # Private: by default such a block is one that a forked process writes to as well.
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # of a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
