@@ -218,3 +218,9 @@ def test_the_length_of_answers_is_not_taken_for_that_of_rows():
     made = plan({name: Given(value, "run.yaml") for name, value in given.items()})
     assert (made.options.max_length, made.options.cutoff_len) == (99, 2048)
     assert "cutoff_len" in " ".join(made.notes)
+
+
+def test_a_presence_penalty_is_not_taken_for_a_repetition_penalty(tmp_path):
+    given = {**make_user(tmp_path), "presence_penalty": 0.5}
+    with pytest.raises(UserError, match='"presence_penalty"'):
+        plan({name: Given(value, "the command line") for name, value in given.items()})
