@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, asked_by, only_adamw
 
 _QUERY_OR_KEY = re.compile(r"(^|\.)(q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.(lora_B\.\w+\.)?weight$")
 
@@ -51,8 +51,7 @@ def check_adam_mini(options: Any) -> list[Problem]:
     "adam_mini",
     options=AdamMiniOptions,
     reads_model=True,
-    switch="use_adam_mini",
-    when=lambda options: getattr(options, "use_adam_mini", False),
+    **asked_by("use_adam_mini"),
 )
 def adam_mini(groups: Groups, options: Any, model: nn.Module) -> Optimizer:
     """AdamW with one second moment per block."""

@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import changed, option
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, asked_by, only_adamw
 
 logger = logging.getLogger(__name__)
 _IN_A_LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -93,8 +93,7 @@ def _is_chosen(options: Any) -> bool:
     "badam",
     options=BadamOptions,
     keeps_load_precision=True,
-    switch="use_badam",
-    when=lambda options: getattr(options, "use_badam", False),
+    **asked_by("use_badam"),
 )
 def badam(groups: Groups, options: Any) -> Optimizer:
     """AdamW on one block of layers at a time."""

@@ -179,6 +179,11 @@ ADAM_ONLY = ("adam_beta1", "adam_beta2", "adam_epsilon")
 """What an optimizer without Adam's moments leaves out; its own settings come in ``optim_args``."""
 
 
+def asked_by(switch: str) -> dict[str, Any]:
+    """What a member is registered with where the option ``switch``, its own, asks for it as well as its name."""
+    return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
+
+
 def only_adamw(options: Any, switch: str, name: str) -> list[Problem]:
     """A problem where ``switch`` asks for the optimizer ``name``, made of AdamW, and ``optim`` for another one."""
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, left_out, missing_library
+from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, asked_by, left_out, missing_library
 from burnish.optim.delegating import Delegating, copied
 
 WITHIN = {
@@ -125,8 +125,7 @@ class Method(NamedTuple):
     "galore_adamw",
     "galore_adafactor",
     options=LowRankOptions,
-    switch="use_galore",
-    when=lambda options: getattr(options, "use_galore", False),
+    **asked_by("use_galore"),
 )
 def galore(groups: Groups, options: Any) -> Optimizer:
     """GaLore: moments of the gradient's largest directions."""
@@ -140,8 +139,7 @@ OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsan
 @OPTIMIZERS.register(
     "apollo_adamw",
     options=LowRankOptions,
-    switch="use_apollo",
-    when=lambda options: getattr(options, "use_apollo", False),
+    **asked_by("use_apollo"),
 )
 def apollo(groups: Groups, options: Any) -> Optimizer:
     """APOLLO: the gradient, scaled as AdamW of low rank would scale it."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, asked_by, only_adamw
 from burnish.optim.delegating import Delegating, copied
 from burnish.optim.low_rank import in_layers, split_groups
 
@@ -31,9 +31,7 @@ def check_muon(options: Any) -> list[Problem]:
     return only_adamw(options, "use_muon", "muon")
 
 
-@OPTIMIZERS.register(
-    "muon", options=MuonOptions, switch="use_muon", when=lambda options: getattr(options, "use_muon", False)
-)
+@OPTIMIZERS.register("muon", options=MuonOptions, **asked_by("use_muon"))
 def muon(groups: Groups, options: Any) -> Optimizer:
     """Muon on the matrices of the layers, AdamW on the rest."""
     matrices, rest = split_groups(groups, in_layers)
