@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.engine.options import device_of
+from burnish.ops.probe import causal_lm
 
 
 @dataclass
@@ -133,12 +135,40 @@ def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -
         longest = -(-longest // _STATIC_STEP) * _STATIC_STEP
     padded = [[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    is_mixed = config.cache_implementation == "static" and torch.is_autocast_enabled(device.type)
+    cache = _static_cache(model, longest + config.max_new_tokens) if is_mixed else {}
+    if cache:
+        config = copy.deepcopy(config)
+        config.cache_implementation = None
     made = model.generate(  # type: ignore[operator]
         input_ids=torch.tensor(padded, device=device),
         attention_mask=torch.tensor(mask, device=device),
         generation_config=config,
+        **cache,
     )
     return [until_stop(ids, config.eos_token_id) for ids in made[:, longest:].tolist()]
+
+
+def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
+    """transformers' cache of one size, in one format, for ``generate``; nothing where the model has a cache of its own
+    kind.
+
+    Under autocast values are in 16 bits, and keys in the float32 that rotary positions raise them to; the cache takes
+    the format of keys for both, and then refuses the values (transformers 5.23, StaticLayer.update).
+    """
+    inner = causal_lm(model)
+    if "past_key_values" not in signature(inner.forward).parameters:
+        return {}
+    from transformers import StaticCache
+
+    cache = StaticCache(config=inner.config.get_text_config(decoder=True), max_cache_len=length)
+    update = cache.update
+
+    def in_one_format(keys: Tensor, values: Tensor, *arguments: Any, **named: Any) -> Any:
+        return update(keys.to(values.dtype), values, *arguments, **named)
+
+    cache.update = in_one_format
+    return {"past_key_values": cache}
 
 
 def until_stop(ids: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
