@@ -1,7 +1,7 @@
 # make demo    set up, then fine-tune the carried model on the carried data and watch it learn
 # make test    set up, then the whole suite but the slow tests
 # make check   format, lint, types, architecture: seconds
-# make bench   burnish beside its peers, into docs/benchmarks.md; WHAT="train start" for parts
+# make bench   burnish beside its peers, into docs/benchmarks.md; WHAT="train start" for parts, WHAT=all for all
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gauge import MARK, common, peak_bytes, versions
+from gauge import common, peak_bytes, say
 from material import conversations
 
 FEW = 10
@@ -115,8 +115,7 @@ def main(words: list[str]) -> None:
         seconds(prepare, folder, arguments.material / "model", FEW)  # imports, and whatever else is done once
         few = seconds(prepare, folder, arguments.material / "model", FEW)
         taken = seconds(prepare, folder, arguments.material / "model", rows) - few
-    found = {"rows_per_cpu_s": (rows - FEW) / taken, "peak_bytes": peak_bytes(), "versions": versions()}
-    print(MARK + json.dumps(found))
+    say(rows_per_cpu_s=(rows - FEW) / taken, peak_bytes=peak_bytes())
 
 
 if __name__ == "__main__":

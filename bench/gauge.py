@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 MARK = "GAUGE "
+ENDS_AT_FIRST_STEP = "BENCH_ENDS_AT_FIRST_STEP"
+"""In the environment of a process of which only the start is measured."""
 WARM_UP = 1
+ANSWERS = {"per_device_eval_batch_size": 8, "max_new_tokens": 32}
+"""How prompts are answered, in burnish's words; the likeliest token each time."""
 LIBRARIES = ("burnish", "trl", "transformers", "llamafactory", "torch", "accelerate")
 
 
@@ -32,7 +36,7 @@ class Gauge:
         self.save_waits_cpu_s: list[float] = []  # of the thread that trains
         self.step_ended_cpu_s = 0.0
         self.trained_cpu_s = 0.0
-        self.ready: tuple[float, float, int] | None = None  # when the first step begins, and the memory held then
+        self.ready: dict[str, float] = {}  # when the first step begins
         self.more: dict[str, Any] = {}
 
     def count(self, labels: Any) -> None:
@@ -40,9 +44,14 @@ class Gauge:
         self.labels += int((labels != -100).sum())
 
     def on_step_begin(self) -> None:
-        if self.ready is None:
-            wall = time.time() - float(os.environ.get("BENCH_STARTED_S", "nan"))
-            self.ready = (time.process_time(), wall, resident_bytes("VmRSS"))
+        if self.ready:
+            return
+        wall_s = time.time() - float(os.environ.get("BENCH_STARTED_S", "nan"))
+        self.ready = {"ready_cpu_s": time.process_time(), "ready_wall_s": wall_s,
+                      "ready_bytes": resident_bytes("VmRSS"), "ready_peak_bytes": peak_bytes()}  # fmt: skip
+        if ENDS_AT_FIRST_STEP in os.environ:
+            self.report()
+            raise SystemExit
 
     def on_step_end(self) -> None:
         self.steps.append((time.process_time(), time.perf_counter(), self.labels))
@@ -59,8 +68,15 @@ class Gauge:
         self.trained_cpu_s = time.process_time()
 
     def on_evaluate(self) -> None:
-        self.more["evaluation_cpu_s"] = time.process_time() - self.trained_cpu_s
-        self.more["evaluation_peak_bytes"] = peak_bytes()
+        self._since_training("evaluation")
+
+    def on_predict(self, new_tokens: int) -> None:
+        self._since_training("prediction")
+        self.more["new_tokens"] = new_tokens
+
+    def _since_training(self, what: str) -> None:
+        self.more[f"{what}_cpu_s"] = time.process_time() - self.trained_cpu_s
+        self.more[f"{what}_peak_bytes"] = peak_bytes()
 
     def on_save(self) -> None:
         self.save_waits_s.append(time.perf_counter() - self.steps[-1][1])
@@ -76,12 +92,8 @@ class Gauge:
         model.register_forward_pre_hook(note, with_kwargs=True)
 
     def report(self, **more: Any) -> None:
-        assert self.ready is not None
-        found = {
-            "ready_cpu_s": self.ready[0], "ready_wall_s": self.ready[1], "ready_bytes": self.ready[2],
-            "versions": versions(), **self._of_steps(), **self.more, **more,
-        }  # fmt: skip
-        print(MARK + json.dumps(found), flush=True)
+        assert self.ready
+        say(**self.ready, **self._of_steps(), **self.more, **more)
 
     def _of_steps(self) -> dict[str, Any]:
         if not self.steps:
@@ -92,6 +104,11 @@ class Gauge:
             "steps": len(self.steps) - WARM_UP, "save_waits_s": self.save_waits_s,
             "save_waits_cpu_s": self.save_waits_cpu_s,
         }  # fmt: skip
+
+
+def say(**figures: Any) -> None:
+    """The line that ``measuring.py`` reads, with the versions, and what the process took, its children too."""
+    print(MARK + json.dumps({**figures, "versions": versions(), "process_cpu_s": sum(os.times()[:4])}), flush=True)
 
 
 def as_callback(gauge: Gauge, base: type) -> Any:

@@ -19,7 +19,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, product
+from itertools import accumulate, islice, product
 from math import exp
 from pathlib import Path
 from random import Random
@@ -91,13 +91,13 @@ class Writer:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.words = words(Random(SEED))
-        self.weights = [1 / (rank + 3) for rank in range(len(self.words))]
+        self.weights = list(accumulate(1 / (rank + 3) for rank in range(len(self.words))))
 
     def text(self, median: float, spread: float, longest: int, deviate: float | None = None) -> str:
         """A sentence or more: a log-normal number of words, at ``deviate`` standard deviations or anywhere."""
         deviate = self.random.gauss() if deviate is None else deviate
         count = min(longest, max(2, round(exp(spread * deviate) * median)))
-        return " ".join(self.random.choices(self.words, self.weights, k=count)).capitalize() + "."
+        return " ".join(self.random.choices(self.words, cum_weights=self.weights, k=count)).capitalize() + "."
 
 
 def conversations(count: int, seed: int = SEED, median: int = 120) -> list[dict[str, str]]:
@@ -190,6 +190,18 @@ def make(asked: Material, folder: Path) -> None:
         "longest_row": max(lengths), "longest": asked.longest,
     }  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts, indent=2))
+
+
+def many(count: int, folder: Path) -> Path:
+    """A file of ``count`` conversations, a line each, written once; a million are a gigabyte and take minutes."""
+    path = folder / f"many-{count}.jsonl"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        with partial.open("w") as file:
+            file.writelines(json.dumps(record) + "\n" for record in islice(drawn(Writer(SEED), 120), count))
+        partial.rename(path)
+    return path
 
 
 def facts_of(folder: Path) -> dict[str, Any]:

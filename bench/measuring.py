@@ -6,6 +6,7 @@ fails is named with its last words, and the others go on.
 The first round runs all settings. The others run what the ratios are made of: TRL's default, burnish, and of each
 peer the fastest and the leanest setting of the first round. A round shuffles the settings, so that a neighbour on the
 machine or a warm processor favours none, and the rows, so that the spread of a ratio is also that over their order.
+What takes by far the longest goes first, TRL's default and the plain way: else the other processors wait for it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from shutil import rmtree
 from threading import Lock
 
 from environments import ROOT, interpreter
-from gauge import MARK
+from figures import Figures, Round, fastest, leanest, whole
+from gauge import ENDS_AT_FIRST_STEP, MARK
 from host import Host
 from material import SEED
-from report import Figures, Round, fastest, leanest, whole
-from settings import BASE, OURS, Setting
+from settings import BASE, OURS, PLAIN, Setting
 
 HERE = Path(__file__).parent
 SCRATCH = ROOT / ".bench"
@@ -35,10 +36,15 @@ TIMEOUT_S = 900
 
 
 class Bench:
-    """What measures: a host per library, started when it is first wanted."""
+    """What measures: a host per library, started when it is first wanted.
+
+    Args:
+        at_once: processes at a time.
+    """
 
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
+        self.process_cpu_s = 0.0  # of all processes so far
         self._hosts: dict[str, Host | str] = {}
         self._lock = Lock()
 
@@ -58,6 +64,7 @@ class Bench:
         for number in range(count):
             order = [setting for setting in settings if number == 0 or setting.name in compared(found[0], settings)]
             Random(SEED + number).shuffle(order)
+            order.sort(key=lambda setting: setting.name not in (BASE, PLAIN))
             with ThreadPoolExecutor(at_once or self.at_once) as pool:
                 done = list(pool.map(lambda setting, seed=SEED + number: self.measure(setting, material, seed), order))
             figures = {setting.name: figures for setting, figures in zip(order, done, strict=True)}
@@ -73,16 +80,20 @@ class Bench:
         if words[0].startswith("train"):
             words.append(f"seed={seed}")
         told = {"BENCH_STARTED_S": str(begin), "BURNISH_CACHE": str(output / "cache")}
+        if setting.is_alone:
+            told[ENDS_AT_FIRST_STEP] = "1"
         try:
             said = self._alone(setting, words, told) if setting.is_alone else self._forked(setting, words, told)
         finally:
             rmtree(output, ignore_errors=True)
         lines = [line for line in said.splitlines() if line.startswith(MARK)]
         found: Figures = json.loads(lines[0].removeprefix(MARK)) if lines else {"failed": said.strip()[-2000:]}
-        heard = found.get("failed") or " ".join(
-            f"{name} {found[name]:.4g}" for name in ("labels", "cpu_s", "peak_bytes", "rows_per_cpu_s") if name in found
-        )
-        print(f"  {setting.name}: {time.time() - begin:.0f} s, {heard}", file=sys.stderr, flush=True)
+        taken = found.get("process_cpu_s", 0.0)
+        self.process_cpu_s += taken
+        print(
+            f"  {setting.name}: {time.time() - begin:.0f} s, {taken:.0f} s of a processor"
+            f"{'; ' + found['failed'] if 'failed' in found else ''}", file=sys.stderr, flush=True,
+        )  # fmt: skip
         return found
 
     def _forked(self, setting: Setting, words: list[str], told: dict[str, str]) -> str:

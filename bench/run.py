@@ -1,13 +1,13 @@
 """Measures burnish beside its peers and writes docs/benchmarks.md.
 
-    make bench                                          everything
-    make bench WHAT="train start"                       parts by name: train, lora, large, large-lora, other,
-                                                        checkpoint, evaluation, encoding, start
+    make bench                                          the parts that are not marked as long
+    make bench WHAT="train start"                       parts by name, or all of them: WHAT=all
     make bench WHAT="train --family llama --longest 256 --only packing --only burnish"
 
 In: nothing but this repository; what the peers need is installed under .bench, once. Out: a section of
-docs/benchmarks.md per part; sections of parts that were not asked for stay as they are. With another model, other rows
-or a choice of settings the section is printed, and the document is left alone.
+docs/benchmarks.md per part; sections of parts that were not asked for stay as they are, with their own date and
+versions. With another model, other rows or a choice of settings the section is printed, and the document is left alone.
+Each part says how long it took, by the clock and in the processor time of its processes.
 
 Every measurement is a process of its own on one thread, as many at a time as there are cores; ``measuring.py`` says in
 which order. What is compared is a ratio of two figures of one round; its spread is that over the rounds.
@@ -17,56 +17,91 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from environments import interpreter
-from material import Material, add_flags, asked_for, facts_of, make
-from measuring import SCRATCH, Bench, environment
-from report import (
-    Figures,
-    Round,
-    encoding_section,
-    evaluation_section,
-    other_section,
-    rate_of_products,
-    save_section,
-    start_section,
-    train_section,
-    write,
+import report_beside
+import report_training
+from document import where, write
+from figures import Figures, Round
+from material import Material, add_flags, asked_for, facts_of, make, many
+from measuring import SCRATCH, Bench
+from settings import (
+    BASE,
+    BEST,
+    CHECKPOINT,
+    ENCODING,
+    EVALUATION,
+    GENERATION,
+    PACKING,
+    START,
+    USUAL,
+    Setting,
+    starts_again,
+    trainings,
+    ways,
 )
-from settings import BASE, BEST, CHECKPOINT, ENCODING, EVALUATION, START, WIDE, Setting, trainings
 
-# Parts and how often each is measured, if --rounds does not say.
-PARTS = {"train": 2, "lora": 1, "large": 1, "large-lora": 1, "other": 1, "checkpoint": 1, "evaluation": 1,
-         "encoding": 1, "start": 1}  # fmt: skip
-TRAINS = {"train": "full", "lora": "lora", "large": "full", "large-lora": "lora"}
-# Rows of the large shape: short ones, because a peer's logits of a long one need gigabytes.
-LARGE = {"longest": 256, "rows": 16}
+USUAL_ROWS, SHORT = Material(), Material(longest=256, rows=16)
+# Short rows for the wide model too, because a peer's logits of a long one need gigabytes.
+LARGE = replace(SHORT, size="large")
+RECORDS = 50_000
 OTHERS = (
-    *(Material(family=family, longest=256, rows=16) for family in ("llama", "gemma", "mistral", "qwen3", "gpt2")),
+    *(replace(SHORT, family=family) for family in ("llama", "gemma", "mistral", "qwen3", "gpt2")),
     Material(longest=32, rows=64), Material(longest=4096, median=1000, rows=4),
 )  # fmt: skip
 
 
-def help_seconds(count: int = 9) -> float:
-    """Median wall time of ``burnish --help``."""
-    taken, command, told = [], [interpreter("burnish"), "-m", "burnish", "--help"], environment("burnish")
-    for _ in range(count):
-        begin = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True, env=told)
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+@dataclass(frozen=True)
+class Part:
+    """A section of the document.
+
+    Args:
+        section: measures, and says what was found.
+        material: what is measured on, where no flag asks for something else.
+        rounds: how often, if --rounds does not say.
+        at_once: processes at a time, where not as many as there are cores.
+        is_long: left out unless it is asked for.
+    """
+
+    section: Callable[[Asked], str]
+    material: Material = USUAL_ROWS
+    rounds: int = 1
+    at_once: int | None = None
+    is_long: bool = False
 
 
-def chosen(settings: Sequence[Setting], only: Sequence[str]) -> list[Setting]:
+class Asked:
+    """A part as it was asked for.
+
+    Args:
+        arguments: the command's.
+    """
+
+    def __init__(self, part: Part, arguments: argparse.Namespace, bench: Bench) -> None:
+        self.part, self.arguments, self.bench = part, arguments, bench
+        given = asdict(asked_for(arguments))
+        self.material = replace(
+            part.material, **{name: v for name, v in given.items() if v != getattr(USUAL_ROWS, name)}
+        )
+        self.count = arguments.rounds or part.rounds
+        self.found: list[Round] = []
+
+    def measured(self, settings: Sequence[Setting], material: Material | None = None) -> list[Round]:
+        """Rounds of the settings, of which --only may leave some."""
+        chosen = only(settings, self.arguments.only)
+        rounds = self.bench.rounds(chosen, made(material or self.material), self.count, self.part.at_once)
+        self.found += rounds
+        return rounds
+
+
+def only(settings: Sequence[Setting], words: Sequence[str]) -> list[Setting]:
     """Those whose name holds one of the words; what they are compared with stays."""
-    return [setting for setting in settings if not only or setting.name == BASE or any(w in setting.name for w in only)]
+    return [s for s in settings if not words or s.name == BASE or any(word in s.name for word in words)]
 
 
 def made(asked: Material) -> Path:
@@ -75,59 +110,111 @@ def made(asked: Material) -> Path:
     return folder
 
 
-def run_part(part: str, arguments: argparse.Namespace, bench: Bench) -> str:
-    """One section of the document."""
-    asked = asked_for(arguments)
-    if part == "other":
-        return other_section([one_shape(shape, arguments.only, bench) for shape in OTHERS])
-    if part.startswith("large"):
-        asked = replace(asked, size="large", **(LARGE if asked == Material() else {}))
-    material = made(asked)
-
-    def measured(settings: Sequence[Setting], at_once: int | None = None) -> list[Round]:
-        count = arguments.rounds or PARTS[part]
-        return bench.rounds(chosen(settings, arguments.only), material, count, at_once)
-
-    if part in TRAINS:
-        method, facts = arguments.method or TRAINS[part], facts_of(material)
-        settings = chosen(trainings(method, facts), arguments.only or (() if part == "train" else WIDE))
-        return train_section(measured(settings), settings, rate_of_products(), facts, method, part)
-    if part == "start":
-        return start_section(measured(START), help_seconds())
-    if part == "checkpoint":
-        return save_section(measured(CHECKPOINT, at_once=1))
-    if part == "evaluation":
-        return evaluation_section(measured(EVALUATION))
-    return encoding_section(measured(ENCODING))
+# --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def one_shape(asked: Material, only: Sequence[str], bench: Bench) -> tuple[Round, Figures]:
-    material = made(asked)
-    best = [setting for setting in trainings("full", facts_of(material)) if setting.name in BEST]
-    return bench.rounds(chosen(best, only), material, 1)[0], facts_of(material)
+def training(usual_method: str, asked: Asked) -> str:
+    method, facts = asked.arguments.method or usual_method, facts_of(made(asked.material))
+    settings = [s for s in trainings(method, facts) if asked.arguments.all_settings or s.name in USUAL]
+    return report_training.training(asked.measured(settings), settings, facts, method)
+
+
+def other(asked: Asked) -> str:
+    found: list[tuple[Round, Figures]] = []
+    for shape in OTHERS:
+        facts = facts_of(made(shape))
+        best = [setting for setting in trainings("full", facts) if setting.name in BEST]
+        found.append((asked.measured(best, shape)[0], facts))
+    return report_training.other(found)
+
+
+def own_ways(asked: Asked) -> str:
+    return report_training.ways(asked.measured(ways()), facts_of(made(asked.material)))
+
+
+def rows(asked: Asked) -> str:
+    count = asked.arguments.records
+    return report_beside.rows(asked.measured(starts_again(many(count, SCRATCH / "material"), count)))
+
+
+def beside(report: Callable[[Sequence[Round]], str], settings: Sequence[Setting]) -> Callable[[Asked], str]:
+    return lambda asked: report(asked.measured(settings))
+
+
+PARTS = {
+    "train": Part(partial(training, "full"), rounds=2),
+    "lora": Part(partial(training, "lora")),
+    "large": Part(partial(training, "full"), LARGE),
+    "large-lora": Part(partial(training, "lora"), LARGE, is_long=True),
+    "other": Part(other, is_long=True),
+    "ways": Part(own_ways, Material(rows=16)),
+    "start": Part(beside(report_beside.start, START)),
+    "rows": Part(rows),
+    "encoding": Part(beside(report_beside.encoding, ENCODING)),
+    "packing": Part(beside(report_beside.packing, PACKING)),
+    "checkpoint": Part(beside(report_beside.checkpoint, CHECKPOINT), SHORT, at_once=1),
+    "evaluation": Part(beside(report_beside.evaluation, EVALUATION)),
+    "generation": Part(beside(report_beside.generation, GENERATION), SHORT),
+}
+
+
+def parts_of(words: Sequence[str]) -> list[str]:
+    """The parts that are meant: those named, all, or where nothing is said those that are not long."""
+    if "all" in words:
+        return list(PARTS)
+    return list(words) or [name for name, part in PARTS.items() if not part.is_long]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}; all where none is named")
+    long = ", ".join(name for name, part in PARTS.items() if part.is_long)
+    parser.add_argument("parts", nargs="*", default=[],
+                        help=f"of {', '.join(PARTS)}; all; where none is named, all but {long}")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="how often; one or two if not given")
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", action="append", default=[], help="settings whose name holds this; may be repeated")
     parser.add_argument("--method", choices=("full", "lora"), help="of the parts that train")
+    parser.add_argument(
+        "--all-settings", action="store_true", help="in the parts that train, those that no ratio needs"
+    )
+    parser.add_argument("--records", type=int, default=RECORDS, help="of the part rows")
     add_flags(parser)
     arguments = parser.parse_args()
-    parts = arguments.parts or PARTS
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"Expected parts among {', '.join(PARTS)}. Received: {', '.join(sorted(unknown))}.")
-    is_usual = asked_for(arguments) == Material() and not arguments.only and not arguments.method
+    if unknown := set(arguments.parts) - {*PARTS, "all"}:
+        parser.error(f"Expected parts among {', '.join(PARTS)}, or all. Received: {', '.join(sorted(unknown))}.")
+    measure(parts_of(arguments.parts), arguments)
+
+
+def measure(parts: Sequence[str], arguments: argparse.Namespace) -> None:
+    """The sections, each printed when it is there, and written where everything was as usual."""
+    is_usual = asked_for(arguments) == USUAL_ROWS and not arguments.only and not arguments.method
+    is_usual = is_usual and arguments.records == RECORDS
+    told: dict[str, tuple[float, float]] = {}
     with Bench(arguments.at_once) as bench:
-        for part in parts:
-            begin = time.time()
-            section = run_part(part, arguments, bench)
+        for name in parts:
+            begin, before = time.time(), bench.process_cpu_s
+            asked = Asked(PARTS[name], arguments, bench)
+            section = f"{asked.part.section(asked)}\n\n{where(asked.found, name, asked.count)}"
             print(section, flush=True)
-            print(f"{part}: {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
             if is_usual:
-                write(part, section)
+                write(name, section)
+            told[name] = time.time() - begin, bench.process_cpu_s - before
+            print(f"{name}: {told[name][0]:.0f} s, {told[name][1]:.0f} s of processors", file=sys.stderr, flush=True)
+    print(times(told), file=sys.stderr)
+    if is_usual and set(parts_of([])) <= set(told):
+        write("times", times(told))
+
+
+def times(told: Mapping[str, tuple[float, float]]) -> str:
+    """How long each part took.
+
+    Args:
+        told: name -> seconds by the clock, and of all its processes.
+    """
+    seconds = sum(wall for wall, _ in told.values())
+    each = ", ".join(f"{name} {wall:.0f} s ({cpu:.0f})" for name, (wall, cpu) in told.items())
+    minutes = f"{seconds // 60:.0f}:{seconds % 60:02.0f} minutes"
+    return f"It took {minutes}; in brackets the processor seconds of what was measured: {each}."
 
 
 if __name__ == "__main__":

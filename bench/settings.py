@@ -10,10 +10,14 @@ goes over the rows twice, so that there is enough to measure.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from gauge import ANSWERS
 
 BASE = "TRL, default"
 OURS = "burnish, bf16"
+PLAIN = "plain: padded, all logits, AdamW tensor by tensor"
 ROWS_PER_STEP = 8
 
 
@@ -23,8 +27,10 @@ class Setting:
 
     Args:
         library: whose environment it runs in.
-        words: the script under bench/ and its arguments; MATERIAL and OUTPUT stand for folders.
-        is_alone: whether it is a process from its start, instead of a child of one that has imported its library.
+        words: the script under bench/ and its arguments; MATERIAL and OUTPUT stand for folders, EVALUATION for the
+            conversations of the material.
+        is_alone: whether it is a process from its start to its first step, instead of a child of one that has imported
+            its library.
     """
 
     name: str
@@ -81,8 +87,8 @@ def trainings(method: str, facts: dict[str, Any]) -> tuple[Setting, ...]:
 
 
 LONG = 1024
-# Of LoRA, of the wide model and of other shapes: what was fastest or leanest of each peer on the 30M shape.
-WIDE = (
+# What ratios are made of on the 30M shape; the rest comes with --all-settings.
+USUAL = (
     BASE, "TRL, packing, no checkpointing", "TRL, padding-free, no checkpointing",
     "transformers, bf16, grouped by length", "LLaMA-Factory, bf16, neat packing",
     "LLaMA-Factory, bf16, neat packing, no checkpointing", OURS,
@@ -91,8 +97,37 @@ BEST = ("TRL, packing, no checkpointing", "transformers, bf16, grouped by length
         "LLaMA-Factory, bf16, neat packing, no checkpointing", OURS)  # fmt: skip
 
 
-# Steps enough between two checkpoints that the first is on the disk when the second is due.
-_SAVES = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+def ways() -> tuple[Setting, ...]:
+    """burnish without its own ways, and then with one after the other: those that are options, and those that
+    ``ways.py`` can take out."""
+    options: dict[str, Any] = {"padding_free": False, "attn_implementation": "sdpa", "fused_loss": False}
+    options |= {"optim": "adamw_torch"}
+    without = ["elementwise", "attention", "memory", "tied", "last_layer"]
+    found = []
+    for name, *there in WAYS:
+        options = {option: value for option, value in options.items() if option not in there}
+        without = [way for way in without if way not in there]
+        found.append(training(name, "burnish", bf16=True, num_train_epochs=1.01, without=",".join(without), **options))
+    return tuple(found)
+
+
+# The line of the table, and what is no longer taken out in it and in those below.
+WAYS = (
+    (PLAIN,),
+    ("+ head and loss on learned positions, in chunks", "fused_loss"),
+    ("+ sequences laid flat, torch's attention for each", "padding_free", "attn_implementation"),
+    ("+ attention of its own for short and for long sequences", "attention"),
+    ("+ norms, gated layers and activations by blocks", "elementwise"),
+    ("+ AdamW in one kernel", "optim"),
+    ("+ freed memory kept", "memory"),
+    ("+ one gradient for embedding and head", "tied"),
+    ("+ the last feed-forward part where something is learned", "last_layer"),
+)  # fmt: skip
+
+
+# Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,
+# since a checkpoint does not depend on them.
+_SAVES = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
 CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
     training("burnish", "burnish", bf16=True, **_SAVES),
@@ -119,7 +154,32 @@ EVALUATION = (
     training("burnish, bf16, LoRA", "burnish", bf16=True, finetuning_type="lora", eval_dataset="EVALUATION",
              **_EVALUATES),
 )  # fmt: skip
+_ANSWERS: dict[str, Any] = {"max_steps": 2, "bf16": True, "do_train": True, "do_predict": True}
+GENERATION = (
+    training("transformers", "transformers", **_ANSWERS),
+    *(
+        training(f"burnish, {cache} cache", "burnish", cache_implementation=cache, predict_with_generate=True,
+                 do_sample=False, predict_metrics="exact_match", eval_dataset="EVALUATION", **_ANSWERS, **ANSWERS)
+        for cache in ("dynamic", "static")
+    ),
+)  # fmt: skip
 ENCODING = tuple(
     Setting(name, library, ("encode.py", library, "MATERIAL"))
     for name, library in (("TRL", "trl"), ("LLaMA-Factory", "llamafactory"), ("burnish", "burnish"))
 )
+PACKING = tuple(
+    Setting(name, library, ("pack.py", library))
+    for name, library in (("TRL", "trl"), ("LLaMA-Factory", "llamafactory"), ("burnish", "burnish"))
+)
+
+
+def starts_again(many: Path, count: int) -> tuple[Setting, ...]:
+    """A few rows, and ``count`` in the file ``many``, encoded before the first step or while the training runs."""
+    return tuple(
+        Setting(name, "burnish", ("start_again.py", "MATERIAL", "OUTPUT", "bf16=true", *words), is_alone=True)
+        for name, words in (
+            ("a few rows", ()),
+            (f"{count:,} rows, encoded before the first step", (f"dataset={many}", "encode_ahead=false")),
+            (f"{count:,} rows, encoded while it trains", (f"dataset={many}", "encode_ahead=true")),
+        )
+    )

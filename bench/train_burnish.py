@@ -2,10 +2,10 @@
 
     python bench/train_burnish.py MATERIAL OUTPUT [name=value ...]
 
-In: the folder that ``material.py`` made; options of burnish. Out: the line of ``gauge.py``, with ``loop_share``: the
-share of the training's processor time that was spent outside of model, loss, gradients and optimizer, and
-``plain``: the parts of the model that burnish has no code of its own for. With an ``eval_dataset`` the set is evaluated
-after the training.
+In: the folder that ``material.py`` made; options of burnish, and ``without=name,name`` of what ``ways.py`` can take
+out. Out: the line of ``gauge.py``, with ``loop_share``: the share of the training's processor time that was spent
+outside of model, loss, gradients and optimizer, and ``plain``: the parts of the model that burnish has no code of its
+own for. With an ``eval_dataset`` the set is evaluated after the training, with ``do_predict`` it is answered.
 """
 
 # ruff: noqa: E402 (the search for garbage falls into imports)
@@ -21,15 +21,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ways
 from gauge import Gauge, common
 from material import facts_of
 
+from burnish.app import predict
 from burnish.app.build import assemble
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
 from burnish.app.prepare import prepare
 from burnish.core.collection import collect_from_here
 from burnish.core.loop import evaluate_all, train
+from burnish.data.ahead import going_ahead
 from burnish.engine.base import create_engine
 from burnish.models.attention import NAME as OWN_ATTENTION
 from burnish.ops.probe import causal_lm, find_head
@@ -88,24 +91,44 @@ def run(material: Path, output: str, words: list[str]) -> None:
         "finetuning_type": "full", "cutoff_len": facts_of(material)["longest"], "overwrite_output_dir": True,
         "overwrite_cache": True, **common(output),
     }  # fmt: skip
-    file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *words])
+    without = [name for word in words if word.startswith("without=") for name in word.split("=")[1].split(",") if name]
+    ways.take_out(without)
+    options = [f"--{word}" for word in words if not word.startswith("without=")]
+    file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
-    gauge, watch = Gauge(), Stopwatch()
-    made = assemble(planned, prepare(planned), create_engine(planned.options), None)
-    listen(gauge, made)
-    made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
-    for owner, name in (
-        (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
-        (made.optimizer, "zero_grad"),
-    ):  # fmt: skip
-        setattr(owner, name, watch.around(getattr(owner, name)))
-    collect_from_here()
-    begin = time.process_time()
-    train(made, planned.options)
-    loop_share = 1 - watch.seconds / (time.process_time() - begin)
-    if made.eval_sets:
+    prepared, gauge, watch = prepare(planned), Gauge(), Stopwatch()
+    with going_ahead(prepared.rows):
+        made = assemble(planned, prepared, create_engine(planned.options), None)
+        listen(gauge, made)
+        made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
+        for owner, name in (
+            (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
+            (made.optimizer, "zero_grad"),
+        ):  # fmt: skip
+            setattr(owner, name, watch.around(getattr(owner, name)))
+        collect_from_here()
+        begin = time.process_time()
+        train(made, planned.options)
+        loop_share = 1 - watch.seconds / (time.process_time() - begin)
+    if planned.options.do_predict:
+        answer(gauge, made, prepared, planned)
+    elif made.eval_sets:
         evaluate_all(made)
     gauge.report(loop_share=loop_share, plain=plain_parts(made.model.model))
+
+
+def answer(gauge: Gauge, made: Any, prepared: Any, planned: Any) -> None:
+    """Answer the set, and count the tokens that the model made for it."""
+    made_tokens, generate = [0], predict.generate
+
+    def counted(*arguments: Any) -> list[list[int]]:
+        answers = generate(*arguments)
+        made_tokens[0] += sum(map(len, answers))
+        return answers
+
+    predict.generate = counted
+    predict.predict_all(made, prepared, planned)
+    gauge.on_predict(made_tokens[0])
 
 
 def plain_parts(model: Any) -> list[str]:
@@ -118,7 +141,7 @@ def plain_parts(model: Any) -> list[str]:
 
 
 def main(words: list[str]) -> None:
-    run(Path(words[0]), words[1], [f"--{word}" for word in words[2:]])
+    run(Path(words[0]), words[1], words[2:])
 
 
 if __name__ == "__main__":

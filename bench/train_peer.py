@@ -4,7 +4,8 @@
 
 In: the folder that ``material.py`` made; arguments of SFTConfig or TrainingArguments, as Python values, and beside them
 ``finetuning_type='lora'`` for an adapter of ``peft`` and ``dtype='bfloat16'`` for the weights of the model. With
-``do_eval=True`` the rows are evaluated after the training. Out: the line of ``gauge.py``.
+``do_eval=True`` the rows are evaluated after the training, with ``do_predict=True`` their prompts are answered.
+Out: the line of ``gauge.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gauge import Gauge, as_callback, common
+from gauge import ANSWERS, Gauge, as_callback, common
 from material import facts_of
 
 
@@ -83,7 +84,31 @@ def main(words: list[str]) -> None:
     trainer.train()
     if given.get("do_eval"):
         trainer.evaluate(trainer.train_dataset)
+    if given.get("do_predict"):
+        gauge.on_predict(answer(model, material))
     gauge.report()
+
+
+def answer(model: Any, material: Path) -> int:
+    """Answer the prompts in batches, in bfloat16, with transformers' own ``generate``; the number of new tokens."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(material / "model", padding_side="left")
+    rows = json.loads((material / "rows.json").read_text())
+    prompts = [row["input_ids"][: sum(label == -100 for label in row["labels"])] for row in rows]
+    count, size = 0, ANSWERS["per_device_eval_batch_size"]
+    model.eval()
+    for start in range(0, len(prompts), size):
+        batch = tokenizer.pad({"input_ids": prompts[start : start + size]}, return_tensors="pt")
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            made = model.generate(
+                **batch, max_new_tokens=ANSWERS["max_new_tokens"], do_sample=False, pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id, use_cache=True,
+            )  # fmt: skip
+        for ids in made[:, batch["input_ids"].shape[1] :].tolist():
+            count += ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+    return count
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""Text -> a part of docs/benchmarks.md, with the date, the machine and the versions.
+
+What stands outside of the markers is written by hand and stays, and so do the parts that were not measured this time:
+each says its own date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from figures import Round
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
+
+def where(rounds: Sequence[Round], part: str, count: int) -> str:
+    """The date, the machine, the versions and the command."""
+    versions: dict[str, set[str]] = {}
+    for figures in (figures for found in rounds for figures in found.values()):
+        for library, number in figures.get("versions", {}).items():
+            versions.setdefault(library, set()).add(number)
+    named = ", ".join(f"{library} {' and '.join(sorted(numbers))}" for library, numbers in sorted(versions.items()))
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}; {count} round{'s' * (count > 1)}; {named}. "
+        f'Again with: `make bench WHAT="{part_and_flags(part)}"`.'
+    )
+
+
+def part_and_flags(part: str) -> str:
+    """What measures this part alone: of what was asked for, everything from the first flag on."""
+    asked = sys.argv[1:]
+    first = next((place for place, word in enumerate(asked) if word.startswith("--")), len(asked))
+    return " ".join([part, *asked[first:]])
+
+
+def processor() -> str:
+    """What the processor calls itself, and the instructions that products in 16 bits are made with."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    flags = next(line for line in lines if line.startswith("flags")).split()
+    able = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{named} ({', '.join(able) or 'no AVX512'})"
+
+
+def write(part: str, text: str, document: Path = DOCUMENT) -> None:
+    """Put ``text`` between the markers of ``part``."""
+    begin, end = f"<!-- {part}: made by make bench -->", f"<!-- end of {part} -->"
+    whole = document.read_text()
+    before, after = whole.split(begin)[0], whole.split(end)[1]
+    document.write_text(f"{before}{begin}\n{text}\n{end}{after}")

@@ -1,0 +1,165 @@
+"""What the sections on everything around a training say: start, rows, packs, checkpoints, evaluation, answers.
+
+In: per round, what each setting's process said. Out: text.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+
+from environments import interpreter
+from figures import GB, Figures, Round, amount, beside, line, named, peak, ratios, table
+from measuring import environment
+from pack import CAPACITIES
+from settings import OURS
+
+
+def help_seconds(count: int = 9) -> float:
+    """Median wall time of ``burnish --help``."""
+    taken, command, told = [], [interpreter("burnish"), "-m", "burnish", "--help"], environment("burnish")
+    for _ in range(count):
+        begin = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, env=told)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def start(rounds: Sequence[Round]) -> str:
+    """From the command to the first step."""
+    ready = named("ready_cpu_s")
+    lines = table(
+        rounds,
+        {
+            "processor s": amount(rounds, ready, ".1f"),
+            "burnish's to it": lambda name: ratios(rounds, OURS, name, ready),
+            "wall s": amount(rounds, "ready_wall_s", ".1f"),
+            "memory then, GB": amount(rounds, "ready_bytes", unit=GB),
+        },
+        "setting",
+    )
+    return (
+        "From the start of the process to the first step: imports, model, rows (LLaMA-Factory and burnish encode them, "
+        f"TRL and transformers are handed token ids).\n\n{lines}\n\n"
+        f"`burnish --help` answers in {help_seconds():.2f} s (wall, median of nine)."
+    )
+
+
+def rows(rounds: Sequence[Round]) -> str:
+    """From the command to the first step of a set of many rows, and the same once more."""
+    first, again = named("ready_cpu_s"), named("again_ready_cpu_s")
+    lines = table(
+        rounds,
+        {
+            "processor s": amount(rounds, first, ".1f"),
+            "wall s": amount(rounds, "ready_wall_s", ".1f"),
+            "peak memory, GB": amount(rounds, "ready_peak_bytes", unit=GB),
+            "once more, processor s": amount(rounds, again, ".1f"),
+            "wall s then": amount(rounds, "again_ready_wall_s", ".1f"),
+            "to the first": amount(rounds, lambda figures: again(figures) / first(figures)),
+        },
+        "burnish, bf16",
+    )
+    return (
+        "From the start of the process to the first step, and the same command once more: it reads the rows that the "
+        "first has left in the cache. Rows that are encoded while the training runs are encoded by a second process, "
+        f"whose time is not in the figures of the first.\n\n{lines}"
+    )
+
+
+def packing(rounds: Sequence[Round]) -> str:
+    """How full packs are."""
+    filled = {
+        f"filled at {capacity:,} tokens, %": amount(rounds, f"filled_{capacity}", unit=0.01) for capacity in CAPACITIES
+    }
+    lines = table(rounds, {**filled, "processor s": amount(rounds, "pack_cpu_s")})
+    return (
+        "Best-fit packs of 10,000 rows with log-normal lengths, 200 tokens in the median and a pack at most: burnish "
+        "packs the whole set, the others each thousand rows for themselves, as they map a set if nothing else is "
+        "asked. What it takes, for all three capacities: TRL and burnish from rows to packs, LLaMA-Factory, which "
+        f"packs while it encodes, the choice of the rows alone.\n\n{lines}"
+    )
+
+
+def checkpoint(rounds: Sequence[Round]) -> str:
+    """How long the loop waits for a checkpoint."""
+
+    def wait(figures: Figures) -> float:
+        return statistics.median(figures["save_waits_s"])
+
+    def wait_cpu(figures: Figures) -> float:
+        return statistics.median(figures["save_waits_cpu_s"])
+
+    shares = [ratios(rounds, "burnish", "transformers", figure) for figure in (wait, wait_cpu)]
+    lines = table(
+        rounds,
+        {"wall s": amount(rounds, wait), "processor s of the thread that trains": amount(rounds, wait_cpu)},
+    )
+    return (
+        "Time between the end of a step and `on_save`, for a checkpoint with weights, optimizer, schedule and random "
+        "numbers every six steps of short rows, and what the next update then waits for its copies; the median of a "
+        "run. burnish writes while it trains on, and waits for the last one at the end of the run.\n\n"
+        f"{lines}\n{line(['burnish to transformers', *shares])}"
+    )
+
+
+def evaluation(rounds: Sequence[Round]) -> str:
+    """Whether an evaluation needs more memory than the training before it, and how fast it is."""
+    taken, highest = named("evaluation_cpu_s"), named("evaluation_peak_bytes")
+    lines = table(
+        rounds,
+        {
+            "peak of the training, GB": amount(rounds, peak, unit=GB),
+            "peak of the evaluation, GB": amount(rounds, highest, unit=GB),
+            "burnish's peak to it": beside(rounds, OURS, highest),
+            "processor s": amount(rounds, taken, ".1f"),
+            "burnish's rate to it": beside(rounds, OURS, lambda figures: 1 / taken(figures)),
+        },
+    )
+    return (
+        "Two steps of eight rows, then an evaluation of all rows, eight at a time: the mean loss. The peak of the "
+        f"evaluation begins at what the training has left resident.\n\n{lines}"
+    )
+
+
+def generation(rounds: Sequence[Round]) -> str:
+    """How fast prompts are answered, and whether that needs more memory than the training before it."""
+
+    def rate(figures: Figures) -> float:
+        return float(figures["new_tokens"] / figures["prediction_cpu_s"])
+
+    ours = next(name for name in rounds[0] if name.startswith("burnish"))
+    lines = table(
+        rounds,
+        {
+            "new tokens": amount(rounds, "new_tokens", ".0f"),
+            "new tokens / processor s": amount(rounds, rate, ".0f"),
+            "burnish's rate to it": beside(rounds, ours, rate),
+            "peak of the training, GB": amount(rounds, peak, unit=GB),
+            "peak of the answers, GB": amount(rounds, "prediction_peak_bytes", unit=GB),
+        },
+    )
+    return (
+        "Two steps of eight rows, then the prompts of all rows answered in bfloat16, eight at a time, with up to 32 "
+        "tokens, the likeliest each: transformers' `generate` on the prompts in their order, and burnish's "
+        "`do_predict`, which puts prompts of like length together and uses the same `generate`. On a processor nothing "
+        f"is compiled for the static cache, so that it can only cost something.\n\n{lines}"
+    )
+
+
+def encoding(rounds: Sequence[Round]) -> str:
+    rate = named("rows_per_cpu_s")
+    lines = table(
+        rounds,
+        {
+            "conversations / processor s": amount(rounds, rate, ".0f"),
+            "burnish's rate to it": lambda name: ratios(rounds, "burnish", name, rate),
+            "peak memory, GB": amount(rounds, peak, unit=GB),
+        },
+    )
+    return (
+        "Conversations of a question and an answer, with their template and the mask of what is learned, in one "
+        f"process without a cache.\n\n{lines}"
+    )

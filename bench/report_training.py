@@ -1,0 +1,199 @@
+"""What the sections on training say: rate, memory and MFU of each setting, and burnish beside the best of each peer.
+
+In: per round, what each setting's process said, and the facts of the material. Out: text.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from figures import (
+    GB,
+    PEERS,
+    Figures,
+    Round,
+    amount,
+    fastest,
+    figures_of,
+    leanest,
+    middle,
+    peak,
+    ratios,
+    speed,
+    table,
+    whole,
+)
+from settings import BASE, OURS, PLAIN, Setting
+
+_PRODUCTS = """
+import time, torch
+torch.set_num_threads(1)
+a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+def rate(dtype):
+    x, y = a.to(dtype), b.to(dtype)
+    best = 0
+    for _ in range(8):
+        begin = time.process_time()
+        for _ in range(4): x @ y
+        best = max(best, 4 * 2 * 1024**3 / (time.process_time() - begin))
+    return best
+print(rate(torch.float32), rate(torch.bfloat16))
+"""
+
+
+def rate_of_products() -> tuple[float, float]:
+    """Floating point operations per processor second in products of 1024 by 1024: float32, bfloat16."""
+    said = subprocess.run([sys.executable, "-c", _PRODUCTS], check=True, capture_output=True, text=True).stdout
+    single, half = map(float, said.split())
+    return single, half
+
+
+def training(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, method: str) -> str:
+    """Labels per processor second, memory and MFU of each setting, and burnish beside the best of each peer."""
+    rate, there = rate_of_products(), state_bytes(facts, method)
+
+    def used(name: str) -> str:
+        share = middle(figures_of(rounds, name), lambda f: mfu(f, rate["float32" not in name], facts, method))
+        return f"{100 * share:.0f} %"
+
+    def highest(name: str) -> float:
+        return max(map(peak, figures_of(rounds, name)))
+
+    lines = table(
+        rounds,
+        {
+            "labels / processor s": amount(rounds, speed, ".0f"),
+            "ratio to TRL's default": lambda name: ratios(rounds, name, BASE, speed),
+            "peak memory, GB": lambda name: f"{highest(name) / GB:.2f}",
+            "above what must be there, GB": lambda name: f"{(highest(name) - there) / GB:.2f}",
+            "MFU": used,
+            "mean loss": amount(rounds, "loss"),
+        },
+        "setting",
+    )
+    beside = beside_the_best(rounds, settings, facts, method)
+    return "\n".join([described(facts, method), "", lines, "", *beside, about_mfu(rate, method), *loop_line(rounds)])
+
+
+def described(facts: Figures, method: str) -> str:
+    adapter = "full training" if method == "full" else "LoRA of rank 8 in every linear layer but the head"
+    return (
+        f"A {facts['family']} shape of {facts['weights'] / 1e6:.1f}M weights ({facts['layers']} layers of "
+        f"{facts['width']}, vocabulary {facts['vocabulary']:,}); {facts['rows']} rows of "
+        f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, "
+        f"{100 * facts['labels'] / facts['tokens']:.0f} % of them learned; eight rows to a step, or a pack "
+        f"of about as many; {adapter}, AdamW, one thread."
+    )
+
+
+def beside_the_best(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, method: str) -> list[str]:
+    """burnish beside the fastest setting of each peer, and beside its leanest."""
+    lines = ["| peer | its fastest setting | burnish's rate to it | its leanest setting | burnish's memory to it | "
+             "and above what must be there |", "|---|---|---:|---|---:|---:|"]  # fmt: skip
+    if not whole(rounds, OURS):
+        return []
+
+    def above(figures: Figures) -> float:
+        return float(figures["peak_bytes"] - state_bytes(facts, method))
+
+    for peer, library in PEERS.items():
+        best, lean = fastest(rounds, settings, library), leanest(rounds, settings, library)
+        if best and lean:
+            lines.append(
+                f"| {peer} | {best.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, best, speed)} | "
+                f"{lean.removeprefix(f'{peer}, ')} | {ratios(rounds, OURS, lean, peak)} | "
+                f"{ratios(rounds, OURS, lean, above)} |"
+            )
+    return [*lines, ""]
+
+
+def mfu(figures: Figures, rate: float, facts: Figures, method: str) -> float:
+    """Operations of the model's products over the measured rate. Per weight and token 6 (Kaplan et al. 2020, section
+    2.1, https://arxiv.org/abs/2001.08361), 4 where the weights are frozen and have no gradients; the head counts for
+    every token, whoever leaves some out, and attention's own products count for nobody."""
+    operations = (6 if method == "full" else 4) * facts["weights"]
+    return operations * speed(figures) * facts["tokens"] / facts["labels"] / rate
+
+
+def state_bytes(facts: Figures, method: str) -> int:
+    """Weights, gradients and AdamW's two moments in float32; of a frozen model its weights in bfloat16."""
+    return int((16 if method == "full" else 2) * facts["weights"])
+
+
+def about_mfu(rate: tuple[float, float], method: str) -> str:
+    there = "weights, gradients and optimizer in float32" if method == "full" else "the frozen weights in bfloat16"
+    return (
+        f"What must be there: {there}; above it stand activations, temporaries and what was imported.\n"
+        f"MFU is against products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} GFLOP/s in float32, "
+        f"{rate[1] / 1e9:.0f} in bfloat16, measured in the same run."
+    )
+
+
+def loop_line(rounds: Sequence[Round]) -> list[str]:
+    each = [found[OURS] for found in whole(rounds, OURS)]
+    if not each:
+        return []
+    loop = middle(each, lambda figures: figures["loop_share"])
+    return [
+        f"The loop itself, outside of model, loss, gradients and optimizer, takes {100 * loop:.2f} % of {OURS}'s "
+        "training."
+    ]
+
+
+def ways(rounds: Sequence[Round], facts: Figures) -> str:
+    """What each of burnish's own ways brings, laid on those above it."""
+    names = list(rounds[0])
+    above = dict(zip(names[1:], names, strict=False))
+    lines = table(
+        rounds,
+        {
+            "labels / processor s": amount(rounds, speed, ".0f"),
+            "to the plain one": lambda name: ratios(rounds, name, PLAIN, speed),
+            "to the line above": lambda name: ratios(rounds, name, above[name], speed) if name in above else "-",
+            "peak memory, GB": amount(rounds, peak, unit=GB),
+            "mean loss": amount(rounds, "loss", ".4f"),
+        },
+        "burnish, bf16",
+    )
+    about = (
+        f"Full training of the {facts['family']} shape on {facts['rows']} rows of "
+        f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, eight to a step: "
+        "burnish's loop with everything of its own taken out, and then one thing after the other put back. The last "
+        "line is what a run does that asks for nothing."
+    )
+    return f"{about}\n\n{lines}"
+
+
+def other_line(found: Round, facts: Figures) -> str:
+    """One shape: burnish beside the setting of each peer that is fast on the usual one."""
+    lines = [f"| {facts['family']} | {facts['longest']:,} | {facts['tokens'] / facts['rows']:.0f} | "]
+    if not whole([found], OURS):
+        return f"{lines[0]}failed | | | | | | |"
+    peers = [name for name in found if name != OURS and whole([found], name)]
+    measured = {peer: next((name for name in found if name.startswith(peer)), None) for peer in PEERS}
+    rates = [
+        "failed" if name and name not in peers else ratios([found], OURS, name, speed) if name else "-"
+        for name in measured.values()
+    ]
+    lean = min(peers, key=lambda name: peak(found[name]), default=None)
+    memory = ratios([found], OURS, lean, peak) if lean else "-"
+    used = mfu(found[OURS], rate_of_products()[1], facts, "full")
+    plain = ", ".join(found[OURS]["plain"]) or "-"
+    return f"{lines[0]}{speed(found[OURS]):.0f} | {' | '.join(rates)} | {memory} | {100 * used:.0f} % | {plain} |"
+
+
+def other(shapes: Sequence[tuple[Round, Figures]]) -> str:
+    return "\n".join(
+        [
+            "Full training of the small shape in other families, and of rows of other lengths; of each peer the one "
+            "setting that is fast on the usual shape: packing without checkpointing (TRL, LLaMA-Factory), grouped by "
+            "length in bf16 (transformers).",
+            "",
+            "| model | longest row | mean row | burnish, labels / processor s | to TRL | to transformers | "
+            "to LLaMA-Factory | memory to the leanest of them | MFU | the model's own code in |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+            *(other_line(found, facts) for found, facts in shapes),
+        ]
+    )
