@@ -10,7 +10,7 @@ from burnish.data.batching import collate_flat
 from burnish.engine.base import EngineOptions, SingleEngine
 from burnish.models.attention import Layout, lay_flat
 from burnish.ops import attention
-from burnish.ops.attention import Scores, flat_attention, masked_attention
+from burnish.ops.attention import Scores, Sequences, flat_attention, masked_attention
 from burnish.ops.probe import find_head, isolates_sequences
 from tiny_shapes import tiny
 
@@ -23,8 +23,9 @@ def inputs(heads=4, keys=2, size=8, value_size=8, dtype=torch.float32, lengths=L
     return [torch.randn(sum(lengths), *shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def cu_seq_lens(lengths=LENGTHS):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+def alone(lengths=LENGTHS):
+    begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    return Sequences.alone(begins, max(lengths))
 
 
 def whole(query, key, value, scores, lengths=LENGTHS):
@@ -59,7 +60,7 @@ CASES = {
 @pytest.mark.parametrize("keys", [4, 2, 1], ids=["own keys", "shared keys", "one key"])
 def test_each_sequence_gets_what_it_would_get_alone(scores, keys):
     tensors = inputs(keys=keys)
-    mixed = flat_attention(*tensors, cu_seq_lens(), max(LENGTHS), scores)
+    mixed = flat_attention(*tensors, alone(), scores)
     expected = whole(*tensors, scores)
     assert (mixed - expected).abs().max() < 1e-5
     grad = torch.randn_like(mixed)
@@ -71,7 +72,7 @@ def test_each_sequence_gets_what_it_would_get_alone(scores, keys):
 
 def test_a_value_may_have_another_size_than_a_key():
     tensors = inputs(keys=4, value_size=6)
-    assert (flat_attention(*tensors, cu_seq_lens(), 140, Scores()) - whole(*tensors, Scores())).abs().max() < 1e-5
+    assert (flat_attention(*tensors, alone(), Scores()) - whole(*tensors, Scores())).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("length", [100, 600], ids=["in products", "in blocks"])
@@ -82,21 +83,21 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_attention_written_down(length
     query, key, value = (t.transpose(0, 1).repeat_interleave(4 // t.shape[1], 0) for t in tensors)
     made = (query @ key.transpose(1, 2) * 8**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
     written_down = (made.softmax(-1, dtype=torch.float32).bfloat16() @ value).transpose(0, 1)
-    ours = flat_attention(*tensors, cu_seq_lens(lengths), length, Scores())
+    ours = flat_attention(*tensors, alone(lengths), Scores())
     assert (ours - truth).abs().mean() < 1.05 * (written_down - truth).abs().mean()
 
 
 def test_autocast_decides_the_dtype_even_where_queries_and_values_differ():
     query, key, value = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = flat_attention(query, key, value.bfloat16(), cu_seq_lens(), 140, Scores())
+        mixed = flat_attention(query, key, value.bfloat16(), alone(), Scores())
     assert mixed.dtype == torch.bfloat16
 
 
 def test_dropout_zeroes_weights_and_keeps_the_mean():
     ones = [torch.ones(4000, 1, 1), torch.zeros(4000, 1, 1), torch.ones(4000, 1, 1)]
     torch.manual_seed(0)
-    mixed = flat_attention(*ones, cu_seq_lens([100] * 40), 100, Scores(dropout=0.3))
+    mixed = flat_attention(*ones, alone([100] * 40), Scores(dropout=0.3))
     assert mixed.mean() == pytest.approx(1, abs=0.02)
     assert mixed.std() > 0.01
 
@@ -138,7 +139,7 @@ def test_where_torchs_kernel_does_not_do_flash_attention_is_fetched_if_the_libra
         assert attention.kernel_for(torch.bfloat16, Scores()) is attention._torch_varlen
         capped = Scores(softcap=30.0, window=4)
         kernel = attention.kernel_for(torch.bfloat16, capped)
-        _, given = kernel(*inputs(), cu_seq_lens(), 140, capped)
+        _, given = kernel(*inputs(), alone(), capped)
         assert given["softcap"] == 30.0
         assert given["window_size"] == (3, 0)
         hub.get_kernel = lambda name, version: (_ for _ in ()).throw(OSError("no network"))
@@ -161,8 +162,8 @@ def test_torchs_kernel_is_asked_for_the_same_attention(monkeypatch, shares_keys,
 
     monkeypatch.setattr(attention, "_varlen_attn", lambda: (stand_in, shares_keys))
     tensors, scores = inputs(), Scores(window=window)
-    made = attention._torch_varlen(*tensors, cu_seq_lens(), 140, scores)
-    assert (made - flat_attention(*tensors, cu_seq_lens(), 140, scores)).abs().max() < 1e-5
+    made = attention._torch_varlen(*tensors, alone(), scores)
+    assert (made - flat_attention(*tensors, alone(), scores)).abs().max() < 1e-5
 
 
 # --- transformers' models ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from burnish.app.build import train_run
 from burnish.app.plan import plan
@@ -17,7 +18,7 @@ from burnish.core.types import IGNORE_INDEX
 from burnish.models.attention import Layout, lay_flat
 from burnish.models.liger import apply_liger
 from burnish.ops import attention
-from burnish.ops.attention import Scores, flat_attention
+from burnish.ops.attention import Scores, Sequences, flat_attention
 from burnish.ops.cross_entropy import TokenLoss
 from burnish.ops.head_kernels import head_loss
 from small_run import make_user
@@ -47,8 +48,9 @@ def heads_of(queries=8, keys=2, size=64):
     return [tensor.requires_grad_() for tensor in made]
 
 
-def begins() -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device="cuda")
+def alone() -> Sequences:
+    begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device="cuda")
+    return Sequences.alone(begins, max(LENGTHS))
 
 
 @pytest.mark.parametrize("scores", [Scores(), Scores(window=7), Scores(scale=0.5)], ids=["plain", "window", "scaled"])
@@ -57,19 +59,32 @@ def test_one_kernel_gives_each_sequence_what_a_call_of_its_own_gives_it(scores, 
     for kernel in (attention.kernel_for, lambda dtype, scores: None):
         monkeypatch.setattr(attention, "kernel_for", kernel)
         tensors = heads_of()
-        mixed = flat_attention(*tensors, begins(), max(LENGTHS), scores)
+        mixed = flat_attention(*tensors, alone(), scores)
         upstream = torch.randn(mixed.shape, generator=torch.Generator().manual_seed(1)).to(mixed)
         found.append([mixed, *torch.autograd.grad(mixed, tensors, upstream)])
     assert all(near(fast, plain) for fast, plain in zip(*found, strict=True))
 
 
+def test_one_kernel_lets_a_sequence_go_on_from_keys_before_it(monkeypatch):
+    own, before = (5, 40, 9), (0, 64, 7)
+    counts, widths = torch.tensor(own), torch.tensor(own) + torch.tensor(before)
+    begins, of_keys = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (counts, widths))
+    sequences = Sequences(begins, int(counts.max()), of_keys, int(widths.max()))
+    torch.manual_seed(0)
+    shapes = [(int(counts.sum()), 8, 64), (int(widths.sum()), 2, 64), (int(widths.sum()), 2, 64)]
+    tensors = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    fast = flat_attention(*tensors, sequences, Scores())
+    monkeypatch.setattr(attention, "kernel_for", lambda dtype, scores: None)
+    assert near(fast, flat_attention(*tensors, sequences, Scores()))
+
+
 def test_in_bfloat16_there_is_a_kernel_and_it_waits_for_nothing():
-    tensors, where = heads_of(), begins()
+    tensors, where = heads_of(), alone()
     assert attention.kernel_for(torch.bfloat16, Scores()) is not None
-    flat_attention(*tensors, where, max(LENGTHS), Scores())  # compiles and allocates
+    flat_attention(*tensors, where, Scores())  # compiles and allocates
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flat_attention(*tensors, where, max(LENGTHS), Scores())
+        flat_attention(*tensors, where, Scores())
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

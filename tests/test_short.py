@@ -1,12 +1,13 @@
 """Attention of short sequences that share their products: each still gets what it would get alone."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
-from burnish.ops.attention import Scores, _band, _one, flat_attention
-from burnish.ops.short import laid_out, short_attention
+from burnish.ops.attention import Scores, Sequences, _band, _one, flat_attention
+from burnish.ops.short import buckets_of, short_attention
 
 MANY = [random.Random(5).randint(1, 70) for _ in range(40)]
 CASES = {
@@ -26,9 +27,12 @@ def inputs(lengths, heads=6, keys=2, dtype=torch.float32):
 
 def together(tensors, lengths, window=None, dropout=0.0):
     dtype = tensors[0].dtype
-    return short_attention(
-        *tensors, tuple(lengths), 0.3, dropout, lambda length: _band(length, window, dtype, torch.device("cpu"))
-    )
+    band = partial(_band, window=window, dtype=dtype, device=torch.device("cpu"))
+    return short_attention(*tensors, alone(lengths), 0.3, dropout, band)
+
+
+def alone(lengths):
+    return tuple((length, 0) for length in lengths)
 
 
 def one_by_one(tensors, lengths, window=None):
@@ -82,13 +86,13 @@ def test_dropout_has_the_gradient_of_the_weights_that_it_left():
 
 
 def test_sequences_of_like_length_share_a_bucket_and_unlike_ones_do_not():
-    layout = laid_out((300, 20, 290, 18, 19), heads=6)
+    layout = buckets_of(alone((300, 20, 290, 18, 19)), heads=6).tokens
     assert layout.buckets == ((2, 320), (3, 32))
     assert sorted(layout.places.tolist()) == sorted(set(layout.places.tolist()))
 
 
 def test_sequences_of_one_length_stay_where_they_are():
-    assert laid_out((32, 32), heads=6).places is None
+    assert buckets_of(alone((32, 32)), heads=6).tokens.places is None
 
 
 def test_short_neighbours_in_16_bits_take_this_way_and_others_do_not(monkeypatch):
@@ -98,5 +102,5 @@ def test_short_neighbours_in_16_bits_take_this_way_and_others_do_not(monkeypatch
     lengths = [4, 9, 400, 7, 3]
     places = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float32):
-        flat_attention(*inputs(lengths, dtype=dtype), places, 400, Scores())
-    assert seen == [(4, 9), (7, 3)]
+        flat_attention(*inputs(lengths, dtype=dtype), Sequences.alone(places, 400), Scores())
+    assert seen == [alone((4, 9)), alone((7, 3))]

@@ -34,7 +34,8 @@ from burnish.app.resume import start_of
 from burnish.core.checkpoint import Checkpoints, load_state
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.core.types import IGNORE_INDEX, Row
-from burnish.data.batching import packs_rows
+from burnish.data.batching import collate_shared, packs_rows
+from burnish.data.stream import num_tokens
 from burnish.engine.options import device_of
 from burnish.models.load import context_length, meta_model
 from burnish.models.patches import PATCHES
@@ -120,6 +121,9 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
             lines.append(
                 Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
             )
+        if (shared := _shared_share(rows, options)) > 0:
+            text = f"{100 * shared:.3g} % of the tokens: what the rows of a micro-batch begin with, computed once"
+            lines.append(Line("shared", text, plan.where("share_prefixes")))
     lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
     return Section("Data", lines)
 
@@ -143,6 +147,18 @@ def _trained_share(rows: Sequence[Row]) -> str:
     trained = sum(label != IGNORE_INDEX for row in looked_at for label in row["labels"])
     among = "" if len(looked_at) == len(rows) else f" (counted in the first {len(looked_at):,})"
     return f"{100 * trained / tokens:.3g} % of the tokens, {trained / len(looked_at):.1f} in each{among}"
+
+
+def _shared_share(rows: Sequence[Row], options: Any) -> float:
+    """The share of tokens that need not be computed, were the first rows the first micro-batches."""
+    is_usual = options.padding_free and device_of(options).type == "cpu" and not options.torch_compile
+    if not (is_usual if options.share_prefixes is None else options.share_prefixes):
+        return 0.0
+    looked_at = list(islice(rows, LOOKED_AT))
+    size = options.per_device_train_batch_size
+    batches = [collate_shared(looked_at[begin : begin + size]) for begin in range(0, len(looked_at), size)]
+    computed: int = sum(batch["input_ids"].numel() for batch in batches)
+    return 1 - computed / sum(map(num_tokens, batches))
 
 
 def samples(prepared: Prepared) -> Iterator[Sample]:

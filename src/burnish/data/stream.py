@@ -275,7 +275,9 @@ class EvalBatches:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Tokens of a batch on the CPU, padding not counted."""
+    """Tokens of the rows of a batch on the CPU, padding not counted; what rows share counts for each of them."""
+    if "num_tokens" in batch:
+        return int(batch["num_tokens"])
     mask = batch.get("attention_mask")
     if mask is not None:
         return int(mask.ne(0).sum())

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from burnish.ops.attention import Scores, flat_attention, masked_attention
+from burnish.ops.attention import Scores, Sequences, flat_attention, masked_attention
 from burnish.ops.probe import causal_lm, isolates_sequences
+from burnish.ops.runs import Runs, laid_out
 
 NAME = "burnish"
 """What transformers' configs call this attention while a model is in memory."""
@@ -88,12 +89,15 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
-    cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
+    cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None, key_runs: Runs | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention function. A batch that is not flat goes to transformers' own.
 
     Args:
         query: (B, H, T, D); key, value: (B, K, T, D).
+        key_runs: the tokens that each sequence of a flat batch attends to, where some are shared
+            (``data.batching.collate_shared``); None is its own.
     Returns:
         (B, T, H, D), and no attention weights.
     """
@@ -105,7 +109,12 @@ def attend(
                 f"A flat batch is one row under causal attention. Received: {len(query)} rows, {is_causal=}."
             )
         q, k, v = (whole[0].transpose(0, 1) for whole in (query, key, value))
-        return flat_attention(q, k, v, cu_seq_lens_q, max_length_q, scores).unsqueeze(0), None
+        if key_runs is None or cu_seq_lens_k is None or max_length_k is None:
+            sequences = Sequences.alone(cu_seq_lens_q, max_length_q)
+        else:
+            sequences = Sequences(cu_seq_lens_q, max_length_q, cu_seq_lens_k, max_length_k)
+            k, v = laid_out(k, key_runs), laid_out(v, key_runs)
+        return flat_attention(q, k, v, sequences, scores).unsqueeze(0), None
     if not scores.is_plain:
         mask = _causal(query, key) if attention_mask is None and is_causal else attention_mask
         return masked_attention(query, key, value, mask, scores).transpose(1, 2).contiguous(), None

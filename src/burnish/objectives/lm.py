@@ -32,7 +32,7 @@ from burnish.ops.head_kernels import LIBRARIES, WAYS, head_loss, obstacle
 from burnish.ops.probe import Head, causal_lm, find_head, makes_some_logits
 from burnish.ops.tied import TiedWeight, is_plain_lookup
 
-_NOT_FOR_THE_MODEL = {"labels", "loss_weights", "learned"}
+_NOT_FOR_THE_MODEL = {"labels", "loss_weights", "learned", "num_tokens"}
 
 
 @dataclass
@@ -139,6 +139,12 @@ class LmObjective:
             asked = str(self.options.fused_loss).lower()
             raise UserError(Problem(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out."))
         return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
+
+    def allows_shared_prefixes(self, model: nn.Module) -> bool:
+        """Whether rows may share what they begin with: not where each token of a row gets noise of its own, nor where a
+        loss is a mean over all tokens, shared ones as often as there are rows."""
+        aux = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+        return self.options.neftune_noise_alpha is None and not aux
 
     def module(self, model: nn.Module) -> nn.Module:
         """The model and its loss as one module. ``fit`` comes first."""

@@ -1,6 +1,7 @@
 """Causal attention over sequences that lie end to end, in which nobody sees a neighbour.
 
 In:  queries, keys and values of all tokens, and where each sequence begins. Out: the weighted values, token by token.
+A sequence may have keys before that of its first query: those of tokens that it shares with others, and goes on from.
 
 On a GPU one kernel takes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``, else
 flash-attn as the library kernels fetches it); nothing is read from the device. On a CPU in 16 bits short sequences
@@ -12,8 +13,8 @@ tokens, and less beyond. Where the scores are capped or have a sink, which no fu
 one sequence after another are the only way.
 """
 
-# T tokens of all sequences, S sequences, L tokens of one sequence, H query heads, K key heads (H is a multiple of K),
-# D size of a query and a key, E size of a value
+# T tokens of all sequences, U keys of all sequences, S sequences, L tokens of one sequence, M keys of one,
+# H query heads, K key heads (H is a multiple of K), D size of a query and a key, E size of a value
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from inspect import signature
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from burnish.ops.blockwise import blockwise_attention
-from burnish.ops.short import short_attention
+from burnish.ops.short import Lengths, short_attention
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,32 @@ class Scores:
         return not self.softcap and self.sinks is None
 
 
-def flat_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, max_length: int, scores: Scores
-) -> Tensor:
+class Sequences(NamedTuple):
+    """Which tokens belong together.
+
+    Args:
+        begins: (S + 1,) int32, where each sequence begins, and T.
+        longest: tokens of the longest sequence.
+        begins_of_keys: (S + 1,) int32, where the keys of each begin, and U. The last of them is that of the last token.
+        most_keys: of a sequence.
+    """
+
+    begins: Tensor
+    longest: int
+    begins_of_keys: Tensor
+    most_keys: int
+
+    @classmethod
+    def alone(cls, begins: Tensor, longest: int) -> Sequences:
+        """Each attends to its own tokens and no others."""
+        return cls(begins, longest, begins, longest)
+
+
+def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Attention within each of the sequences that lie end to end.
 
     Args:
-        query: (T, H, D); key: (T, K, D); value: (T, K, E). Under autocast its dtype is taken.
-        cu_seq_lens: (S + 1,) int32, where each sequence begins, and T.
-        max_length: tokens of the longest sequence.
+        query: (T, H, D); key: (U, K, D); value: (U, K, E). Under autocast its dtype is taken.
     Returns:
         (T, H, E)
     """
@@ -76,8 +94,8 @@ def flat_attention(
     with torch.autocast(device, enabled=False):
         kernel = kernel_for(dtype, scores) if device == "cuda" and query.shape[-1] == value.shape[-1] else None
         if kernel is not None:
-            return kernel(query, key, value, cu_seq_lens, max_length, scores)
-        return _by_runs(query, key, value, lengths_of(cu_seq_lens), scores)
+            return kernel(query, key, value, sequences, scores)
+        return _by_runs(query, key, value, lengths_of(sequences), scores)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
@@ -122,13 +140,18 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 # --- on a CPU, and where a GPU has no kernel --------------------------------------------------------------------------
 
 _SHORT = 384
-"""Tokens up to which a sequence in 16 bits goes through the products on a CPU."""
+"""Tokens up to which a sequence in 16 bits goes through the products on a CPU; with more keys than tokens, as many
+scores."""
 
 
-def _by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scores: Scores) -> Tensor:
+def _by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
     # split() and not slices: its backward pass is one concatenation, theirs a sum of tensors that are mostly zero.
     runs = list(_runs(lengths, _SHORT if _is_half(query) and scores.is_plain else 0))
-    parts = zip(*(torch.split(whole, [sum(run) for run in runs]) for whole in (query, key, value)), strict=True)
+    counts = [sum(length for length, _ in run) for run in runs]
+    widths = [sum(map(sum, run)) for run in runs]
+    parts = zip(
+        torch.split(query, counts), torch.split(key, widths), torch.split(value, widths), strict=True
+    )  # fmt: skip
     mixed = [_run(q, k, v, run, scores) for run, (q, k, v) in zip(runs, parts, strict=True)]
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
@@ -137,18 +160,23 @@ def _is_half(query: Tensor) -> bool:
     return query.device.type == "cpu" and query.element_size() == 2
 
 
-def _runs(lengths: list[int], longest: int) -> Iterator[tuple[int, ...]]:
+def _runs(lengths: Lengths, longest: int) -> Iterator[Lengths]:
     """Neighbours of up to ``longest`` tokens together, each of the others alone."""
-    for is_short, found in groupby(lengths, lambda length: length <= longest):
+    for is_short, found in groupby(lengths, partial(_is_short, longest=longest)):
         neighbours = tuple(found)
         yield from [neighbours] if is_short else zip(neighbours)
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
-    """(T, H, D), (T, K, D), (T, K, E) of one of the runs -> (T, H, E)"""
-    if not _is_half(query) or not scores.is_plain or lengths[0] > _SHORT:
+def _is_short(lengths: tuple[int, int], longest: int) -> bool:
+    length, before = lengths
+    return length * (length + before) <= longest**2
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
+    """(T, H, D), (U, K, D), (U, K, E) of one of the runs -> (T, H, E)"""
+    if not _is_half(query) or not scores.is_plain or not _is_short(lengths[0], _SHORT):
         return _one(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scores).transpose(0, 1)
-    window = scores.window if scores.window and scores.window < max(lengths) else None
+    window = scores.window if scores.window and scores.window < max(map(sum, lengths)) else None
     band = partial(_band, window=window, dtype=query.dtype, device=query.device)
     return short_attention(query, key, value, lengths, _scale(query, scores), scores.dropout, band)
 
@@ -158,19 +186,23 @@ def _scale(query: Tensor, scores: Scores) -> float:
 
 
 def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """(H, L, D), (K, L, D), (K, L, E) -> (H, L, E)"""
-    length = query.shape[1]
-    window = scores.window if scores.window and scores.window < length else None
+    """(H, L, D), (K, M, D), (K, M, E) -> (H, L, E)"""
+    length, width = query.shape[1], key.shape[1]
+    before = width - length
+    window = scores.window if scores.window and scores.window < width else None
     if not scores.is_plain:
-        return masked_attention(query, key, value, _band(length, window, query.dtype, query.device), scores)
+        return masked_attention(
+            query, key, value, _band(length, before, before, window, query.dtype, query.device), scores
+        )
     if _is_half(query) and window is None and not scores.dropout:
         return blockwise_attention(query, key, value, _scale(query, scores))
+    needs_band = window is not None or before > 0
     mixed = F.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
         value.unsqueeze(0),
-        attn_mask=_band(length, window, query.dtype, query.device) if window else None,
-        is_causal=window is None,
+        attn_mask=_band(length, before, before, window, query.dtype, query.device) if needs_band else None,
+        is_causal=not needs_band,
         scale=scores.scale,
         dropout_p=scores.dropout,
         enable_gqa=query.shape[0] != key.shape[0],
@@ -178,9 +210,21 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     return mixed.squeeze(0)
 
 
-def _band(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(L, L) what is added to the scores: 0 for the token itself and those before it in the window, else -inf."""
-    return _square(-(-length // 256) * 256, window, dtype, device)[:length, :length]
+def _band(
+    length: int, before: int, filled: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """(L, filled + L) what is added to the scores: 0 for the token itself and those before it in the window, else -inf.
+
+    Args:
+        before: keys before the first token, and ``filled`` the places that they take, the last of them empty.
+    """
+    size = before + length
+    whole = _square(-(-size // 256) * 256, window, dtype, device)[before:size, :size]
+    if filled == before:
+        return whole
+    return torch.cat(
+        [whole[:, :before], whole.new_full((length, filled - before), float("-inf")), whole[:, before:]], 1
+    )
 
 
 @lru_cache(maxsize=4)
@@ -191,19 +235,21 @@ def _square(size: int, window: int | None, dtype: torch.dtype, device: torch.dev
     return torch.zeros(size, size, dtype=dtype, device=device).masked_fill(~seen, float("-inf"))
 
 
-_LENGTHS: MutableMapping[Tensor, list[int]] = WeakTensorKeyDictionary()
+_LENGTHS: MutableMapping[Tensor, Lengths] = WeakTensorKeyDictionary()
 
 
-def lengths_of(cu_seq_lens: Tensor) -> list[int]:
-    """Tokens of each sequence. Read once per batch: on a GPU that is a wait for the device, which its kernels spare."""
-    if cu_seq_lens not in _LENGTHS:
-        _LENGTHS[cu_seq_lens] = cu_seq_lens.diff().tolist()
-    return _LENGTHS[cu_seq_lens]
+def lengths_of(sequences: Sequences) -> Lengths:
+    """Of each sequence: its tokens, and the keys before them. Read once per batch: on a GPU that is a wait for the
+    device, which its kernels spare."""
+    if sequences.begins not in _LENGTHS:
+        counts, widths = (begins.diff().tolist() for begins in (sequences.begins, sequences.begins_of_keys))
+        _LENGTHS[sequences.begins] = tuple((count, w - count) for count, w in zip(counts, widths, strict=True))
+    return _LENGTHS[sequences.begins]
 
 
 # --- one kernel for all sequences -------------------------------------------------------------------------------------
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, Scores], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, Scores], Tensor]
 
 
 def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
@@ -227,9 +273,9 @@ def _window(scores: Scores) -> tuple[int, int]:
     return (scores.window - 1 if scores.window else -1, 0)
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, max_length: int, scores: Scores) -> Tensor:
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     mixed: Tensor = _flash_function()(
-        q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length,
+        q, k, v, sequences.begins, sequences.begins_of_keys, sequences.longest, sequences.most_keys,
         dropout_p=scores.dropout, softmax_scale=scores.scale, causal=True, window_size=_window(scores),
         softcap=scores.softcap or 0.0,
     )  # fmt: skip
@@ -268,7 +314,7 @@ def _flash_of_hub() -> Callable[..., Any] | None:
     return function
 
 
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, max_length: int, scores: Scores) -> Tensor:
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     attend, shares_keys = _varlen_attn()
     extra = {}
     if q.shape[1] != k.shape[1] and shares_keys:
@@ -276,7 +322,7 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, max_leng
     elif q.shape[1] != k.shape[1]:
         k, v = (whole.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for whole in (k, v))
     mixed: Tensor = attend(
-        q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length,
+        q, k, v, sequences.begins, sequences.begins_of_keys, sequences.longest, sequences.most_keys,
         scale=scores.scale, window_size=_window(scores), **extra,
     )  # fmt: skip
     return mixed

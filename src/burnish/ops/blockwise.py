@@ -1,6 +1,7 @@
 """Causal attention within one long sequence on a CPU in 16 bits, a block of queries at a time.
 
-In:  queries, keys and values of one sequence. Out: the weighted values. No scores but those of one block are ever
+In:  queries, keys and values of one sequence; there may be keys before those of the first query, which all queries see.
+Out: the weighted values. No scores but those of one block are ever
 there, and none are kept: the backward pass makes a block's weights again, from queries and keys.
 
     P = softmax(scale * Q Kᵀ),  O = P V
@@ -11,7 +12,8 @@ its own end, so that little more than the half of the square that a causal mask 
 of oneDNN. torch's fused kernel for a CPU makes its products of small tiles, whose rate is a fraction of that.
 """
 
-# L tokens, H query heads, K key heads, G = H / K, D size of a query and a key, E size of a value
+# L tokens, M keys (M - L of them before the first token), H query heads, K key heads, G = H / K,
+# D size of a query and a key, E size of a value
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
     """Attention of each token to itself and those before it.
 
     Args:
-        query: (H, L, D); key: (K, L, D); value: (K, L, E), of one dtype.
+        query: (H, L, D); key: (K, M, D); value: (K, M, E), of one dtype.
         scale: what a product of query and key is multiplied by.
     Returns:
         (H, L, E)
@@ -44,8 +46,7 @@ class _Blockwise(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups, length, width = len(query) // len(key), query.shape[1], value.shape[2]
         mixed = query.new_empty(len(query), length, width)
-        for rows in _blocks(length):
-            seen = slice(rows.stop)
+        for rows, seen in _blocks(length, key.shape[1] - length):
             weights = _weights(_folded(query[:, rows], groups), key[:, seen], scale, rows)
             mixed[:, rows] = torch.bmm(weights, value[:, seen]).view(len(query), -1, width)
         ctx.save_for_backward(query, key, value)
@@ -60,8 +61,7 @@ class _Blockwise(torch.autograd.Function):
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Sums over blocks are made in float32.
         grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32) for x in (key, value))
-        for rows in _blocks(length):
-            seen = slice(rows.stop)
+        for rows, seen in _blocks(length, key.shape[1] - length):
             q, upstream = (_folded(x[:, rows], groups) for x in (query, grad))
             weights = _weights(q, key[:, seen], ctx.scale, rows)
             grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), upstream)
@@ -72,8 +72,10 @@ class _Blockwise(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 
-def _blocks(length: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + _HEIGHT, length)) for begin in range(0, length, _HEIGHT))
+def _blocks(length: int, before: int) -> Iterator[tuple[slice, slice]]:
+    """Queries, and the keys up to the last of them."""
+    ends = ((begin, min(begin + _HEIGHT, length)) for begin in range(0, length, _HEIGHT))
+    return ((slice(begin, end), slice(before + end)) for begin, end in ends)
 
 
 def _folded(x: Tensor, groups: int) -> Tensor:
@@ -84,10 +86,10 @@ def _folded(x: Tensor, groups: int) -> Tensor:
 
 def _weights(q: Tensor, key: Tensor, scale: float, rows: slice) -> Tensor:
     """(K, G n, m) what each query of a block (K, G n, D) gives to each of the keys (K, m, D) up to its end."""
-    height = rows.stop - rows.start
+    height, width = rows.stop - rows.start, key.shape[1]
     scores = times(q, key.transpose(1, 2), scale)
     ahead = torch.ones(height, height, dtype=torch.bool).triu(1)
-    scores.view(len(key), -1, height, rows.stop)[..., rows.start :].masked_fill_(ahead, float("-inf"))
+    scores.view(len(key), -1, height, width)[..., width - height :].masked_fill_(ahead, float("-inf"))
     return torch.softmax(scores, -1)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,6 +51,26 @@ def isolates_sequences(model: nn.Module) -> bool:
                 return True
             seen, seen_other = (ask(torch.cat([first, tokens], 1))[:, _NEIGHBOUR:] for first in (neighbour, other))
             return bool((beside - beside_other).abs().max() < _LEAK * (seen - seen_other).abs().max())
+    except REFUSALS:
+        return False
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """Whether two sequences that begin alike get the logits they would get alone when that beginning is computed once
+    (``data.batching.collate_shared``), and whether a model in training answers the same twice. Where something is drawn
+    at random, dropout say, a beginning is drawn for each sequence anew, and is not the same.
+    """
+    try:
+        with _asking(model) as ask:
+            shared, first, second = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH)))
+            together = ask(torch.cat([shared, first, second], 1), **_two_from_one(shared.device))
+            for own, place in ((first, _NEIGHBOUR), (second, _NEIGHBOUR + _LENGTH)):
+                alone = ask(torch.cat([shared, own], 1))
+                beside = torch.cat([together[:, :_NEIGHBOUR], together[:, place : place + _LENGTH]], 1)
+                if not _close(beside, alone, model):
+                    return False
+            model.train()
+            return torch.equal(ask(first), ask(first))
     except REFUSALS:
         return False
 
@@ -212,6 +233,22 @@ def _two_sequences(device: torch.device) -> dict[str, Any]:
     begins = torch.tensor([0, _NEIGHBOUR, _NEIGHBOUR + _LENGTH], dtype=torch.int32, device=device)
     lengths = {"max_length_q": _LENGTH, "max_length_k": _LENGTH}
     return {"position_ids": position_ids, "cu_seq_lens_q": begins, "cu_seq_lens_k": begins, **lengths}
+
+
+def _two_from_one(device: torch.device) -> dict[str, Any]:
+    """What a batch says in which two sequences share what they begin with (``data.batching.collate_shared``)."""
+    whole = _NEIGHBOUR + _LENGTH
+    own = torch.arange(_NEIGHBOUR, whole)
+    lengths, widths = (_NEIGHBOUR, _LENGTH, _LENGTH), (_NEIGHBOUR, whole, whole)
+    begins, begins_of_keys = (
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (lengths, widths)
+    )
+    shared = (0, _NEIGHBOUR)
+    return {
+        "position_ids": torch.cat([torch.arange(_NEIGHBOUR), own, own]).unsqueeze(0).to(device),
+        "cu_seq_lens_q": begins, "cu_seq_lens_k": begins_of_keys, "max_length_q": _LENGTH, "max_length_k": whole,
+        "key_runs": (shared, shared, (_NEIGHBOUR, _LENGTH), shared, (whole, _LENGTH)),
+    }  # fmt: skip
 
 
 def _tokens(model: nn.Module, length: int, seed: int) -> Tensor:

@@ -1,22 +1,24 @@
 """Causal attention within each of many short sequences on a CPU in 16 bits: those of like length share their products.
 
-In:  queries, keys and values of sequences that lie end to end, and the sequences' lengths. Out: the weighted values.
+In:  queries, keys and values of sequences that lie end to end, and the sequences' lengths; a sequence may have keys
+before that of its first query, which it goes on from. Out: the weighted values.
 
 A call per sequence spends more time on calls than on arithmetic when a sequence has some dozens of tokens. Here the
 sequences are sorted into buckets, in which each is filled up with zeros to the longest of them; a bucket is one batch
-of matrix products. Fillings lie behind the tokens, where a causal mask hides them. The weights are kept for the
-backward pass, whose formulas are those of ``ops.blockwise``; dropout is between P and O. Measured on one AVX512-BF16
-core (6 heads of 64 on 2 keys, forward and backward, bfloat16), ms of a call per sequence and of buckets: 8 sequences of
-12 to 32 tokens 4.0, 1.1; 64 of them 32, 5.8; 32 of 16 to 128 tokens 26, 15; 8 of 60 to 360 tokens 20, 19. In float32
-torch's fused attention, one sequence after another, takes as long as the buckets.
+of matrix products. Fillings lie behind the tokens, where a causal mask hides them, and behind the keys before them. The
+weights are kept for the backward pass, whose formulas are those of ``ops.blockwise``; dropout is between P and O.
+Measured on one AVX512-BF16 core (6 heads of 64 on 2 keys, forward and backward, bfloat16), ms of a call per sequence
+and of buckets: 8 sequences of 12 to 32 tokens 4.0, 1.1; 64 of them 32, 5.8; 32 of 16 to 128 tokens 26, 15; 8 of 60 to
+360 tokens 20, 19. In float32 torch's fused attention, one sequence after another, takes as long as the buckets.
 """
 
-# T tokens of all sequences, S sequences of a bucket, L tokens of the longest of them, P places: S L of all buckets,
+# T tokens of all sequences, U keys of all sequences, S sequences of a bucket, L tokens of the longest of them,
+# B keys before them, M = B + L keys (both parts filled up), P places: S L, or S M, of all buckets,
 # H query heads, K key heads, G = H / K, D size of a query and a key, E size of a value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,24 +35,27 @@ _WASTE = 2**16
 _VECTOR = 32
 """Numbers of 16 bits in the widest vector of a processor."""
 
-Band = Callable[[int], Tensor]
-"""(L, L) what is added to the scores of a sequence of L tokens: 0 or -inf."""
+Lengths = tuple[tuple[int, int], ...]
+"""Of each sequence: its tokens, and the keys before the first of them."""
+
+Band = Callable[[int, int, int], Tensor]
+"""(L, M) what is added to the scores of L tokens with B keys before them: 0, or -inf. Its arguments: L, B, M - L."""
 
 
 def short_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float, dropout: float, band: Band
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, dropout: float, band: Band
 ) -> Tensor:
     """Attention of each token to those of its own sequence that the band lets it see.
 
     Args:
-        query: (T, H, D); key: (T, K, D); value: (T, K, E), of one dtype.
-        lengths: tokens of each sequence.
+        query: (T, H, D); key: (U, K, D); value: (U, K, E), of one dtype.
         scale: what a product of query and key is multiplied by.
         dropout: the probability with which a weight is zeroed.
     Returns:
         (T, H, E)
     """
-    mixed: Tensor = _Short.apply(query, key, value, laid_out(lengths, query.shape[1]), scale, dropout, band)  # type: ignore[no-untyped-call]
+    bucketed = buckets_of(lengths, query.shape[1])
+    mixed: Tensor = _Short.apply(query, key, value, bucketed, scale, dropout, band)  # type: ignore[no-untyped-call]
     return mixed
 
 
@@ -59,10 +64,10 @@ def short_attention(
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each token lies when sequences of like length lie together.
+    """Where each token lies, or each key, when sequences of like length lie together.
 
     Args:
-        buckets: (S, L) of each, in the order in which they lie.
+        buckets: (S, L) of each, or (S, M), in the order in which they lie.
         places: (T,) of each token, below P; None where all stay where they are.
         tokens: (P,) the token in each place, and T where there is none.
     """
@@ -94,26 +99,82 @@ class Layout:
         return sum(count * length for count, length in self.buckets)
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """
+    Args:
+        tokens, keys: where they lie, in the same buckets.
+        before: B of each bucket.
+    """
+
+    tokens: Layout
+    keys: Layout
+    before: tuple[int, ...]
+
+
 @lru_cache(maxsize=16)
-def laid_out(lengths: tuple[int, ...], heads: int) -> Layout:
+def buckets_of(lengths: Lengths, heads: int) -> Buckets:
     """The buckets of these sequences. Asked once per layer and batch, for some dozens of lengths."""
+    shared = _shared(lengths, heads)
+    before = tuple(lengths[bucket[0]][1] for bucket in shared)
+    longest = [_rounded(lengths[bucket[0]][0]) for bucket in shared]
+    tokens = _layout([length for length, _ in lengths], shared, [(0, 0)] * len(shared), longest)
+    if not any(before):
+        return Buckets(tokens, tokens, before)
+    fronts = [(count, _rounded(count)) for count in before]
+    return Buckets(tokens, _layout([length for length, _ in lengths], shared, fronts, longest), before)
+
+
+def _shared(lengths: Lengths, heads: int) -> list[list[int]]:
+    """The sequences of each bucket, the longest first: alike in the keys before them, and of like length."""
     buckets: list[list[int]] = []
     wasted = 0
-    for sequence in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        wasted += heads * (lengths[buckets[-1][0]] ** 2 - lengths[sequence] ** 2) if buckets else 0
-        if buckets and wasted <= _WASTE:
+    for sequence in sorted(range(len(lengths)), key=lambda i: lengths[i][::-1], reverse=True):
+        length, before = lengths[sequence]
+        longest, same = lengths[buckets[-1][0]] if buckets else (0, -1)
+        wasted += heads * (longest * (longest + same) - length * (length + before))
+        if before == same and wasted <= _WASTE:
             buckets[-1].append(sequence)
         else:
             buckets.append([sequence])
             wasted = 0
-    sizes = tuple((len(bucket), _rounded(lengths[bucket[0]])) for bucket in buckets)
-    num_places, num_tokens = sum(count * length for count, length in sizes), sum(lengths)
-    if len(sizes) == 1 and num_places == num_tokens:
+    return buckets
+
+
+def _layout(
+    lengths: Sequence[int], buckets: list[list[int]], fronts: list[tuple[int, int]], longest: list[int]
+) -> Layout:
+    """
+    Args:
+        fronts: of each bucket, what lies before the tokens of a sequence, and the places it is filled up to.
+        longest: of each bucket, the places of the tokens behind it.
+    """
+    sizes = tuple((len(some), front[1] + most) for some, front, most in zip(buckets, fronts, longest, strict=True))
+    num_places = sum(count * length for count, length in sizes)
+    fronts_of = {sequence: front for some, front in zip(buckets, fronts, strict=True) for sequence in some}
+    num_rows = sum(fronts_of[sequence][0] + length for sequence, length in enumerate(lengths))
+    if len(sizes) == 1 and num_places == num_rows:
         return Layout(sizes)
-    places = _places(lengths, buckets)
-    tokens = torch.full((num_places,), num_tokens)
-    tokens[places] = torch.arange(num_tokens)
+    begins, begin = [0] * len(lengths), 0
+    for some, (_, size) in zip(buckets, sizes, strict=True):
+        for sequence in some:
+            begins[sequence] = begin
+            begin += size
+    places = torch.cat(
+        [
+            torch.arange(begin, begin + count)
+            for sequence, length in enumerate(lengths)
+            for begin, count in _pieces(begins[sequence], length, *fronts_of[sequence])
+        ]
+    )
+    tokens = torch.full((num_places,), num_rows)
+    tokens[places] = torch.arange(num_rows)
     return Layout(sizes, places, tokens)
+
+
+def _pieces(begin: int, length: int, before: int, filled: int) -> tuple[tuple[int, int], ...]:
+    """Where the keys before a sequence lie, and its own: (begin, count) each."""
+    return (begin, before), (begin + filled, length)
 
 
 def _rounded(length: int) -> int:
@@ -122,49 +183,42 @@ def _rounded(length: int) -> int:
     return -(-length // _VECTOR) * _VECTOR
 
 
-def _places(lengths: tuple[int, ...], buckets: list[list[int]]) -> Tensor:
-    """(T,) where the tokens of each sequence lie."""
-    begins, begin = [0] * len(lengths), 0
-    for bucket in buckets:
-        for sequence in bucket:
-            begins[sequence] = begin
-            begin += _rounded(lengths[bucket[0]])
-    return torch.cat([torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)])
-
-
 # --- the products -----------------------------------------------------------------------------------------------------
 
 
 class _Short(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, dropout: float, band: Band
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, scale: float, dropout: float, band: Band
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        mixed = layout.empty(query, query.shape[1], value.shape[2])
+        tokens, keys = buckets.tokens, buckets.keys
+        mixed = tokens.empty(query, query.shape[1], value.shape[2])
         kept: list[Tensor | None] = []
-        for q, k, v, into in zip(*map(layout.spread, (query, key, value)), layout.cut(mixed), strict=True):
+        parts = (tokens.spread(query), keys.spread(key), keys.spread(value), tokens.cut(mixed), buckets.before)
+        for q, k, v, into, before in zip(*parts, strict=True):
+            length, width = q.shape[1], k.shape[1]
             q, k, v = _stacked(q, groups), _stacked(k), _stacked(v)
-            length = k.shape[1]
             scores = times(q, k.transpose(1, 2), scale)
-            scores.view(-1, length, length).add_(band(length))
+            scores.view(-1, length, width).add_(band(length, before, width - length))
             weights = torch.softmax(scores, -1)
             used, is_used = torch.native_dropout(weights, dropout, True) if dropout else (weights, None)
             _fill(into, torch.bmm(used, v))
             kept += [q, k, v, weights, used, is_used]
         ctx.save_for_backward(*kept)
-        ctx.layout, ctx.scale, ctx.dropout, ctx.shapes = layout, scale, dropout, (query.shape, key.shape, value.shape)
-        return layout.gathered(mixed)
+        ctx.buckets, ctx.scale, ctx.dropout = buckets, scale, dropout
+        ctx.shapes = query.shape, key.shape, value.shape
+        return tokens.gathered(mixed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, shapes = ctx.layout, ctx.shapes
+        layouts, shapes = (ctx.buckets.tokens, ctx.buckets.keys, ctx.buckets.keys), ctx.shapes
         groups = shapes[0][1] // shapes[1][1]
-        grads = [layout.empty(grad, *shape[1:]) for shape in shapes]
+        grads = [layout.empty(grad, *shape[1:]) for layout, shape in zip(layouts, shapes, strict=True)]
         kept = zip(*[iter(ctx.saved_tensors)] * 6, strict=True)  # six of each bucket
         for (q, k, v, weights, used, is_used), upstream, of_query, of_key, of_value in zip(
-            kept, layout.spread(grad), *map(layout.cut, grads), strict=True
+            kept, layouts[0].spread(grad), *map(Layout.cut, layouts, grads), strict=True
         ):
             upstream = _stacked(upstream, groups)
             _fill(of_value, torch.bmm(used.transpose(1, 2), upstream))
@@ -174,7 +228,7 @@ class _Short(torch.autograd.Function):
             slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)
             _fill(of_query, times(slope, k, ctx.scale))
             _fill(of_key, times(slope.transpose(1, 2), q, ctx.scale))
-        return *map(layout.gathered, grads), None, None, None, None
+        return *map(Layout.gathered, layouts, grads), None, None, None, None
 
 
 def _stacked(x: Tensor, groups: int = 1) -> Tensor:

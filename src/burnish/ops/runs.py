@@ -1,0 +1,44 @@
+"""Keys and values of sequences that share what they begin with.
+
+In: a tensor with one row per token, and the runs of tokens that each sequence sees. Out: the rows of all runs, one
+after another, some of them several times; in the backward pass, the sum of their gradients, made in float32.
+"""
+
+# T tokens, M rows of all runs (M >= T)
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Runs = tuple[tuple[int, int], ...]
+"""(begin, length) of each; together they name every token, and two runs are the same or have no token in common."""
+
+
+def laid_out(x: Tensor, runs: Runs) -> Tensor:
+    """(T, ...) -> (M, ...)"""
+    rows: Tensor = _LaidOut.apply(x, runs)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _LaidOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, runs: Runs) -> Tensor:
+        ctx.runs, ctx.shape = runs, x.shape
+        return torch.cat([x[begin : begin + length] for begin, length in runs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        uses: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for run, rows in zip(ctx.runs, torch.split(grad, [length for _, length in ctx.runs]), strict=True):
+            uses[run].append(rows)
+        summed = grad.new_empty(ctx.shape)
+        for (begin, length), each in uses.items():
+            into = summed[begin : begin + length]
+            into.copy_(each[0] if len(each) == 1 else torch.stack(each).sum(0, dtype=torch.float32))
+        return summed, None

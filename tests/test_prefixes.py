@@ -1,0 +1,224 @@
+"""What rows begin with alike is computed once, and each row gets what it would get alone."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from burnish.app.build import may_share_prefixes
+from burnish.cli import main
+from burnish.core.options import union
+from burnish.core.types import IGNORE_INDEX
+from burnish.data.batching import BatchingOptions, collate_flat, collate_shared, collator, pack
+from burnish.data.prefixes import segments
+from burnish.data.stream import num_tokens
+from burnish.engine.options import EngineOptions
+from burnish.models.attention import lay_flat
+from burnish.objectives.lm import LmOptions, SftObjective
+from burnish.ops.probe import shares_prefixes
+from burnish.ops.runs import laid_out
+from small_run import as_words, make_user
+from test_attention import KEEPS_APART
+from tiny_shapes import tiny
+
+Options = union("Options", LmOptions, BatchingOptions, EngineOptions)
+
+
+def row(ids, prompt):
+    return {"input_ids": list(ids), "labels": [IGNORE_INDEX] * prompt + list(ids)[prompt:]}
+
+
+def rows_of_a_tree(seed=0, num=9):
+    """Rows under two system prompts, one of which has two prompts that go on from it, and one row of its own."""
+    draw = random.Random(seed)
+
+    def tokens(count):
+        return [draw.randint(3, 96) for _ in range(count)]
+
+    systems = [tokens(40), tokens(21)]
+    starts = [systems[0] + tokens(17), systems[0] + tokens(30), systems[0], systems[1]]
+    made = [row([*starts[i % 4], *(own := tokens(draw.randint(2, 30)))], len(starts[i % 4]) + len(own) // 2)
+            for i in range(num)]  # fmt: skip
+    return [*made, row(tokens(12), 5)]
+
+
+# --- which tokens -----------------------------------------------------------------------------------------------------
+
+
+def test_what_two_rows_begin_with_becomes_a_segment_that_both_go_on_from():
+    found = segments([row([1, 2, 3, 4, 5], 5), row([1, 2, 3, 6, 7, 8], 6), row([9, 9], 2)], least_spared=1)
+    assert found is not None
+    pieces = {(segment.sequence, segment.begin, segment.end, len(segment.path)) for segment in found}
+    assert pieces == {(0, 0, 3, 0), (0, 3, 5, 1), (1, 3, 6, 1), (2, 0, 2, 0)}
+    assert all(parent < number for number, segment in enumerate(found) for parent in segment.path)
+
+
+def test_the_segments_of_a_row_say_the_row():
+    sequences = rows_of_a_tree()
+    found = segments(sequences, least_spared=4)
+    assert found is not None
+    assert max(len(segment.path) for segment in found) == 2  # one goes on from a prompt that goes on from another
+    ends = {segment.sequence: segment for segment in found if segment.end == len(sequences[segment.sequence]["labels"])}
+    for number, sequence in enumerate(sequences):
+        pieces = [*(found[parent] for parent in ends[number].path), ends[number]]
+        said = [id for s in pieces for id in sequences[s.sequence]["input_ids"][s.begin : s.end]]
+        assert said == sequence["input_ids"]
+
+
+def test_what_is_shared_ends_before_the_position_that_predicts_a_learned_token():
+    found = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_spared=1)
+    assert found is not None
+    assert (found[0].begin, found[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
+    assert segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_spared=1) is None
+
+
+def test_rows_that_are_the_same_keep_a_token_of_their_own():
+    found = segments([row([1, 2, 3], 3), row([1, 2, 3], 3)], least_spared=1)
+    assert found is not None
+    assert sorted((segment.begin, segment.end) for segment in found) == [(0, 2), (2, 3), (2, 3)]
+
+
+def test_little_is_not_worth_sharing():
+    alike = [row([1, 2, 3, *range(10 + i, 20 + i)], 8) for i in range(3)]
+    assert segments(alike) is None
+    batch = collate_shared(alike)
+    assert "key_runs" not in batch
+    assert torch.equal(batch["input_ids"], collate_flat(alike)["input_ids"])
+
+
+def test_the_tokens_of_a_batch_are_those_of_its_rows():
+    sequences = rows_of_a_tree()
+    shared, flat = collate_shared(sequences), collate_flat(sequences)
+    assert shared["input_ids"].numel() < 0.7 * flat["input_ids"].numel()
+    assert num_tokens(shared) == num_tokens(flat)
+    assert (shared["labels"] != IGNORE_INDEX).sum() == (flat["labels"] != IGNORE_INDEX).sum()
+
+
+def test_packs_share_too():
+    sequences = rows_of_a_tree()
+    assert collate_shared(pack(sequences, 200))["input_ids"].shape == collate_shared(sequences)["input_ids"].shape
+
+
+def test_the_gradient_of_a_run_is_the_sum_over_its_uses():
+    x = torch.randn(7, 2, 3, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: laid_out(x, ((0, 3), (0, 3), (3, 2), (0, 3), (5, 2))), x)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def gradients(model, batch, options=None):
+    objective = SftObjective(options or Options(), template=None)
+    objective.fit(model, lambda rows: batch)
+    module = objective.module(model)
+    made = objective.collate([])
+    loss = objective.loss(module, made).total / objective.weight(made)
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", KEEPS_APART)
+def test_a_step_is_the_same_in_every_family(family):
+    model = tiny(family, output_router_logits=False)
+    assert lay_flat(model).is_flat
+    assert shares_prefixes(model)
+    sequences = rows_of_a_tree()
+    loss, shared = gradients(model, collate_shared(sequences))
+    plain_loss, plain = gradients(model, collate_flat(sequences))
+    assert abs(loss - plain_loss) < 1e-6
+    assert shared.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert (shared[name] - gradient).abs().max() < 1e-6 * max(1, gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_is_the_same_for_any_rows(seed):
+    draw = random.Random(seed)
+    tree = rows_of_a_tree(seed, num=draw.randint(2, 20))
+    whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"])) for one in tree]  # some above 384
+    draw.shuffle(whole)
+    model = tiny("qwen2", max_position_embeddings=4096)
+    lay_flat(model)
+    (loss, shared), (plain_loss, plain) = (gradients(model, made(whole)) for made in (collate_shared, collate_flat))
+    assert abs(loss - plain_loss) < 1e-6
+    for name, gradient in plain.items():
+        assert (shared[name] - gradient).abs().max() < 1e-6 * max(1, gradient.abs().max()), name
+
+
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_without():
+    """Two orders of summation, both rounded to bfloat16; the truth is float64's."""
+    sequences = rows_of_a_tree(num=20)
+    made = {}
+    for name, collate in (("shared", collate_shared), ("plain", collate_flat), ("truth", collate_flat)):
+        model = tiny("qwen2").to(torch.float64 if name == "truth" else torch.float32)
+        lay_flat(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=name != "truth"):
+            _, made[name] = gradients(model, collate(sequences))
+
+    def error(name):
+        return sum(float((made[name][w] - truth).double().square().sum()) for w, truth in made["truth"].items())
+
+    assert error("shared") < 1.1 * error("plain")
+
+
+def test_a_model_that_draws_at_random_shares_nothing():
+    model = tiny("llama", attention_dropout=0.2)
+    lay_flat(model)
+    assert not shares_prefixes(model)
+    assert model.training
+
+
+def test_a_model_that_attends_under_a_mask_of_its_own_shares_nothing():
+    model = tiny("llama")
+    lay_flat(model, own_attention=False)
+    assert not shares_prefixes(model)
+
+
+def test_noise_on_embeddings_and_a_loss_over_all_tokens_are_not_shared():
+    for family, given in (
+        ("llama", {"neftune_noise_alpha": 5.0}),
+        ("mixtral", {}),
+        ("llama", {"share_prefixes": False}),
+    ):
+        options, model = Options(**given), tiny(family)
+        lay_flat(model)
+        assert not may_share_prefixes(SftObjective(options, template=None), model, options)
+    options = Options(router_aux_loss_coef=0.0)
+    assert may_share_prefixes(SftObjective(options, template=None), model, options)
+
+
+def test_only_flat_batches_are_shared():
+    for lies_flat, shares in product((True, False), repeat=2):
+        made = collator(Options(), 0, lies_flat, shares)(rows_of_a_tree())
+        assert ("key_runs" in made) == (lies_flat and shares)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_ends_in_the_same_weights(tmp_path, method):
+    from safetensors.torch import load_file
+
+    system = "You are a helpful assistant who knows the colours of stones and rivers, and answers in one word."
+    given = make_user(tmp_path, default_system=system, finetuning_type=method, include_num_input_tokens_seen=True)
+    made = {}
+    for shares in (True, False):
+        out = tmp_path / str(shares)
+        assert main(["train", *as_words({**given, "share_prefixes": shares, "output_dir": str(out)})]) == 0
+        name = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+        made[shares] = load_file(out / name), json.loads((out / "trainer_state.json").read_text())
+    for name, weight in made[False][0].items():
+        assert (made[True][0][name] - weight).abs().max() < 1e-6
+    assert made[True][1]["num_input_tokens_seen"] == made[False][1]["num_input_tokens_seen"] > 0
+
+
+def test_explain_says_what_is_shared(tmp_path, capsys):
+    given = make_user(tmp_path, default_system="You are a helpful assistant who answers in one word.")
+    assert main(["explain", *as_words(given)]) == 0
+    assert "% of the tokens: what the rows of a micro-batch begin with" in capsys.readouterr().out
+    assert main(["explain", *as_words({**given, "share_prefixes": False})]) == 0
+    assert "what the rows of a micro-batch begin with" not in capsys.readouterr().out
