@@ -6,7 +6,6 @@ each says its own date.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +15,13 @@ from figures import Round
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
-def where(rounds: Sequence[Round], part: str, count: int) -> str:
-    """The date, the machine, the versions and the command."""
+def where(rounds: Sequence[Round], words: Sequence[str], count: int) -> str:
+    """The date, the machine, the versions and the command.
+
+    Args:
+        words: what measures this part alone.
+        count: of rounds.
+    """
     versions: dict[str, set[str]] = {}
     for figures in (figures for found in rounds for figures in found.values()):
         for library, number in figures.get("versions", {}).items():
@@ -25,15 +29,8 @@ def where(rounds: Sequence[Round], part: str, count: int) -> str:
     named = ", ".join(f"{library} {' and '.join(sorted(numbers))}" for library, numbers in sorted(versions.items()))
     return (
         f"{datetime.now(UTC):%Y-%m-%d}; {processor()}; {count} round{'s' * (count > 1)}; {named}. "
-        f'Again with: `make bench WHAT="{part_and_flags(part)}"`.'
+        f'Again with: `make bench WHAT="{" ".join(words)}"`.'
     )
-
-
-def part_and_flags(part: str) -> str:
-    """What measures this part alone: of what was asked for, everything from the first flag on."""
-    asked = sys.argv[1:]
-    first = next((place for place, word in enumerate(asked) if word.startswith("--")), len(asked))
-    return " ".join([part, *asked[first:]])
 
 
 def processor() -> str:

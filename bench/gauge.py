@@ -22,7 +22,7 @@ ENDS_AT_FIRST_STEP = "BENCH_ENDS_AT_FIRST_STEP"
 """In the environment of a process of which only the start is measured."""
 WARM_UP = 1
 ANSWERS = {"per_device_eval_batch_size": 8, "max_new_tokens": 32}
-"""How prompts are answered, in burnish's words; the likeliest token each time."""
+"""How prompts are answered, in burnish's words; the likeliest token each time, and none that ends an answer sooner."""
 LIBRARIES = ("burnish", "trl", "transformers", "llamafactory", "torch", "accelerate")
 
 

@@ -3,10 +3,11 @@
 In: settings and the folder of the material. Out: per round the figures of each setting by its name; a setting that
 fails is named with its last words, and the others go on.
 
-The first round runs all settings. The others run what the ratios are made of: TRL's default, burnish, and of each
-peer the fastest and the leanest setting of the first round. A round shuffles the settings, so that a neighbour on the
-machine or a warm processor favours none, and the rows, so that the spread of a ratio is also that over their order.
-What takes by far the longest goes first, TRL's default and the plain way: else the other processors wait for it.
+The first round runs all settings. The others run what the ratios of rates are made of: TRL's default, burnish, and of
+each peer the fastest setting of the first round; memory hardly differs from round to round. A round shuffles the
+settings, so that a neighbour on the machine or a warm processor favours none, and the rows, so that the spread of a
+ratio is also that over their order. What takes by far the longest goes first, TRL's default and the plain way: else the
+other processors wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from shutil import rmtree
 from threading import Lock
 
 from environments import ROOT, interpreter
-from figures import Figures, Round, fastest, leanest, whole
+from figures import Figures, Round, fastest, whole
 from gauge import ENDS_AT_FIRST_STEP, MARK
 from host import Host
 from material import SEED
@@ -133,7 +134,6 @@ def compared(first: Round, settings: Sequence[Setting]) -> set[str]:
     """Names of the settings that ratios are made of; all of them where it is not a matter of the best."""
     if OURS not in first or BASE not in first or any(setting.is_alone for setting in settings):
         return set(first)
-    of_peers: list[Callable[..., str | None]] = [fastest, leanest]
     libraries = {setting.library for setting in settings if setting.library != "burnish"}
-    best = {choice([first], settings, library) for choice in of_peers for library in libraries}
+    best = (fastest([first], settings, library) for library in libraries)
     return {name for name in (BASE, OURS, *best) if name and whole([first], name)}

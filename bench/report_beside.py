@@ -99,7 +99,7 @@ def checkpoint(rounds: Sequence[Round]) -> str:
     )
     return (
         "Time between the end of a step and `on_save`, for a checkpoint with weights, optimizer, schedule and random "
-        "numbers every six steps of short rows, and what the next update then waits for its copies; the median of a "
+        "numbers every four steps of short rows, and what the next update then waits for its copies; the median of a "
         "run. burnish writes while it trains on, and waits for the last one at the end of the run.\n\n"
         f"{lines}\n{line(['burnish to transformers', *shares])}"
     )
@@ -134,7 +134,6 @@ def generation(rounds: Sequence[Round]) -> str:
     lines = table(
         rounds,
         {
-            "new tokens": amount(rounds, "new_tokens", ".0f"),
             "new tokens / processor s": amount(rounds, rate, ".0f"),
             "burnish's rate to it": beside(rounds, ours, rate),
             "peak of the training, GB": amount(rounds, peak, unit=GB),
@@ -142,10 +141,10 @@ def generation(rounds: Sequence[Round]) -> str:
         },
     )
     return (
-        "Two steps of eight rows, then the prompts of all rows answered in bfloat16, eight at a time, with up to 32 "
-        "tokens, the likeliest each: transformers' `generate` on the prompts in their order, and burnish's "
+        "Two steps of eight rows, then the prompts of all rows answered in bfloat16, eight at a time, with 32 tokens "
+        "each, the likeliest: transformers' `generate` on the prompts in their order, and burnish's "
         "`do_predict`, which puts prompts of like length together and uses the same `generate`. On a processor nothing "
-        f"is compiled for the static cache, so that it can only cost something.\n\n{lines}"
+        f"is compiled for the static cache.\n\n{lines}"
     )
 
 

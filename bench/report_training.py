@@ -166,6 +166,27 @@ def ways(rounds: Sequence[Round], facts: Figures) -> str:
     return f"{about}\n\n{lines}"
 
 
+def batching(rounds: Sequence[Round]) -> str:
+    """What each way to make micro-batches costs."""
+    lines = table(
+        rounds,
+        {
+            "labels / processor s": amount(rounds, speed, ".0f"),
+            "to the first line": lambda name: ratios(rounds, name, OURS, speed),
+            "peak memory, GB": amount(rounds, peak, unit=GB),
+            "memory to the first line": lambda name: ratios(rounds, name, OURS, peak),
+            "mean loss": amount(rounds, "loss", ".4f"),
+        },
+        "setting",
+    )
+    about = (
+        "Full training on the rows of the table above. Steps are of eight rows, laid flat, if nothing else is asked; a "
+        "pack is as long as the longest row may be. Under a bound of tokens the steps are the same, and more "
+        "micro-batches make one."
+    )
+    return f"{about}\n\n{lines}"
+
+
 def other_line(found: Round, facts: Figures) -> str:
     """One shape: burnish beside the setting of each peer that is fast on the usual one."""
     lines = [f"| {facts['family']} | {facts['longest']:,} | {facts['tokens'] / facts['rows']:.0f} | "]

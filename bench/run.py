@@ -6,8 +6,8 @@
 
 In: nothing but this repository; what the peers need is installed under .bench, once. Out: a section of
 docs/benchmarks.md per part; sections of parts that were not asked for stay as they are, with their own date and
-versions. With another model, other rows or a choice of settings the section is printed, and the document is left alone.
-Each part says how long it took, by the clock and in the processor time of its processes.
+versions. With another model, other rows or a choice of settings, and with --print-only, the section is printed, and the
+document is left alone. Each part says how long it took, by the clock and in the processor time of its processes.
 
 Every measurement is a process of its own on one thread, as many at a time as there are cores; ``measuring.py`` says in
 which order. What is compared is a ratio of two figures of one round; its spread is that over the rounds.
@@ -32,6 +32,7 @@ from material import Material, add_flags, asked_for, facts_of, make, many
 from measuring import SCRATCH, Bench
 from settings import (
     BASE,
+    BATCHING,
     BEST,
     CHECKPOINT,
     ENCODING,
@@ -46,7 +47,7 @@ from settings import (
     ways,
 )
 
-USUAL_ROWS, SHORT = Material(), Material(longest=256, rows=16)
+USUAL_ROWS, FEWER, SHORT = Material(), Material(rows=16), Material(longest=256, rows=16)
 # Short rows for the wide model too, because a peer's logits of a long one need gigabytes.
 LARGE = replace(SHORT, size="large")
 RECORDS = 50_000
@@ -143,17 +144,18 @@ def beside(report: Callable[[Sequence[Round]], str], settings: Sequence[Setting]
 
 PARTS = {
     "train": Part(partial(training, "full"), rounds=2),
-    "lora": Part(partial(training, "lora")),
+    "lora": Part(partial(training, "lora"), FEWER),
     "large": Part(partial(training, "full"), LARGE),
     "large-lora": Part(partial(training, "lora"), LARGE, is_long=True),
     "other": Part(other, is_long=True),
-    "ways": Part(own_ways, Material(rows=16)),
+    "ways": Part(own_ways, FEWER),
+    "batching": Part(beside(report_training.batching, BATCHING), FEWER),
     "start": Part(beside(report_beside.start, START)),
     "rows": Part(rows),
     "encoding": Part(beside(report_beside.encoding, ENCODING)),
     "packing": Part(beside(report_beside.packing, PACKING)),
     "checkpoint": Part(beside(report_beside.checkpoint, CHECKPOINT), SHORT, at_once=1),
-    "evaluation": Part(beside(report_beside.evaluation, EVALUATION)),
+    "evaluation": Part(beside(report_beside.evaluation, EVALUATION), replace(FEWER, longest=512)),
     "generation": Part(beside(report_beside.generation, GENERATION), SHORT),
 }
 
@@ -178,6 +180,7 @@ def main() -> None:
         "--all-settings", action="store_true", help="in the parts that train, those that no ratio needs"
     )
     parser.add_argument("--records", type=int, default=RECORDS, help="of the part rows")
+    parser.add_argument("--print-only", action="store_true", help="leave the document alone")
     add_flags(parser)
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - {*PARTS, "all"}:
@@ -187,14 +190,15 @@ def main() -> None:
 
 def measure(parts: Sequence[str], arguments: argparse.Namespace) -> None:
     """The sections, each printed when it is there, and written where everything was as usual."""
-    is_usual = asked_for(arguments) == USUAL_ROWS and not arguments.only and not arguments.method
-    is_usual = is_usual and arguments.records == RECORDS
+    is_usual = asked_for(arguments) == USUAL_ROWS and arguments.records == RECORDS
+    is_usual = is_usual and not (arguments.only or arguments.method or arguments.print_only)
     told: dict[str, tuple[float, float]] = {}
     with Bench(arguments.at_once) as bench:
         for name in parts:
             begin, before = time.time(), bench.process_cpu_s
             asked = Asked(PARTS[name], arguments, bench)
-            section = f"{asked.part.section(asked)}\n\n{where(asked.found, name, asked.count)}"
+            text, flags = asked.part.section(asked), (word for word in sys.argv[1:] if word not in arguments.parts)
+            section = f"{text}\n\n{where(asked.found, [name, *flags], asked.count)}"
             print(section, flush=True)
             if is_usual:
                 write(name, section)

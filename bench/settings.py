@@ -125,9 +125,19 @@ WAYS = (
 )  # fmt: skip
 
 
+BATCHING = tuple(
+    training(name, "burnish", bf16=True, num_train_epochs=1.01, **options)
+    for name, options in (
+        (OURS, {}),
+        ("burnish, packing", {"packing": True, "per_device_train_batch_size": 1}),
+        ("burnish, grouped by length", {"train_sampling_strategy": "group_by_length"}),
+        ("burnish, at most 768 tokens to a micro-batch", {"max_tokens_per_batch": 768}),
+        ("burnish, padded", {"padding_free": False}),
+    )
+)
 # Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,
 # since a checkpoint does not depend on them.
-_SAVES = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
+_SAVES = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
 CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
     training("burnish", "burnish", bf16=True, **_SAVES),

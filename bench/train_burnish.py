@@ -118,8 +118,9 @@ def run(material: Path, output: str, words: list[str]) -> None:
 
 
 def answer(gauge: Gauge, made: Any, prepared: Any, planned: Any) -> None:
-    """Answer the set, and count the tokens that the model made for it."""
+    """Answer the set, and count the tokens that the model made for it: as many for each prompt, whatever it says."""
     made_tokens, generate = [0], predict.generate
+    predict.bare_model(made).generation_config.min_new_tokens = planned.options.max_new_tokens
 
     def counted(*arguments: Any) -> list[list[int]]:
         answers = generate(*arguments)

@@ -103,11 +103,10 @@ def answer(model: Any, material: Path) -> int:
         batch = tokenizer.pad({"input_ids": prompts[start : start + size]}, return_tensors="pt")
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             made = model.generate(
-                **batch, max_new_tokens=ANSWERS["max_new_tokens"], do_sample=False, pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id, use_cache=True,
+                **batch, max_new_tokens=ANSWERS["max_new_tokens"], min_new_tokens=ANSWERS["max_new_tokens"],
+                do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id,
             )  # fmt: skip
-        for ids in made[:, batch["input_ids"].shape[1] :].tolist():
-            count += ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+        count += made[:, batch["input_ids"].shape[1] :].numel()
     return count
 
 
