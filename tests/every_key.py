@@ -152,7 +152,7 @@ SEEN: dict[str, Row] = {
     "on_too_long": Row("drop", "rows", fewer, {"cutoff_len": 28}),
     # batches
     "padding_free": Row(False, "batch", lambda before, after: len(after["input_ids"]) == 2 * len(before["input_ids"])),
-    "share_prefixes": Row(
+    "needed_tokens_only": Row(
         False, "batch", lambda before, after: len(after["input_ids"][0]) > len(before["input_ids"][0]),
         {"default_system": "You are a helpful assistant who answers in one word, or in two."},
     ),

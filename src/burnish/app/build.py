@@ -50,7 +50,7 @@ from burnish.models.quantize import is_quantised
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
-from burnish.ops.probe import causal_lm, shares_prefixes
+from burnish.ops.probe import shares_prefixes
 from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
 from burnish.report.console import note, set_log_levels, warn
 from burnish.report.options import counts_tokens
@@ -247,19 +247,19 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> t
         fuse(model)
     if options.padding_free or packs_rows(options, options.stage):
         layout = lay_flat(model, own_attention=asked_attention(options) is None)
-    shares = layout.is_flat and may_share_prefixes(objective, model, options)
-    if options.share_prefixes and not shares:
-        said = [*said, f"Rows do not share what they begin with, since {type(causal_lm(model)).__name__} or the loss "
-                "does not allow it: something is drawn at random, or goes over all tokens."]  # fmt: skip
-    notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat, shares))
+    needed_only = layout.is_flat and computes_needed_only(objective, model, options)
+    if options.needed_tokens_only and not needed_only:
+        what = "rows are padded, or model or loss draw at random, or go over all of them"
+        said = [*said, f"All tokens are computed, needed or not: {what}."]
+    notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat, needed_only))
     return layout.is_flat, [sentence for sentence in (layout.note, *said, *notes) if sentence]
 
 
-def may_share_prefixes(objective: Any, model: Any, options: Any) -> bool:
-    """Whether what rows begin with is computed once: as asked or on a CPU, if loss and model allow it."""
+def computes_needed_only(objective: Any, model: Any, options: Any) -> bool:
+    """Whether tokens are left out that nothing depends on: as asked or on a CPU, if loss and model allow it."""
     is_usual = next(model.parameters()).device.type == "cpu" and not options.torch_compile
-    wanted = is_usual if options.share_prefixes is None else options.share_prefixes
-    allows = getattr(objective, "allows_shared_prefixes", None)  # an objective of a plugin need not know of it
+    wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
+    allows = getattr(objective, "allows_needed_only", None)  # an objective of a plugin need not know of it
     return bool(wanted and allows is not None and allows(model) and shares_prefixes(model))
 
 

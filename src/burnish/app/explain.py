@@ -34,7 +34,7 @@ from burnish.app.resume import start_of
 from burnish.core.checkpoint import Checkpoints, load_state
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.core.types import IGNORE_INDEX, Row
-from burnish.data.batching import collate_shared, packs_rows
+from burnish.data.batching import collate_needed, packs_rows
 from burnish.data.stream import num_tokens
 from burnish.engine.options import device_of
 from burnish.models.load import context_length, meta_model
@@ -121,9 +121,11 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
             lines.append(
                 Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
             )
-        if (shared := _shared_share(rows, options)) > 0:
-            text = f"{100 * shared:.3g} % of the tokens: what the rows of a micro-batch begin with, computed once"
-            lines.append(Line("shared", text, plan.where("share_prefixes")))
+        if (spared := _spared_share(rows, options)) > 0:
+            text = (
+                f"{100 * spared:.3g} % of the tokens need not be computed: no loss depends on them, or rows share them"
+            )
+            lines.append(Line("spared", text, plan.where("needed_tokens_only")))
     lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
     return Section("Data", lines)
 
@@ -149,14 +151,14 @@ def _trained_share(rows: Sequence[Row]) -> str:
     return f"{100 * trained / tokens:.3g} % of the tokens, {trained / len(looked_at):.1f} in each{among}"
 
 
-def _shared_share(rows: Sequence[Row], options: Any) -> float:
-    """The share of tokens that need not be computed, were the first rows the first micro-batches."""
+def _spared_share(rows: Sequence[Row], options: Any) -> float:
+    """The share of tokens that need not be computed, if the first rows were the first micro-batches."""
     is_usual = options.padding_free and device_of(options).type == "cpu" and not options.torch_compile
-    if not (is_usual if options.share_prefixes is None else options.share_prefixes):
+    if not (is_usual if options.needed_tokens_only is None else options.needed_tokens_only):
         return 0.0
     looked_at = list(islice(rows, LOOKED_AT))
     size = options.per_device_train_batch_size
-    batches = [collate_shared(looked_at[begin : begin + size]) for begin in range(0, len(looked_at), size)]
+    batches = [collate_needed(looked_at[begin : begin + size]) for begin in range(0, len(looked_at), size)]
     computed: int = sum(batch["input_ids"].numel() for batch in batches)
     return 1 - computed / sum(map(num_tokens, batches))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.types import IGNORE_INDEX, Batch, Row
-from burnish.data.prefixes import segments
+from burnish.data.needed import segments
 
 
 @dataclass
@@ -33,9 +33,9 @@ class BatchingOptions:
     """How rows share a micro-batch."""
 
     padding_free: bool = option(True, "Lay the rows of a micro-batch end to end instead of padding them.")
-    share_prefixes: bool | None = option(
-        None, "Compute once what several rows of a micro-batch begin with, such as a system prompt; where nothing is "
-        "given, on a CPU, if rows lie flat and nothing in the model is drawn at random.",
+    needed_tokens_only: bool | None = option(
+        None, "Compute what several rows of a micro-batch begin with (a system prompt, say) once, and no token that no "
+        "loss depends on; where nothing is given, on a CPU, if rows lie flat and the model draws nothing at random.",
     )  # fmt: skip
     packing: bool | None = option(
         None, "Put several rows into one of cutoff_len tokens; where nothing is given, for stage pt only."
@@ -89,19 +89,17 @@ def strategy_of(options: Any, stage: str) -> str:
 # --- rows -> batch ----------------------------------------------------------------------------------------------------
 
 
-def collator(
-    options: Any, pad_id: int, lies_flat: bool, shares_prefixes: bool = False
-) -> Callable[[Sequence[Row]], Batch]:
+def collator(options: Any, pad_id: int, lies_flat: bool, needed_only: bool = False) -> Callable[[Sequence[Row]], Batch]:
     """The function that makes a micro-batch of rows.
 
     Args:
         pad_id: the token that fills up rows, where they are padded.
         lies_flat: whether rows are to lie flat: it is asked for, by ``padding_free`` or by packing, and the model keeps
             neighbours apart (``models.attention.lay_flat``).
-        shares_prefixes: whether flat rows may share what they begin with (``ops.probe.shares_prefixes``).
+        needed_only: whether flat rows may share what they begin with (``ops.probe.shares_prefixes``), and end early.
     """
     if lies_flat:
-        return collate_shared if shares_prefixes else collate_flat
+        return collate_needed if needed_only else collate_flat
     return partial(
         collate_padded,
         pad_id=pad_id,
@@ -140,30 +138,43 @@ def collate_flat(rows: Sequence[Row]) -> Batch:
     return batch
 
 
-def collate_shared(rows: Sequence[Row]) -> Batch:
-    """As ``collate_flat``, but what several sequences begin with stands there once (``data.prefixes``).
+def collate_needed(rows: Sequence[Row]) -> Batch:
+    """As ``collate_flat``, of the tokens that have to be computed and no others (``data.needed``).
+
+    The last token of a row predicts one that is not there: its label stands in the place of the next token, which in a
+    flat batch has no label of its own. For the last row that token is kept.
 
     Returns:
-        Where something is shared, S counts segments, and besides:
+        S counts segments, and besides:
         position_ids: (1, T), of each token in its own sequence.
         key_runs: the tokens that each segment attends to, as (begin, length) of pieces, segment after segment.
         cu_seq_lens_k: (S + 1,) int32, where these begin; max_length_k: int, the most of a segment.
         num_tokens: int, tokens of the rows.
+        Where no segment goes on from another, keys are the segments' own, as in ``collate_flat``.
     """
     sequences = [sequence for row in rows for sequence in sequences_of(row)]
     found = segments(sequences)
-    if found is None:
+    if not found:
         return collate_flat(rows)
+    found[-1] = replace(found[-1], end=found[-1].end + 1)
     parts = [_slice(sequences[segment.sequence], segment.begin, segment.end) for segment in found]
     batch = collate_flat(parts)
     begins = list(accumulate((segment.length for segment in found), initial=0))
+    for segment, end in zip(found[:-1], begins[1:], strict=False):
+        if segment.is_last:
+            predicted = sequences[segment.sequence]
+            batch["labels"][0, end] = predicted["labels"][segment.end]
+            if "loss_weights" in batch:
+                batch["loss_weights"][0, end] = _weights_of(predicted)[segment.end]
+    batch["num_tokens"] = sum(len(sequence["input_ids"]) for sequence in sequences)
+    if not any(segment.path for segment in found):
+        return batch
     keys = [[(begins[number], found[number].length) for number in (*s.path, own)] for own, s in enumerate(found)]
     widths = [segment.end for segment in found]
     batch["position_ids"] = torch.cat([torch.arange(s.begin, s.end) for s in found]).unsqueeze(0)
     batch["cu_seq_lens_k"] = torch.tensor([0, *accumulate(widths)], dtype=torch.int32)
     batch["max_length_k"] = max(widths)
     batch["key_runs"] = tuple(run for runs in keys for run in runs)
-    batch["num_tokens"] = sum(len(sequence["input_ids"]) for sequence in sequences)
     return batch
 
 

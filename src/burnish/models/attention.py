@@ -97,7 +97,7 @@ def attend(
     Args:
         query: (B, H, T, D); key, value: (B, K, T, D).
         key_runs: the tokens that each sequence of a flat batch attends to, where some are shared
-            (``data.batching.collate_shared``); None is its own.
+            (``data.batching.collate_needed``); None is its own.
     Returns:
         (B, T, H, D), and no attention weights.
     """

@@ -140,9 +140,9 @@ class LmObjective:
             raise UserError(Problem(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out."))
         return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
 
-    def allows_shared_prefixes(self, model: nn.Module) -> bool:
-        """Whether rows may share what they begin with: not where each token of a row gets noise of its own, nor where a
-        loss is a mean over all tokens, shared ones as often as there are rows."""
+    def allows_needed_only(self, model: nn.Module) -> bool:
+        """Whether tokens that no loss depends on may be left out, and those that rows share be computed once: not where
+        each token of a row gets noise of its own, nor where a loss is a mean over all tokens."""
         aux = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
         return self.options.neftune_noise_alpha is None and not aux
 

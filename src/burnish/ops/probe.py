@@ -57,7 +57,7 @@ def isolates_sequences(model: nn.Module) -> bool:
 
 def shares_prefixes(model: nn.Module) -> bool:
     """Whether two sequences that begin alike get the logits they would get alone when that beginning is computed once
-    (``data.batching.collate_shared``), and whether a model in training answers the same twice. Where something is drawn
+    (``data.batching.collate_needed``), and whether a model in training answers the same twice. Where something is drawn
     at random, dropout say, a beginning is drawn for each sequence anew, and is not the same.
     """
     try:
@@ -236,7 +236,7 @@ def _two_sequences(device: torch.device) -> dict[str, Any]:
 
 
 def _two_from_one(device: torch.device) -> dict[str, Any]:
-    """What a batch says in which two sequences share what they begin with (``data.batching.collate_shared``)."""
+    """What a batch says in which two sequences share what they begin with (``data.batching.collate_needed``)."""
     whole = _NEIGHBOUR + _LENGTH
     own = torch.arange(_NEIGHBOUR, whole)
     lengths, widths = (_NEIGHBOUR, _LENGTH, _LENGTH), (_NEIGHBOUR, whole, whole)

@@ -1,4 +1,4 @@
-"""What rows begin with alike is computed once, and each row gets what it would get alone."""
+"""What rows begin with alike is computed once, what no loss depends on not at all, and the step is the same."""
 
 import json
 import random
@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 import torch
 
-from burnish.app.build import may_share_prefixes
+from burnish.app.build import computes_needed_only
 from burnish.cli import main
 from burnish.core.options import union
 from burnish.core.types import IGNORE_INDEX
-from burnish.data.batching import BatchingOptions, collate_flat, collate_shared, collator, pack
-from burnish.data.prefixes import segments
+from burnish.data.batching import BatchingOptions, collate_flat, collate_needed, collator, pack
+from burnish.data.needed import segments
 from burnish.data.stream import num_tokens
 from burnish.engine.options import EngineOptions
 from burnish.models.attention import lay_flat
@@ -48,57 +48,66 @@ def rows_of_a_tree(seed=0, num=9):
 
 
 def test_what_two_rows_begin_with_becomes_a_segment_that_both_go_on_from():
-    found = segments([row([1, 2, 3, 4, 5], 5), row([1, 2, 3, 6, 7, 8], 6), row([9, 9], 2)], least_spared=1)
-    assert found is not None
+    found = segments([row([1, 2, 3, 4, 5], 4), row([1, 2, 3, 6, 7, 8], 5), row([9, 9], 1)], least_spared=1)
     pieces = {(segment.sequence, segment.begin, segment.end, len(segment.path)) for segment in found}
-    assert pieces == {(0, 0, 3, 0), (0, 3, 5, 1), (1, 3, 6, 1), (2, 0, 2, 0)}
+    assert pieces == {(0, 0, 3, 0), (0, 3, 4, 1), (1, 3, 5, 1), (2, 0, 1, 0)}
     assert all(parent < number for number, segment in enumerate(found) for parent in segment.path)
 
 
-def test_the_segments_of_a_row_say_the_row():
+def test_the_segments_of_a_row_say_the_row_up_to_its_last_learned_token():
     sequences = rows_of_a_tree()
     found = segments(sequences, least_spared=4)
-    assert found is not None
     assert max(len(segment.path) for segment in found) == 2  # one goes on from a prompt that goes on from another
-    ends = {segment.sequence: segment for segment in found if segment.end == len(sequences[segment.sequence]["labels"])}
+    ends = {segment.sequence: segment for segment in found if segment.is_last}
     for number, sequence in enumerate(sequences):
         pieces = [*(found[parent] for parent in ends[number].path), ends[number]]
         said = [id for s in pieces for id in sequences[s.sequence]["input_ids"][s.begin : s.end]]
-        assert said == sequence["input_ids"]
+        assert said == sequence["input_ids"][:-1]
 
 
 def test_what_is_shared_ends_before_the_position_that_predicts_a_learned_token():
     found = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_spared=1)
-    assert found is not None
     assert (found[0].begin, found[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
-    assert segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_spared=1) is None
+    assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_spared=1))
 
 
-def test_rows_that_are_the_same_keep_a_token_of_their_own():
-    found = segments([row([1, 2, 3], 3), row([1, 2, 3], 3)], least_spared=1)
-    assert found is not None
-    assert sorted((segment.begin, segment.end) for segment in found) == [(0, 2), (2, 3), (2, 3)]
+def test_what_follows_the_last_learned_token_is_left_out_and_a_row_without_one_whole():
+    ends_early = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, -100, -100]}
+    nothing = {"input_ids": [6, 7], "labels": [6, -100]}
+    found = segments([ends_early, nothing])
+    assert [(segment.sequence, segment.begin, segment.end) for segment in found] == [(0, 0, 2)]
+
+
+def test_the_label_of_a_rows_last_token_stands_in_the_place_of_the_next_row():
+    batch = collate_needed([row([1, 2, 3], 1), row([4, 5, 6], 2)])
+    assert batch["input_ids"].tolist() == [[1, 2, 4, 5, 6]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, 6]]
+    weighted = [{**row([1, 2, 3], 1), "loss_weights": [1.0, 0.5, 0.25]}, row([4, 5, 6], 2)]
+    assert collate_needed(weighted)["loss_weights"].tolist() == [[1.0, 0.5, 0.25, 1.0, 1.0]]
+
+
+def test_a_batch_from_which_nothing_is_learned_is_left_as_it_is():
+    rows = [row([1, 2, 3], 3), row([4, 5], 2)]
+    assert torch.equal(collate_needed(rows)["input_ids"], collate_flat(rows)["input_ids"])
 
 
 def test_little_is_not_worth_sharing():
     alike = [row([1, 2, 3, *range(10 + i, 20 + i)], 8) for i in range(3)]
-    assert segments(alike) is None
-    batch = collate_shared(alike)
-    assert "key_runs" not in batch
-    assert torch.equal(batch["input_ids"], collate_flat(alike)["input_ids"])
+    assert all(not segment.path for segment in segments(alike))
+    assert "key_runs" not in collate_needed(alike)
 
 
 def test_the_tokens_of_a_batch_are_those_of_its_rows():
     sequences = rows_of_a_tree()
-    shared, flat = collate_shared(sequences), collate_flat(sequences)
-    assert shared["input_ids"].numel() < 0.7 * flat["input_ids"].numel()
-    assert num_tokens(shared) == num_tokens(flat)
-    assert (shared["labels"] != IGNORE_INDEX).sum() == (flat["labels"] != IGNORE_INDEX).sum()
+    needed, flat = collate_needed(sequences), collate_flat(sequences)
+    assert needed["input_ids"].numel() < 0.7 * flat["input_ids"].numel()
+    assert num_tokens(needed) == num_tokens(flat)
+    assert (needed["labels"][:, 1:] != IGNORE_INDEX).sum() == (flat["labels"][:, 1:] != IGNORE_INDEX).sum()
 
 
 def test_packs_share_too():
     sequences = rows_of_a_tree()
-    assert collate_shared(pack(sequences, 200))["input_ids"].shape == collate_shared(sequences)["input_ids"].shape
+    assert collate_needed(pack(sequences, 200))["input_ids"].shape == collate_needed(sequences)["input_ids"].shape
 
 
 def test_the_gradient_of_a_run_is_the_sum_over_its_uses():
@@ -126,7 +135,7 @@ def test_a_step_is_the_same_in_every_family(family):
     assert lay_flat(model).is_flat
     assert shares_prefixes(model)
     sequences = rows_of_a_tree()
-    loss, shared = gradients(model, collate_shared(sequences))
+    loss, shared = gradients(model, collate_needed(sequences))
     plain_loss, plain = gradients(model, collate_flat(sequences))
     assert abs(loss - plain_loss) < 1e-6
     assert shared.keys() == plain.keys()
@@ -138,21 +147,26 @@ def test_a_step_is_the_same_in_every_family(family):
 def test_a_step_is_the_same_for_any_rows(seed):
     draw = random.Random(seed)
     tree = rows_of_a_tree(seed, num=draw.randint(2, 20))
-    whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"])) for one in tree]  # some above 384
+    whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"]) - 1) for one in tree]  # some above 384
+    for one in whole:
+        for place in range(draw.randint(0, len(one["labels"])), len(one["labels"])):
+            one["labels"][place] = IGNORE_INDEX
+        if draw.random() < 0.5:
+            one["loss_weights"] = [draw.random() * 2 for _ in one["labels"]]
     draw.shuffle(whole)
     model = tiny("qwen2", max_position_embeddings=4096)
     lay_flat(model)
-    (loss, shared), (plain_loss, plain) = (gradients(model, made(whole)) for made in (collate_shared, collate_flat))
+    (loss, shared), (plain_loss, plain) = (gradients(model, made(whole)) for made in (collate_needed, collate_flat))
     assert abs(loss - plain_loss) < 1e-6
     for name, gradient in plain.items():
         assert (shared[name] - gradient).abs().max() < 1e-6 * max(1, gradient.abs().max()), name
 
 
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_without():
+def test_in_bfloat16_a_step_is_as_near_to_the_truth_as_with_all_tokens():
     """Two orders of summation, both rounded to bfloat16; the truth is float64's."""
     sequences = rows_of_a_tree(num=20)
     made = {}
-    for name, collate in (("shared", collate_shared), ("plain", collate_flat), ("truth", collate_flat)):
+    for name, collate in (("shared", collate_needed), ("plain", collate_flat), ("truth", collate_flat)):
         model = tiny("qwen2").to(torch.float64 if name == "truth" else torch.float32)
         lay_flat(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=name != "truth"):
@@ -164,36 +178,36 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_without():
     assert error("shared") < 1.1 * error("plain")
 
 
-def test_a_model_that_draws_at_random_shares_nothing():
+def test_a_model_that_draws_at_random_computes_all_tokens():
     model = tiny("llama", attention_dropout=0.2)
     lay_flat(model)
     assert not shares_prefixes(model)
     assert model.training
 
 
-def test_a_model_that_attends_under_a_mask_of_its_own_shares_nothing():
+def test_a_model_that_attends_under_a_mask_of_its_own_computes_all_tokens():
     model = tiny("llama")
     lay_flat(model, own_attention=False)
     assert not shares_prefixes(model)
 
 
-def test_noise_on_embeddings_and_a_loss_over_all_tokens_are_not_shared():
+def test_noise_on_embeddings_and_a_loss_over_all_tokens_need_all_of_them():
     for family, given in (
         ("llama", {"neftune_noise_alpha": 5.0}),
         ("mixtral", {}),
-        ("llama", {"share_prefixes": False}),
+        ("llama", {"needed_tokens_only": False}),
     ):
         options, model = Options(**given), tiny(family)
         lay_flat(model)
-        assert not may_share_prefixes(SftObjective(options, template=None), model, options)
+        assert not computes_needed_only(SftObjective(options, template=None), model, options)
     options = Options(router_aux_loss_coef=0.0)
-    assert may_share_prefixes(SftObjective(options, template=None), model, options)
+    assert computes_needed_only(SftObjective(options, template=None), model, options)
 
 
-def test_only_flat_batches_are_shared():
-    for lies_flat, shares in product((True, False), repeat=2):
-        made = collator(Options(), 0, lies_flat, shares)(rows_of_a_tree())
-        assert ("key_runs" in made) == (lies_flat and shares)
+def test_only_flat_batches_leave_tokens_out():
+    for lies_flat, needed_only in product((True, False), repeat=2):
+        made = collator(Options(), 0, lies_flat, needed_only)(rows_of_a_tree())
+        assert ("key_runs" in made) == (lies_flat and needed_only)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -206,19 +220,19 @@ def test_a_run_ends_in_the_same_weights(tmp_path, method):
     system = "You are a helpful assistant who knows the colours of stones and rivers, and answers in one word."
     given = make_user(tmp_path, default_system=system, finetuning_type=method, include_num_input_tokens_seen=True)
     made = {}
-    for shares in (True, False):
-        out = tmp_path / str(shares)
-        assert main(["train", *as_words({**given, "share_prefixes": shares, "output_dir": str(out)})]) == 0
+    for needed_only in (True, False):
+        out = tmp_path / str(needed_only)
+        assert main(["train", *as_words({**given, "needed_tokens_only": needed_only, "output_dir": str(out)})]) == 0
         name = "model.safetensors" if method == "full" else "adapter_model.safetensors"
-        made[shares] = load_file(out / name), json.loads((out / "trainer_state.json").read_text())
+        made[needed_only] = load_file(out / name), json.loads((out / "trainer_state.json").read_text())
     for name, weight in made[False][0].items():
         assert (made[True][0][name] - weight).abs().max() < 1e-6
     assert made[True][1]["num_input_tokens_seen"] == made[False][1]["num_input_tokens_seen"] > 0
 
 
-def test_explain_says_what_is_shared(tmp_path, capsys):
+def test_explain_says_what_is_spared(tmp_path, capsys):
     given = make_user(tmp_path, default_system="You are a helpful assistant who answers in one word.")
     assert main(["explain", *as_words(given)]) == 0
-    assert "% of the tokens: what the rows of a micro-batch begin with" in capsys.readouterr().out
-    assert main(["explain", *as_words({**given, "share_prefixes": False})]) == 0
-    assert "what the rows of a micro-batch begin with" not in capsys.readouterr().out
+    assert "% of the tokens need not be computed" in capsys.readouterr().out
+    assert main(["explain", *as_words({**given, "needed_tokens_only": False})]) == 0
+    assert "need not be computed" not in capsys.readouterr().out
