@@ -14,6 +14,7 @@ from environments import interpreter
 from figures import GB, Figures, Round, amount, beside, line, named, peak, ratios, table
 from measuring import environment
 from pack import CAPACITIES
+from resume import STEPS
 from settings import OURS
 
 
@@ -102,6 +103,16 @@ def checkpoint(rounds: Sequence[Round]) -> str:
         "numbers every four steps of short rows, and what the next update then waits for its copies; the median of a "
         "run. burnish writes while it trains on, and waits for the last one at the end of the run.\n\n"
         f"{lines}\n{line(['burnish to transformers', *shares])}"
+    )
+
+
+def resume(rounds: Sequence[Round]) -> str:
+    """Whether it takes longer to find the place in the data behind more steps."""
+    columns = {f"after {step:,} steps, ms": amount(rounds, f"after_{step}_ms", ".0f") for step in STEPS}
+    return (
+        "A million rows, eight to a step: processor milliseconds from the beginning of the resumed epoch to its next "
+        "batch. transformers goes through the numbers of the batches that it skips, burnish to the position; the order "
+        f"of the rows is made anew by both.\n\n{table(rounds, columns)}"
     )
 
 

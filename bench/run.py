@@ -39,6 +39,7 @@ from settings import (
     EVALUATION,
     GENERATION,
     PACKING,
+    RESUME,
     START,
     USUAL,
     Setting,
@@ -116,12 +117,13 @@ def made(asked: Material) -> Path:
 
 def training(usual_method: str, asked: Asked) -> str:
     method, facts = asked.arguments.method or usual_method, facts_of(made(asked.material))
-    settings = [s for s in trainings(method, facts) if asked.arguments.all_settings or s.name in USUAL]
+    takes_all = asked.arguments.all_settings or asked.arguments.only
+    settings = [setting for setting in trainings(method, facts) if takes_all or setting.name in USUAL]
     return report_training.training(asked.measured(settings), settings, facts, method)
 
 
 def other(asked: Asked) -> str:
-    found: list[tuple[Round, Figures]] = []
+    asked.count, found = 1, list[tuple[Round, Figures]]()
     for shape in OTHERS:
         facts = facts_of(made(shape))
         best = [setting for setting in trainings("full", facts) if setting.name in BEST]
@@ -155,6 +157,7 @@ PARTS = {
     "encoding": Part(beside(report_beside.encoding, ENCODING)),
     "packing": Part(beside(report_beside.packing, PACKING)),
     "checkpoint": Part(beside(report_beside.checkpoint, CHECKPOINT), SHORT, at_once=1),
+    "resume": Part(beside(report_beside.resume, RESUME)),
     "evaluation": Part(beside(report_beside.evaluation, EVALUATION), replace(FEWER, longest=512)),
     "generation": Part(beside(report_beside.generation, GENERATION), SHORT),
 }

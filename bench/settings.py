@@ -117,9 +117,9 @@ WAYS = (
     ("+ head and loss on learned positions, in chunks", "fused_loss"),
     ("+ sequences laid flat, torch's attention for each", "padding_free", "attn_implementation"),
     ("+ attention of its own for short and for long sequences", "attention"),
-    ("+ norms, gated layers and activations by blocks", "elementwise"),
     ("+ AdamW in one kernel", "optim"),
     ("+ freed memory kept", "memory"),
+    ("+ norms, gated layers and activations by blocks", "elementwise"),
     ("+ one gradient for embedding and head", "tied"),
     ("+ the last feed-forward part where something is learned", "last_layer"),
 )  # fmt: skip
@@ -180,6 +180,11 @@ ENCODING = tuple(
 PACKING = tuple(
     Setting(name, library, ("pack.py", library))
     for name, library in (("TRL", "trl"), ("LLaMA-Factory", "llamafactory"), ("burnish", "burnish"))
+)
+
+RESUME = tuple(
+    Setting(name, library, ("resume.py", library))
+    for name, library in (("transformers", "transformers"), ("burnish", "burnish"))
 )
 
 

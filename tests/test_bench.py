@@ -10,8 +10,10 @@ import gauge
 import material
 import pack
 import pytest
+import resume
 import run
 import settings
+import torch
 import ways
 
 from burnish.app import build
@@ -148,6 +150,13 @@ def test_packs_are_as_full_as_is_said(capsys):
     each = pack.lengths(300, 40, 512)
     fewest = -(-sum(each) // 512)
     assert sum(each) / ((fewest + 1) * 512) <= said["filled_512"] <= sum(each) / (fewest * 512)
+
+
+def test_a_resumed_epoch_goes_on_with_the_batch_behind_the_step():
+    first, later = (resume.burnish(resume.Rows(1000), step).batches[0]["input_ids"] for step in (0, 40))
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(17)).tolist()
+    assert first[0, ::32].tolist() == order[:8]
+    assert later[0, ::32].tolist() == order[320:328]
 
 
 # --- burnish's own ways -----------------------------------------------------------------------------------------------
