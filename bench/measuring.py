@@ -47,7 +47,7 @@ class Bench:
         self.at_once = at_once
         self.process_cpu_s = 0.0  # of all processes so far
         self._hosts: dict[str, Host | str] = {}
-        self._lock = Lock()
+        self._locks: dict[str, Lock] = {}
 
     def __enter__(self) -> Bench:
         return self
@@ -102,8 +102,8 @@ class Bench:
         return host if isinstance(host, str) else host.run(words, told, TIMEOUT_S)
 
     def _host(self, library: str) -> Host | str:
-        """The host of ``library``, or why there is none."""
-        with self._lock:
+        """The host of ``library``, or why there is none; who wants another library does not wait for it."""
+        with self._locks.setdefault(library, Lock()):
             if library not in self._hosts:
                 try:
                     self._hosts[library] = Host(library, interpreter(library), environment(library))

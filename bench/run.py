@@ -42,6 +42,7 @@ from settings import (
     RESUME,
     START,
     USUAL,
+    WIDE,
     Setting,
     starts_again,
     trainings,
@@ -115,10 +116,11 @@ def made(asked: Material) -> Path:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def training(usual_method: str, asked: Asked) -> str:
+def training(usual_method: str, names: Sequence[str], asked: Asked) -> str:
+    """Args: names: of the settings that ratios are made of."""
     method, facts = asked.arguments.method or usual_method, facts_of(made(asked.material))
     takes_all = asked.arguments.all_settings or asked.arguments.only
-    settings = [setting for setting in trainings(method, facts) if takes_all or setting.name in USUAL]
+    settings = [setting for setting in trainings(method, facts) if takes_all or setting.name in names]
     return report_training.training(asked.measured(settings), settings, facts, method)
 
 
@@ -145,10 +147,10 @@ def beside(report: Callable[[Sequence[Round]], str], settings: Sequence[Setting]
 
 
 PARTS = {
-    "train": Part(partial(training, "full"), rounds=2),
-    "lora": Part(partial(training, "lora"), FEWER),
-    "large": Part(partial(training, "full"), LARGE),
-    "large-lora": Part(partial(training, "lora"), LARGE, is_long=True),
+    "train": Part(partial(training, "full", USUAL), rounds=2),
+    "lora": Part(partial(training, "lora", USUAL), FEWER),
+    "large": Part(partial(training, "full", WIDE), LARGE),
+    "large-lora": Part(partial(training, "lora", USUAL), LARGE, is_long=True),
     "other": Part(other, is_long=True),
     "ways": Part(own_ways, FEWER),
     "batching": Part(beside(report_training.batching, BATCHING), FEWER),
