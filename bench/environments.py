@@ -10,9 +10,11 @@ import compileall
 import subprocess
 import sys
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"trl": "trl", "transformers": "trl", "llamafactory": "llamafactory"}
+_making = Lock()  # two libraries share an environment, and processes of both begin at a time
 _REQUIRED = {
     "trl": ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"],
     "llamafactory": [
@@ -28,16 +30,17 @@ _REQUIRED = {
 
 def interpreter(library: str) -> str:
     """The Python that has ``library``; its environment is made where it is not there."""
-    if library == "burnish":
-        compileall.compile_dir(ROOT / "src", quiet=1)
-        return sys.executable
-    folder = ROOT / ".bench" / _ENVIRONMENT[library]
-    ready = folder / "ready"
-    wanted = " ".join([pinned_torch(), *_REQUIRED[folder.name]])
-    if not ready.exists() or ready.read_text() != wanted:
-        make(folder, _REQUIRED[folder.name])
-        ready.write_text(wanted)
-    return str(folder / "bin" / "python")
+    with _making:
+        if library == "burnish":
+            compileall.compile_dir(ROOT / "src", quiet=1)
+            return sys.executable
+        folder = ROOT / ".bench" / _ENVIRONMENT[library]
+        ready = folder / "ready"
+        wanted = " ".join([pinned_torch(), *_REQUIRED[folder.name]])
+        if not ready.exists() or ready.read_text() != wanted:
+            make(folder, _REQUIRED[folder.name])
+            ready.write_text(wanted)
+        return str(folder / "bin" / "python")
 
 
 def make(folder: Path, required: list[str]) -> None:
