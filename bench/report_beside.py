@@ -100,7 +100,7 @@ def checkpoint(rounds: Sequence[Round]) -> str:
     )
     return (
         "Time between the end of a step and `on_save`, for a checkpoint with weights, optimizer, schedule and random "
-        "numbers every four steps of short rows, and what the next update then waits for its copies; the median of a "
+        "numbers every three steps of short rows, and what the next update then waits for its copies; the median of a "
         "run. burnish writes while it trains on, and waits for the last one at the end of the run.\n\n"
         f"{lines}\n{line(['burnish to transformers', *shares])}"
     )

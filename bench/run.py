@@ -49,7 +49,8 @@ from settings import (
     ways,
 )
 
-USUAL_ROWS, FEWER, SHORT = Material(), Material(rows=16), Material(longest=256, rows=16)
+# Fewer rows are no fair look at packs: the last one, filled up, is a third of them.
+USUAL_ROWS, FEWER, SHORT = Material(), Material(longest=512, rows=16), Material(longest=256, rows=16)
 # Short rows for the wide model too, because a peer's logits of a long one need gigabytes.
 LARGE = replace(SHORT, size="large")
 RECORDS = 50_000
@@ -148,7 +149,7 @@ def beside(report: Callable[[Sequence[Round]], str], settings: Sequence[Setting]
 
 PARTS = {
     "train": Part(partial(training, "full", USUAL), rounds=2),
-    "lora": Part(partial(training, "lora", USUAL), FEWER),
+    "lora": Part(partial(training, "lora", USUAL)),
     "large": Part(partial(training, "full", WIDE), LARGE),
     "large-lora": Part(partial(training, "lora", USUAL), LARGE, is_long=True),
     "other": Part(other, is_long=True),
@@ -160,7 +161,7 @@ PARTS = {
     "packing": Part(beside(report_beside.packing, PACKING)),
     "checkpoint": Part(beside(report_beside.checkpoint, CHECKPOINT), SHORT, at_once=1),
     "resume": Part(beside(report_beside.resume, RESUME)),
-    "evaluation": Part(beside(report_beside.evaluation, EVALUATION), replace(FEWER, longest=512)),
+    "evaluation": Part(beside(report_beside.evaluation, EVALUATION), FEWER),
     "generation": Part(beside(report_beside.generation, GENERATION), SHORT),
 }
 

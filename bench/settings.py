@@ -139,7 +139,7 @@ BATCHING = tuple(
 )
 # Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,
 # since a checkpoint does not depend on them.
-_SAVES = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+_SAVES = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
     training("burnish", "burnish", bf16=True, **_SAVES),
