@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from burnish.adapters.switch import AdapterModule
 from burnish.core.errors import Problem, UserError
 from burnish.ops.lora import dora_update, lora_linear, lora_update, product_dtype, weight_norm
+from burnish.ops.lora_siblings import Adapted
 from burnish.ops.quantised import dense, is_quantised
 
 
@@ -264,10 +265,20 @@ class LoraLinear(LoraLayer):
         self.lora_A[name], self.lora_B[name] = a, b
 
     def _with(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        product = self._one_product(x, names)
+        return super()._with(x, names) if product is None else lora_linear(x, *product)
+
+    def adapted(self, x: Tensor) -> Adapted | None:
+        """As ``ops.lora_siblings.AdaptedLayer`` has it."""
+        is_more = self.is_merged or self.is_disabled or self.rows is not None
+        return None if is_more else self._one_product(x, self.active)
+
+    def _one_product(self, x: Tensor, names: Sequence[str]) -> Adapted | None:
+        """The layer under the adapters ``names``, where that is one product."""
         here = [name for name in names if name in self.settings]
-        if len(here) == 1 and self._is_one_product(x, here[0]):
-            return lora_linear(x, self.weight, self.bias, *self.factors(here[0]), *self._strength(here[0]))
-        return super()._with(x, names)
+        if len(here) != 1 or not self._is_one_product(x, here[0]):
+            return None
+        return Adapted(self.weight, self.bias, *self.factors(here[0]), *self._strength(here[0]))
 
     def _is_one_product(self, x: Tensor, name: str) -> bool:
         """Whether layer and adapter are nothing but ``ops.lora.lora_linear``: a dense layer that does not train, with

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from burnish.ops.elementwise import ACTIVATIONS, activated, gated, rms_norm
+from burnish.ops.lora_siblings import together
 from burnish.ops.probe import REFUSALS
 
 _TOLERANCE = 1e-5  # of the greatest value, in float32
@@ -29,7 +30,7 @@ def fuse(model: nn.Module) -> int:
     """Replace the forward passes that can be; how many were."""
     found = 0
     for module in model.modules():
-        forward = _norm_of(module) or _gated_of(module) or _activation_of(module)
+        forward = _norm_of(module) or _gated_of(module) or _attention_of(module) or _activation_of(module)
         if forward is not None and "forward" not in vars(module):
             module.forward = MethodType(forward, module)
             found += 1
@@ -107,13 +108,32 @@ def _gated_with(activation: str) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             return type(module).forward(module, x)  # type: ignore[no-any-return]
-        projected: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
+        with together(module.gate_proj, module.up_proj):
+            gate, up = module.gate_proj(x), module.up_proj(x)
+        projected: Tensor = module.down_proj(gated(gate, up, activation))
         return projected
 
     return forward
 
 
 _FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
+
+
+# --- queries, keys and values ---------------------------------------------------------------------------------------
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def _attention_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward pass of a module in which adapters lie over several of these parts: its own, inside of which they
+    answer together. Whether they are asked about one tensor is seen when they are; so it is not asked before."""
+    parts = [getattr(module, name, None) for name in _PROJECTIONS]
+    return _attended if sum(hasattr(part, "adapted") for part in parts) > 1 else None
+
+
+def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
+    with together(*(getattr(module, name) for name in _PROJECTIONS)):
+        return type(module).forward(module, *args, **kwargs)
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

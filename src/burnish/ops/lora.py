@@ -84,8 +84,8 @@ def product_dtype(x: Tensor, a: Tensor) -> torch.dtype:
 class _LoraUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, dropout: float) -> Tensor:
-        with _without_autocast(x):
-            mask, h = _down(rows(x).to(a.dtype), a, dropout)
+        with without_autocast(x):
+            mask, h = _down(rows(x).to(a.dtype), a.t(), dropout)
             wide = torch.promote_types(result.dtype, a.dtype)
             # Written into a tensor of the shape it has outside: a view that leaves a Function may not be added to in
             # place, and some models do (Falcon's parallel attention).
@@ -112,16 +112,11 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, dropout: float
     ) -> Tensor:
-        with _without_autocast(x):
-            flat, a, b = rows(x), a.to(x.dtype), b.to(x.dtype)
-            output = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
-            into = rows(output)
-            if bias is None:
-                torch.mm(flat, weight.t(), out=into)
-            else:
-                torch.addmm(bias.to(x.dtype), flat, weight.t(), out=into)
-            mask, h = _down(flat, a, dropout)
-            into.addmm_(h, b.t(), alpha=scaling)
+        with without_autocast(x):
+            a, b = a.to(x.dtype), scaled(b, scaling, x.dtype)
+            mask, h = _down(rows(x), upright(a), dropout)
+            output = layer_output(x, weight, bias)
+            rows(output).addmm_(h, upright(b))
         ctx.save_for_backward(x, weight, mask, h, a, b)
         ctx.scaling, ctx.keep = scaling, 1 - dropout
         return output
@@ -132,7 +127,7 @@ class _LoraLinear(torch.autograd.Function):
         x, weight, mask, h, a, b = ctx.saved_tensors
         needs_x, _, _, *needs = ctx.needs_input_grad[:5]
         g = rows(grad)  # (N, O)
-        grad_h = (g @ b).mul_(ctx.scaling)  # (N, r)
+        grad_h = g @ b  # (N, r)
         grad_a, grad_b = _of_factors(ctx, g, grad_h, rows(x), mask, h, needs)
         grad_x = None
         if needs_x:
@@ -143,11 +138,32 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _down(x: Tensor, a: Tensor, dropout: float) -> tuple[Tensor | None, Tensor]:
-    """The mask (N, I) of what dropout left of ``x`` (N, I), none without it, and the product with A (N, r)."""
+    """The mask (N, I) of what dropout left of ``x`` (N, I), none without it, and (N, r) the product with (I, r)."""
     mask = None
     if dropout > 0:
         x, mask = torch.native_dropout(x, dropout, True)
-    return mask, F.linear(x, a)
+    return mask, x @ a
+
+
+def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., O) of the layer itself, in a tensor of that shape: a view that leaves a Function may not be added to."""
+    output = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
+    if bias is None:
+        torch.mm(rows(x), weight.t(), out=rows(output))
+    else:
+        torch.addmm(bias.to(x.dtype), rows(x), weight.t(), out=rows(output))
+    return output
+
+
+def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """B (O, r) times what the update is multiplied by, rounded once."""
+    return (b * scaling).to(dtype)
+
+
+def upright(factor: Tensor) -> Tensor:
+    """The transpose of a factor, laid anew. A CPU's kernel is made for one order of its second operand, at 0.2 to 1 ms
+    for each number of tokens that it has not seen yet: so one serves forward and backward, A and B."""
+    return factor.t().contiguous()
 
 
 def _of_factors(
@@ -160,7 +176,7 @@ def _of_factors(
     return grad_a, grad_b
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Dtypes as they are given; on the meta device, which has no autocast, nothing."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
@@ -186,7 +202,7 @@ def weight_norm(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     Returns:
         (O,)
     """
-    with torch.no_grad(), _without_autocast(weight):
+    with torch.no_grad(), without_autocast(weight):
         updated = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
         length: Tensor = torch.linalg.vector_norm(updated, dim=1)
         return length
