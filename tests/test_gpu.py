@@ -21,6 +21,8 @@ from burnish.ops import attention
 from burnish.ops.attention import Scores, Sequences, flat_attention
 from burnish.ops.cross_entropy import TokenLoss
 from burnish.ops.head_kernels import head_loss
+from burnish.ops.lora import lora_linear
+from burnish.ops.lora_siblings import Adapted, siblings
 from small_run import make_user
 from tiny_shapes import tiny
 
@@ -163,6 +165,30 @@ def test_ligers_layers_give_the_gradients_of_the_models_own(family):
         model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(near(fast, plain) for plain, fast in zip(*gradients, strict=True))
+
+
+def lora_outcome(ways, dtype):
+    """Outputs and gradients of an input and of the factors, of two layers of one input."""
+    torch.manual_seed(0)
+    x = torch.randn(700, 256).cuda().to(dtype).requires_grad_()
+    made = []
+    for outputs in (512, 128):
+        weight, bias = (torch.randn(outputs, 256) / 16).cuda(), torch.randn(outputs).cuda()
+        a, b = (torch.randn(8, 256) / 16).cuda().requires_grad_(), torch.randn(outputs, 8).cuda().requires_grad_()
+        made.append(Adapted(weight.to(dtype), bias.to(dtype), a, b, scaling=0.5))
+    outputs = ways(x, made)
+    moving = [x, *(factor for layer in made for factor in (layer.a, layer.b))]
+    return [*outputs, *torch.autograd.grad(sum(y.float().sin().sum() for y in outputs), moving)]
+
+
+def test_adapted_layers_alone_and_together_give_the_outputs_and_gradients_of_float32():
+    def alone(x, made):
+        return [lora_linear(x, *layer) for layer in made]
+
+    plain = lora_outcome(alone, torch.float32)
+    for ways in (alone, siblings):
+        for fast, exact in zip(lora_outcome(ways, torch.bfloat16), plain, strict=True):
+            assert near(fast, exact)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

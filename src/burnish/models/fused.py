@@ -3,7 +3,8 @@
 In: a loaded model. Out: the same model; the modules that were proven to compute what burnish's functions compute do so
 through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
 function get the same random input and must answer the same. Weights, names of weights, hooks and wrapped linear layers
-(LoRA, quantised) stay as they are; a module on another device than a CPU runs its own code.
+(LoRA, quantised) stay as they are; a module on another device than a CPU runs its own code. Adapters over layers that
+read one input share their products (``ops.lora_siblings``).
 """
 
 # H hidden size

@@ -161,9 +161,9 @@ def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
 
 
 def upright(factor: Tensor) -> Tensor:
-    """The transpose of a factor, laid anew. A CPU's kernel is made for one order of its second operand, at 0.2 to 1 ms
-    for each number of tokens that it has not seen yet: so one serves forward and backward, A and B."""
-    return factor.t().contiguous()
+    """The transpose of a factor. A CPU makes a kernel for each order of a second operand, in 0.2 to 1 ms for each
+    number of tokens that it has not seen yet; laid anew, one serves forward and backward, A and B."""
+    return factor.t().contiguous() if factor.device.type == "cpu" else factor.t()
 
 
 def _of_factors(
