@@ -70,23 +70,24 @@ class _Siblings(torch.autograd.Function):
         with without_autocast(x):
             a = torch.cat(factors_a).to(x.dtype)  # (R, I)
             each_b = [scaled(b, scaling, x.dtype) for b, scaling in zip(factors_b, scalings, strict=True)]
-            h = rows(x) @ upright(a)  # (N, R)
+            # Cut apart: over columns of a wider tensor a CPU would make other kernels than ``lora_linear`` has already.
+            each_h = [h.contiguous() for h in torch.split(rows(x) @ upright(a), ctx.ranks, 1)]  # (N, r_k)
             outputs = tuple(layer_output(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-            for output, b, of_layer in zip(outputs, each_b, torch.split(h, ctx.ranks, 1), strict=True):
-                rows(output).addmm_(of_layer, upright(b))
-        ctx.save_for_backward(x, h, a, *weights, *each_b)
+            for output, b, h in zip(outputs, each_b, each_h, strict=True):
+                rows(output).addmm_(h, upright(b))
+        ctx.save_for_backward(x, a, *weights, *each_b, *each_h)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, a, *more = ctx.saved_tensors
-        weights, each_b = more[: len(grads)], more[len(grads) :]
+        x, a, *more = ctx.saved_tensors
+        weights, each_b, each_h = (more[begin : begin + len(grads)] for begin in range(0, len(more), len(grads)))
         upstream = [rows(grad) for grad in grads]  # (N, O_k)
         grad_h = torch.cat([g @ b for g, b in zip(upstream, each_b, strict=True)], 1)  # (N, R)
         of_a = torch.split(grad_h.t() @ rows(x), ctx.ranks)
-        kept = zip(torch.split(h, ctx.ranks, 1), upstream, ctx.scalings, strict=True)
-        of_b = [(of_layer.t() @ g).mul_(scaling).t() for of_layer, g, scaling in kept]  # thin on the left: ops.lora
+        kept = zip(each_h, upstream, ctx.scalings, strict=True)
+        of_b = [(h.t() @ g).mul_(scaling).t() for h, g, scaling in kept]  # the thin one on the left, as in ops.lora
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = upstream[0] @ weights[0]
