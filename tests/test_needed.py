@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from burnish.adapters.lora import LoraAdapter, LoraOptions
 from burnish.app.build import computes_needed_only
 from burnish.cli import main
 from burnish.core.options import union
@@ -183,6 +184,15 @@ def test_a_model_that_draws_at_random_computes_all_tokens():
     lay_flat(model)
     assert not shares_prefixes(model)
     assert model.training
+
+
+def test_the_dropout_of_a_new_adapter_counts_though_no_logit_shows_it():
+    """Its second factor is zero, and with it all that the dropped inputs come to."""
+    for dropout in (0.0, 0.2):
+        options = union("AdapterOptions", LoraOptions)(lora_dropout=dropout)
+        model = LoraAdapter(options).attach(tiny("llama"))
+        lay_flat(model)
+        assert shares_prefixes(model) is (dropout == 0.0)
 
 
 def test_a_model_that_attends_under_a_mask_of_its_own_computes_all_tokens():

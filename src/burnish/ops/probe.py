@@ -57,8 +57,9 @@ def isolates_sequences(model: nn.Module) -> bool:
 
 def shares_prefixes(model: nn.Module) -> bool:
     """Whether two sequences that begin alike get the logits they would get alone when that beginning is computed once
-    (``data.batching.collate_needed``), and whether a model in training answers the same twice. Where something is drawn
-    at random, dropout say, a beginning is drawn for each sequence anew, and is not the same.
+    (``data.batching.collate_needed``), and whether a model in training draws nothing at random. Where it does, dropout
+    say, a beginning is drawn for each sequence anew, and is not the same. The generators are asked besides the logits:
+    the dropout of an adapter that is still zero shows in gradients only.
     """
     try:
         with _asking(model) as ask:
@@ -70,7 +71,8 @@ def shares_prefixes(model: nn.Module) -> bool:
                 if not _close(beside, alone, model):
                     return False
             model.train()
-            return torch.equal(ask(first), ask(first))
+            before = _generators(shared.device)
+            return torch.equal(ask(first), ask(first)) and torch.equal(before, _generators(shared.device))
     except REFUSALS:
         return False
 
@@ -256,6 +258,12 @@ def _tokens(model: nn.Module, length: int, seed: int) -> Tensor:
     vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
     drawn = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
     return drawn.to(_device(model))
+
+
+def _generators(device: torch.device) -> Tensor:
+    """The state of those that a model on ``device`` draws from."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return torch.cat([torch.get_rng_state(), *own])
 
 
 def _device(model: nn.Module) -> torch.device:
