@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import FalconConfig, FalconForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -598,6 +598,16 @@ def test_tied_modules_that_are_both_trained_whole_stay_tied():
     merge_into_base(model)
     assert model.config.tie_word_embeddings is True
     torch.testing.assert_close(logits(model), before, **CLOSE)
+
+
+def test_a_weight_that_two_modules_share_is_in_a_checkpoint_under_both_names(tmp_path):
+    adapter, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
+    shaken(model)
+    save_file(adapter.state(model), tmp_path / "adapter_model.safetensors")  # refuses names that share memory
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    first, second = (weight for name, weight in held.items() if "lora_" not in name)
+    assert torch.equal(first, second)
+    assert torch.equal(first, model.get_output_embeddings().modules_to_save["default"].weight)
 
 
 def test_two_adapters_live_in_one_model(tmp_path):

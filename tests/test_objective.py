@@ -11,13 +11,14 @@ from burnish.core.types import IGNORE_INDEX, Example
 from burnish.data.batching import BatchingOptions, collator, pack
 from burnish.data.stream import _blank
 from burnish.data.tally import Tally
+from burnish.engine.options import EngineOptions
 from burnish.models.attention import lay_flat
 from burnish.objectives.base import OBJECTIVES
 from burnish.objectives.lm import LmOptions, PretrainObjective, SftObjective, learned_positions
 from burnish.objectives.neftune import sequence_lengths
 from tiny_shapes import tiny
 
-Options = union("Options", LmOptions, BatchingOptions)
+Options = union("Options", LmOptions, BatchingOptions, EngineOptions)
 
 
 def rows(num=8, seed=0, weights=False):
@@ -255,6 +256,15 @@ def test_the_loss_of_a_router_is_added_as_transformers_adds_it(family):
 def test_the_loss_of_a_router_is_refused_where_there_is_none():
     with pytest.raises(UserError, match="router_aux_loss_coef"):
         fitted(tiny(), router_aux_loss_coef=0.1)
+
+
+def test_the_loss_of_a_router_is_refused_where_it_would_have_no_gradient():
+    """Reentrant checkpointing: the router's answers that reach the loss were made without a graph."""
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="the loss would move nothing"):
+        fitted(tiny("mixtral"), **reentrant)
+    for given in (reentrant | {"router_aux_loss_coef": 0.0}, {"gradient_checkpointing": True}):
+        fitted(tiny("mixtral"), **given)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------

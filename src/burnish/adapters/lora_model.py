@@ -221,13 +221,16 @@ def merge_into_base(model: nn.Module) -> nn.Module:
 
 
 def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Adapter ``name`` as a file holds it."""
-    return {
-        f"{FILE_PREFIX}{path}.{key}": tensor.detach()
-        for path, module in adapter_modules(model)
-        if name in module.adapters
-        for key, tensor in module.state(name).items()
-    }
+    """Adapter ``name`` as a file holds it: a weight that two modules share is there under both names, as two tensors,
+    because safetensors refuses names that share memory."""
+    found: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for path, module in adapter_modules(model):
+        for key, tensor in module.state(name).items() if name in module.adapters else ():
+            is_shared = tensor.data_ptr() in places and not tensor.is_meta
+            found[f"{FILE_PREFIX}{path}.{key}"] = tensor.detach().clone() if is_shared else tensor.detach()
+            places.add(tensor.data_ptr())
+    return found
 
 
 def load_adapter_state(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> None:

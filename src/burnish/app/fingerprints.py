@@ -24,8 +24,8 @@ _KNOWN_BY_CONTENT_OR_HARMLESS = frozenset(
 )  # fmt: skip
 _HARMLESS = frozenset(
     {"per_device_eval_batch_size", "logging_nan_inf_filter", "on_non_finite", "engine", "gradient_checkpointing",
-     "gradient_checkpointing_kwargs", "padding_free", "max_tokens_per_batch", "torch_compile", "torch_compile_backend",
-     "torch_compile_mode"}
+     "gradient_checkpointing_kwargs", "padding_free", "needed_tokens_only", "max_tokens_per_batch", "torch_compile",
+     "torch_compile_backend", "torch_compile_mode"}
 )  # fmt: skip
 _HARMLESS_PREFIXES = ("dataloader_", "ddp_", "fsdp", "bf16_full", "fp16_full", "badam_verbose", "eval_")
 LIBRARIES = ("torch", "transformers")

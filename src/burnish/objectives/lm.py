@@ -121,9 +121,12 @@ class LmObjective:
         Returns:
             Sentences for a person.
         Raises:
-            UserError: where ``fused_loss`` is asked for and the head of the model does not allow it.
+            UserError: where ``fused_loss`` is asked for and the head of the model does not allow it, and where the loss
+                of a router would have no gradient.
         """
         self.collate = partial(collate_learned, collate)
+        if aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef) and _is_reentrant(self.options):
+            raise UserError(_ROUTER_WITHOUT_GRADIENT)
         if self.options.fused_loss is False:
             return []
         self.head = find_head(model)
@@ -304,6 +307,18 @@ class ModelWithLoss(nn.Module):
         if aux is None:
             return Loss(sums.total, named, outputs)
         return Loss(sums.total + self._aux_coefficient * aux, named | {"aux_loss": aux.detach()}, outputs)
+
+
+def _is_reentrant(options: Any) -> bool:
+    given = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
+    return bool((given or {}).get("use_reentrant"))
+
+
+_ROUTER_WITHOUT_GRADIENT = Problem(
+    'gradient_checkpointing_kwargs: "use_reentrant" is true, and the model has a router. That way runs a layer without '
+    "a graph first, and what the router says there is what its loss is made of: the loss would move nothing.",
+    remedy="Leave use_reentrant out, or set router_aux_loss_coef: 0.",
+)
 
 
 def aux_coefficient(model: Any, given: float | None) -> float:
