@@ -230,6 +230,8 @@ SHARED = {
     "per_device_train_batch_size": {"engine"},  # a file of DeepSpeed says these three again
     "gradient_accumulation_steps": {"engine"},
     "max_grad_norm": {"engine"},
+    "gradient_checkpointing": {"objectives"},  # one kind of it takes the gradient from a router's loss
+    "gradient_checkpointing_kwargs": {"objectives"},
     "seed": {"models", "optim"},  # whoever draws numbers of its own
 }
 """Options that other components read too, and why."""

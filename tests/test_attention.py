@@ -299,3 +299,14 @@ def test_a_head_that_does_more_than_it_says_is_not_believed():
 def _capped(output):
     output.logits = 30 * torch.tanh(output.logits / 30)
     return output
+
+
+@pytest.mark.parametrize("window", [None, 5, 4200])
+def test_few_tokens_behind_many_shared_ones_make_no_square_of_all_keys(window):
+    """It would be the square of the longest row; the mask is what that square says of these tokens."""
+    length, before = 3, attention._MOST_KEPT + 10
+    size = before + length
+    made = attention._band(length, before, before, window, torch.bfloat16, torch.device("cpu"))
+    assert made.untyped_storage().nbytes() == length * size * 2
+    distance = torch.arange(before, size)[:, None] - torch.arange(size)
+    assert torch.equal(made == 0, (distance >= 0) & (distance < (window or size)))

@@ -219,7 +219,10 @@ def _band(
         before: keys before the first token, and ``filled`` the places that they take, the last of them empty.
     """
     size = before + length
-    whole = _square(-(-size // 256) * 256, window, dtype, device)[before:size, :size]
+    if before and size > _MOST_KEPT:  # a few rows of it, and a square of all keys would be gigabytes
+        whole = _additive(length, before, window, dtype, device)
+    else:
+        whole = _square(-(-size // 256) * 256, window, dtype, device)[before:size, :size]
     if filled == before:
         return whole
     return torch.cat(
@@ -227,12 +230,21 @@ def _band(
     )
 
 
+_MOST_KEPT = 4096
+"""Keys up to which the masks of tokens that go on from shared ones are cut from a square that is kept."""
+
+
 @lru_cache(maxsize=4)
 def _square(size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    seen = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    return _additive(size, 0, window, dtype, device)
+
+
+def _additive(length: int, before: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(L, before + L) 0 where a token is seen, else -inf."""
+    seen = torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
     if window:
-        seen = seen.triu(1 - window)
-    return torch.zeros(size, size, dtype=dtype, device=device).masked_fill(~seen, float("-inf"))
+        seen = seen.triu(before + 1 - window)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
 
 
 _LENGTHS: MutableMapping[Tensor, Lengths] = WeakTensorKeyDictionary()
