@@ -18,10 +18,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any
 
 from burnish.data.pre_tokens import Ids
-from burnish.data.word_premises import words_of
+from burnish.data.word_premises import lone_byte, words_of
 from burnish.data.words import Words, any_of
 
 _MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; hidden itself should a text hold it
@@ -55,16 +56,22 @@ class Encoder:
         self._control = re.compile(f"({any_of(sorted(self._tokens, key=len, reverse=True))})")
         self._shown = re.compile(f"{_MARK}.", re.DOTALL)
 
-    @cached_property
+    @property
     def identity(self) -> str:
         """Changes whenever the ids of some text would."""
+        return self._state[0]
+
+    @cached_property
+    def _state(self) -> tuple[str, bytes | None]:
+        """The hash of everything that ids depend on, and the ``lone_byte``; the JSON itself takes megabytes."""
         tokenizer = self.tokenizer
         state = (
             self._backend().to_str()
             if tokenizer.is_fast
             else f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())}"
         )
-        return blake2b(f"{state} {sorted(self._texts.values())}".encode(), digest_size=16).hexdigest()
+        hashed = blake2b(f"{state} {sorted(self._texts.values())}".encode(), digest_size=16)
+        return hashed.hexdigest(), lone_byte(state)
 
     def hide(self, text: str, *, assistant: bool = False) -> str:
         """The text with its special tokens made harmless; in an assistant's text the words of ``keep`` stay."""
@@ -81,14 +88,15 @@ class Encoder:
         """Text -> ids: each distinct text once, what cannot be read by words in one call of the tokenizer."""
         ids: dict[str, Ids] = {}
         whole = []
+        distinct = list(dict.fromkeys(texts))
+        plain = [text for text in distinct if _MARK not in text]
         words = self._words()
-        for text in dict.fromkeys(texts):
-            if _MARK in text:
-                ids[text] = array("i", self._around_hidden(text))
-            elif words and (found := words.ids(text)) is not None:
-                ids[text] = found
-            else:
+        for text, found in zip(plain, words.ids(plain) if words else repeat(None), strict=False):
+            if found is None:
                 whole.append(text)
+            else:
+                ids[text] = found
+        ids |= {text: array("i", self._around_hidden(text)) for text in distinct if _MARK in text}
         return ids | dict(zip(whole, self._batch(whole), strict=True)) if whole else ids
 
     def continued(self, text: str) -> list[int]:
@@ -121,8 +129,8 @@ class Encoder:
         found: dict[int, tuple[Ids, list[tuple[int, int]]]] = {}
         ordinary = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
         if words := self._words():
-            by_words = ((at, words.located(texts[at], positions[at])) for at in ordinary)
-            found = {at: both for at, both in by_words if both is not None}
+            by_words = words.located([texts[at] for at in ordinary], [positions[at] for at in ordinary])
+            found = {at: both for at, both in zip(ordinary, by_words, strict=True) if both is not None}
         with_offsets = [at for at in ordinary if at not in found]
         for at, encoding in zip(with_offsets, self._encodings([texts[at] for at in with_offsets]), strict=True):
             starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
@@ -136,7 +144,7 @@ class Encoder:
 
     @cached_property
     def _read_words(self) -> Words | None:
-        return words_of(self.tokenizer)
+        return words_of(self.tokenizer, lambda: self._state[1])
 
     def _words(self) -> Words | None:
         if self._read_words:

@@ -14,10 +14,14 @@ from __future__ import annotations
 import re
 from array import array
 from codecs import charmap_decode
-from collections.abc import Callable
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, compress, pairwise
 from typing import Any, TypeAlias
 from unicodedata import category, is_normalized
+
+import numpy as np
+
+from burnish.data.found_ids import Found, ended, laid, merged
 
 Ids: TypeAlias = "array[int]"
 """Token ids, or labels, of 32 bits: laid end to end and written at the speed of memory, as no list is."""
@@ -37,33 +41,9 @@ PATTERNS = (GPT2, QWEN2, LLAMA3, QWEN3_5)
 ROOM = 1 << 20  # characters of what is remembered under one key or another: some 150,000 words, 30 MB
 _LONGEST = 48  # characters: what is longer seldom comes again
 _LONG_WORD = 24  # characters
-_NONE = "\0"  # the stand-in of a character that has none
-
-
-class Whole(Exception):
-    """The text is read faster, or only, by the tokenizer as a whole."""
-
-
-class Memory(dict[str, bytes]):
-    """Text -> array bytes of ids; a text that is not in it is read when it is asked for, and kept if it is short.
-
-    Args:
-        read: what gives the ids of a text.
-    """
-
-    def __init__(self, read: Callable[[str], bytes]) -> None:
-        self._read = read
-        self._room = ROOM
-
-    def __missing__(self, text: str) -> bytes:
-        found = self._read(text)
-        if len(text) <= _LONGEST:
-            if self._room < 0:
-                self.clear()
-                self._room = ROOM
-            self[text] = found
-            self._room -= len(text)
-        return found
+_TOGETHER = 200  # pre-tokens in one call of the model; it takes longer for each where they are more
+_BETWEEN, _NONE = "\0", "\x01"  # stands between pieces; is the stand-in of a character that has none
+_END = -1  # stands for _BETWEEN among ids
 
 
 class PreTokens:
@@ -72,47 +52,87 @@ class PreTokens:
     Args:
         backend: the tokenizer proper.
         pattern: one of ``PATTERNS``.
+        lone: a byte that is in no token but its own, None where there is none; asked for where it saves time.
     """
 
-    def __init__(self, backend: Any, pattern: str) -> None:
+    def __init__(self, backend: Any, pattern: str, lone: Callable[[], bytes | None]) -> None:
         self._backend, self._model = backend, backend.model
         self._cut = re.compile(_in_ascii(pattern), re.ASCII).findall
         self._stand_ins = _StandIns(pattern, is_normalised=backend.normalizer is not None)
-        self._known = Memory(self._by_model)
+        self._lone = lone
+        self._known: dict[str, bytes] = {}
+        self._room = ROOM
 
-    def read(self, piece: str) -> bytes:
-        """Array bytes of the ids. Raises Whole for a long piece that cannot be cut."""
-        pre_tokens = self.of(piece)
-        if pre_tokens is None:
-            refuse_long(piece)
-            return by_tokenizer(self._backend, piece)
-        return b"".join(map(self._known.__getitem__, pre_tokens))
+    def read(self, pieces: Sequence[bytes]) -> Found:
+        """The ids of pieces in UTF-8; none for a long one that cannot be cut."""
+        is_word = [piece[piece[:1] == b" " :].isalpha() for piece in pieces]  # every pattern takes it for one pre-token
+        words = self._by_model(list(compress(pieces, is_word)))
+        others = self._by_pattern([piece.decode() for piece, is_one in zip(pieces, is_word, strict=True) if not is_one])
+        return merged(words, others, is_word)
 
     def of(self, piece: str) -> list[str] | None:
-        """The pre-tokens of a piece, None where a character has no stand-in."""
-        if piece.isascii():
-            found: list[str] = self._cut(piece)
-            return found
+        """The pre-tokens of a piece, None where it cannot be cut."""
         shape = piece.translate(self._stand_ins)
-        if _NONE in shape:
-            return None
-        borders = accumulate(map(len, self._cut(shape)), initial=0)
-        return [piece[start:end] for start, end in pairwise(borders)]
+        return None if _NONE in shape or _BETWEEN in shape else _parted(piece, self._cut(shape))
 
-    def _by_model(self, pre_token: str) -> bytes:
-        named, _ = charmap_decode(pre_token.encode(), "strict", _BYTE_NAMES)
-        return array("i", [token.id for token in self._model.tokenize(named)]).tobytes()
+    def _by_pattern(self, pieces: Sequence[str]) -> Found:
+        shapes = [piece if piece.isascii() else piece.translate(self._stand_ins) for piece in pieces]
+        can_be_cut = [not (_NONE in shape or _BETWEEN in shape) for shape in shapes]
+        cut = self._by_pre_tokens(list(compress(pieces, can_be_cut)), list(compress(shapes, can_be_cut)))
+        whole = [piece for piece, is_cut in zip(pieces, can_be_cut, strict=True) if not is_cut]
+        read = laid([None if is_long(piece) else by_tokenizer(self._backend, piece) for piece in whole])
+        return merged(cut, read, can_be_cut)
+
+    def _by_pre_tokens(self, pieces: Sequence[str], shapes: Sequence[str]) -> Found:
+        """Args: shapes: the pieces in characters that have a class within ASCII."""
+        pre_tokens = _parted("".join(p + _BETWEEN for p in pieces), self._cut("".join(s + _BETWEEN for s in shapes)))
+        if self._room < 0:
+            self._known, self._room = {}, ROOM
+        new = [pre_token for pre_token in dict.fromkeys(pre_tokens) if pre_token not in self._known]
+        ids, counts = self._by_model([pre_token.encode() for pre_token in new])
+        borders = (np.append(0, counts.cumsum()) * ids.itemsize).tolist()
+        raw = ids.tobytes()
+        self._known.update(zip(new, (raw[start:end] for start, end in pairwise(borders)), strict=True))
+        self._known[_BETWEEN] = array("i", [_END]).tobytes()
+        found = np.frombuffer(b"".join(map(self._known.__getitem__, pre_tokens)), np.int32)
+        for pre_token in new:
+            if len(pre_token) > _LONGEST:
+                del self._known[pre_token]
+            else:
+                self._room -= len(pre_token)
+        return ended(found, _END)
+
+    def _by_model(self, pre_tokens: Sequence[bytes]) -> Found:
+        """The ids of each; several in one call, with a byte between them that is merged with no other."""
+        lone = self._lone() if len(pre_tokens) > _TOGETHER else None
+        if lone is None:
+            return laid([self._ids(pre_token) for pre_token in pre_tokens])
+        some = (pre_tokens[start : start + _TOGETHER] for start in range(0, len(pre_tokens), _TOGETHER))
+        found = chain.from_iterable(self._ids(lone.join(each) + lone) for each in some)
+        return ended(np.fromiter(found, np.int32), *self._ids(lone))
+
+    def _ids(self, text: bytes) -> list[int]:
+        named, _ = charmap_decode(text, "strict", _BYTE_NAMES)
+        return [token.id for token in self._model.tokenize(named)]
 
 
-def by_tokenizer(backend: Any, text: str) -> bytes:
-    """Array bytes of the ids of a text, without the offsets, which cost time."""
-    return array("i", backend.encode_batch_fast([text], add_special_tokens=False)[0].ids).tobytes()
+def _parted(text: str, shapes: list[str]) -> list[str]:
+    """A text in parts as long as those of its shape."""
+    if text.isascii():
+        return shapes
+    borders = accumulate(map(len, shapes), initial=0)
+    return [text[start:end] for start, end in pairwise(borders)]
 
 
-def refuse_long(word: str) -> None:
-    """Raises Whole for a word of a script without spaces: it is one long word after the other, and none comes again."""
-    if len(word) > _LONG_WORD and not word.isascii():
-        raise Whole
+def by_tokenizer(backend: Any, text: str) -> list[int]:
+    """The ids of a text, without the offsets, which cost time."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
+def is_long(word: str) -> bool:
+    """Whether a word is of a script without spaces: it is one long word after the other, and none comes again."""
+    return len(word) > _LONG_WORD and not word.isascii()
 
 
 # The character that stands for each byte in a byte-level vocabulary: printable ones of Latin-1 for themselves, the
@@ -157,9 +177,11 @@ def _may_change(character: str) -> bool:
 
 
 def _in_ascii(pattern: str) -> str:
-    """A pattern of tokenizers in the words of Python's, for text in ASCII."""
+    """A pattern of tokenizers in the words of Python's, for pieces in ASCII with ``_BETWEEN`` between them: that is a
+    match of its own, and the end of the text for those before it."""
     pattern = pattern.replace(r"[\p{L}\p{M}]", r"\p{L}").replace(r"\p{M}", "")
     in_brackets = re.sub(
         r"\[[^\]]*\]", lambda found: found[0].replace(r"\p{L}", "A-Za-z").replace(r"\p{N}", "0-9"), pattern
     )
-    return in_brackets.replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
+    parting = in_brackets.replace("[^", rf"[^{_BETWEEN}").replace(r"(?!\S)", rf"(?![^\s{_BETWEEN}])")
+    return parting.replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]") + f"|{_BETWEEN}"

@@ -8,18 +8,22 @@ than one word.
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from burnish.data.pre_tokens import GPT2, PATTERNS, PreTokens, refuse_long
+from burnish.data.found_ids import Found, laid
+from burnish.data.pre_tokens import GPT2, PATTERNS, PreTokens, is_long
 from burnish.data.words import Words
 
 _SPACE = "▁"  # U+2581, which SentencePiece writes for a space
 
 
-def words_of(tokenizer: Any) -> Words | None:
-    """The words of a tokenizer, None where its texts cannot be cut into them."""
+def words_of(tokenizer: Any, lone: Callable[[], bytes | None] = lambda: None) -> Words | None:
+    """The words of a tokenizer, None where its texts cannot be cut into them.
+
+    Args:
+        lone: gives ``lone_byte`` of the tokenizer's state.
+    """
     if not tokenizer.is_fast:
         return None
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder
@@ -34,12 +38,25 @@ def words_of(tokenizer: Any) -> Words | None:
     ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
     if pattern := _byte_level_pattern(normalizer, pre_tokenizer):
         ascii_only = normalizer is not None and bool(late)
-        pre_tokens = PreTokens(backend, pattern)
+        pre_tokens = PreTokens(backend, pattern, lone)
         return Words(backend, ids, late, ascii_only, pre_tokens.read, pre_tokens.of)
     is_spaced = _writes_spaces(normalizer, pre_tokenizer) and not model.ignore_merges
     if late or not is_spaced or not _parts_words(backend):
         return None
-    return Words(backend, ids, [_SPACE], False, _spaced_piece(model))
+    return Words(backend, ids, [_SPACE], False, _spaced_pieces(model))
+
+
+def lone_byte(state: str) -> bytes | None:
+    """A byte that no token of a byte-level vocabulary holds but the one that it is itself.
+
+    Args:
+        state: the tokenizer as JSON: each token and each merge stands in it.
+    """
+    names = (chr(byte) for byte in _IN_NO_UTF8 if state.count(chr(byte)) == state.count(f'"{chr(byte)}":') == 1)
+    return next((name.encode("latin-1") for name in names), None)
+
+
+_IN_NO_UTF8 = (*range(0xF5, 0x100), 0xC0, 0xC1)  # named by themselves in a byte-level vocabulary
 
 
 def _state(part: Any) -> Any:
@@ -86,9 +103,8 @@ def _parts_words(backend: Any) -> bool:
     return _SPACE in vocabulary and not any(_SPACE in token.lstrip(_SPACE) for token in vocabulary)
 
 
-def _spaced_piece(model: Any) -> Callable[[str], bytes]:
-    def read(piece: str) -> bytes:
-        refuse_long(piece)
-        return array("i", [token.id for token in model.tokenize(piece.replace(" ", _SPACE))]).tobytes()
+def _spaced_pieces(model: Any) -> Callable[[Sequence[bytes]], Found]:
+    def ids(piece: str) -> list[int] | None:
+        return None if is_long(piece) else [token.id for token in model.tokenize(piece.replace(" ", _SPACE))]
 
-    return read
+    return lambda pieces: laid([ids(piece.decode()) for piece in pieces])

@@ -1,18 +1,21 @@
 """Text -> ids, word by word: a word that was tokenised before is looked up and not tokenised again.
 
-In: a text. Out: the very ids of the tokenizer, or None where they cannot be had this way; the caller asks the tokenizer
-itself then. Words follow Zipf's law, so that most of a text is repeats, and a look-up costs a small part of what a
-tokenizer needs for a word.
+In: texts. Out: the very ids of the tokenizer, or None for a text whose ids cannot be had this way; the caller asks the
+tokenizer itself then. Words follow Zipf's law, so that most of a text is repeats, and a look-up costs a small part of
+what a tokenizer needs for a word.
 
 A text may be cut where no token can span the cut and no side changes how the other is read:
 
 - at a token that was added to the vocabulary: the tokenizer cuts there first;
-- before a space that follows something else than whitespace (``_CUT``). With byte-level BPE that holds under the
-  patterns of ``pre_tokens.py``: in none of them a space matches but at the start of a pre-token, and a lookahead looks
-  at what follows whitespace only. With BPE over "▁" for spaces it holds where no token of the vocabulary has a "▁"
-  behind another character, for a merge across the cut would make one.
+- before a space that follows something else than whitespace. With byte-level BPE that holds under the patterns of
+  ``pre_tokens.py``: in none of them a space matches but at the start of a pre-token, and a lookahead looks at what
+  follows whitespace only. With BPE over "▁" for spaces it holds where no token of the vocabulary has a "▁" behind
+  another character, for a merge across the cut would make one.
+- with byte-level BPE also behind a letter or a digit of ASCII, before anything of ASCII that is of another kind: in
+  none of the patterns something follows letters, or digits, within a pre-token.
 
-``word_premises.py`` holds these premises against a tokenizer. A word is read by the tokenizer's own model.
+``word_premises.py`` holds these premises against a tokenizer; ``piece_table.py`` looks the words up. Texts go through
+numpy together, as UTF-8 with marks between them that no UTF-8 has.
 """
 
 from __future__ import annotations
@@ -20,15 +23,23 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
 from typing import Any
 
-from burnish.data.pre_tokens import ROOM, Ids, Memory, Whole, by_tokenizer, refuse_long
+import numpy as np
 
-_CUT = re.compile(r"(?<=\S)(?= )")
+from burnish.data.found_ids import Found, Numbers, laid, merged, stretches
+from burnish.data.piece_table import PADDING, ROOM, PieceTable
+from burnish.data.pre_tokens import Ids, by_tokenizer, is_long
+
+# P pieces of all texts of a block, K tokens of all of them.
+
+_TEXT, _TOKEN, _BEHIND = 0xFF, 0xFD, 0xFE
+_MARKS = bytes([_TEXT, _TOKEN, _BEHIND])
+"""What follows begins a text, is an added token, stands behind one."""
+_BLOCK = 1 << 17  # characters that are read together: what numpy makes of them stays in the processor's cache
 _ANY_WORD = "a"
-_ITEM = array("i").itemsize
 
 
 class Words:
@@ -39,111 +50,116 @@ class Words:
         added: the content of each added token, and its id.
         refused: a text that holds one of these cannot be cut at its added tokens.
         ascii_only: refuse all other texts too.
-        read: the ids of what stands between two cuts, a space and a word. Raises Whole where it had better not be read
-            by itself.
-        pre_tokens: what a piece is cut into, where a text at the beginning, or behind an added token, is read as any
-            other piece; None where it is not.
+        read: gives the ids of pieces that stand where they may be cut; of those that no space opens only where
+            ``pre_tokens`` are given.
+        pre_tokens: what a piece is cut into, where one at the beginning, or behind an added token, is read as any other
+            piece; None where it is not.
     """
 
     def __init__(
         self, backend: Any, added: dict[str, int], refused: Sequence[str], ascii_only: bool,
-        read: Callable[[str], bytes], pre_tokens: Callable[[str], list[str] | None] | None = None,
+        read: Callable[[Sequence[bytes]], Found],
+        pre_tokens: Callable[[str], list[str] | None] | None = None,
     ) -> None:  # fmt: skip
         self._backend = backend
-        self._added = {content: array("i", [token]).tobytes() for content, token in added.items()}
-        self._control = re.compile(f"({any_of(added)})")
+        self._added = {bytes([_TOKEN]) + content.encode(): [token_id] for content, token_id in added.items()}
+        self._control = re.compile(f"({any_of(added)})".encode())
         self._token = next(iter(added), "")
         self._refused, self._ascii_only = refused, ascii_only
         self._read, self._pre_tokens = read, pre_tokens
-        self._inner = Memory(self._closed)  # words that follow a space and are followed by one
-        self._last = Memory(lambda word: read(" " + word))  # words that follow a space and end their segment
-        self._first = Memory(read if pre_tokens else self._opening)
-        self._behind_token = Memory(read if pre_tokens else self._opening_behind_token)
+        self._table = PieceTable(self._read_new)
         self._borders: dict[tuple[str, str, int], tuple[int, int]] = {}
         self._room = ROOM
 
-    def ids(self, text: str) -> Ids | None:
-        """The ids of a text, None where it cannot be cut or nothing is gained by it."""
-        if not self._may_be_cut(text):
-            return None
-        try:
-            return _numbers(b"".join(self._by_segment(self._control.split(text))))
-        except Whole:
-            return None
+    def ids(self, texts: Sequence[str]) -> list[Ids | None]:
+        """The ids of each text, None where it cannot be cut or nothing is gained by it."""
+        found: list[Ids | None] = [None] * len(texts)
+        for block in self._blocks(texts):
+            for at, ids in zip(block, self._block([texts[at] for at in block]).by_text(), strict=True):
+                found[at] = ids
+        return found
 
-    def located(self, text: str, positions: Sequence[int]) -> tuple[Ids, list[tuple[int, int]]] | None:
-        """The ids of a text, and where each character position falls among them, as ``Encoder.boundaries`` says it."""
-        if not self._may_be_cut(text):
-            return None
-        segments = self._control.split(text)
-        try:
-            found = self._by_segment(segments)
-        except Whole:
-            return None
-        starts = [0, *accumulate(map(len, segments))]
-        counts = [0, *accumulate(len(ids) // _ITEM for ids in found)]
-        borders = []
-        for position in positions:
-            at = bisect_right(starts, position) - 1
-            inside = position - starts[at]
-            if inside and at % 2:
-                borders.append((counts[at], counts[at + 1]))
-            else:
-                ended, begun = self._border(segments[at], inside, at > 0) if inside else (0, 0)
-                borders.append((counts[at] + ended, counts[at] + begun))
-        return _numbers(b"".join(found)), borders
+    def located(
+        self, texts: Sequence[str], positions: Sequence[Sequence[int]]
+    ) -> list[tuple[Ids, list[tuple[int, int]]] | None]:
+        """The ids of each text, and where its character positions fall among them, as ``Encoder.boundaries`` says."""
+        found: list[tuple[Ids, list[tuple[int, int]]] | None] = [None] * len(texts)
+        for block in self._blocks(texts):
+            read = self._block([texts[at] for at in block])
+            for number, (at, ids) in enumerate(zip(block, read.by_text(), strict=True)):
+                if ids is not None:
+                    places = read.places(number, texts[at], positions[at])
+                    found[at] = ids, [self._border(*place) for place in places]
+        return found
+
+    def _blocks(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Numbers of texts that may be cut, some at a time."""
+        block: list[int] = []
+        size = 0
+        for at, text in enumerate(texts):
+            if self._may_be_cut(text):
+                block.append(at)
+                size += len(text)
+            if size > _BLOCK:
+                yield block
+                block, size = [], 0
+        if block:
+            yield block
 
     def _may_be_cut(self, text: str) -> bool:
         return not any(word in text for word in self._refused) and (not self._ascii_only or text.isascii())
 
-    def _by_segment(self, segments: Sequence[str]) -> list[bytes]:
-        """The ids of each segment; every second one is an added token."""
-        return [self._added[s] if at % 2 else self._segment(s, at > 0) for at, s in enumerate(segments)]
+    def _block(self, texts: Sequence[str]) -> _Block:
+        joined = b"".join([b"\xff" + text.encode() for text in texts])
+        marked = self._control.sub(b"\xfd\\1\xfe", joined)
+        begins = _cuts(np.frombuffer(marked, np.uint8), _CUTS if self._pre_tokens else _CUTS_AT_SPACES)
+        ends = np.append(begins[1:], len(marked))
+        return _Block(marked, begins, *self._table.look_up(marked + PADDING, begins, ends))
 
-    def _segment(self, text: str, follows: bool) -> bytes:
-        """The ids of a text without added tokens. ``follows``: it stands behind one."""
-        if not text:
-            return b""
-        first = self._behind_token if follows else self._first
-        opening, *inner = text.split(" ")
-        if not inner:
-            return first[opening]
-        last = inner.pop()
-        try:
-            if _is_open(opening):
-                raise _OpenWord
-            return first[opening] + b"".join(map(self._inner.__getitem__, inner)) + self._last[last]
-        except _OpenWord:  # not every space is a cut
-            pieces = _CUT.split(text)
-            return first[pieces[0]] + b"".join(self._last[piece[1:]] for piece in pieces[1:])
+    def _read_new(self, pieces: Sequence[bytes]) -> Found:
+        tokens = laid([self._added[piece] for piece in pieces if piece[0] == _TOKEN])
+        others = self._read_text([piece for piece in pieces if piece[0] != _TOKEN])
+        return merged(tokens, others, [piece[0] == _TOKEN for piece in pieces])
 
-    def _opening(self, piece: str) -> bytes:
-        refuse_long(piece)
-        return by_tokenizer(self._backend, piece)
+    def _read_text(self, pieces: Sequence[bytes]) -> Found:
+        if self._pre_tokens:
+            return self._read([piece.lstrip(_MARKS) for piece in pieces])
+        openings = laid([self._opening(piece) for piece in pieces if piece[0] in _MARKS])
+        others = self._read([piece for piece in pieces if piece[0] not in _MARKS])
+        return merged(openings, others, [piece[0] in _MARKS for piece in pieces])
 
-    def _opening_behind_token(self, piece: str) -> bytes:
-        refuse_long(piece)
-        return by_tokenizer(self._backend, self._token + piece)[_ITEM:]
+    def _opening(self, piece: bytes) -> list[int] | None:
+        """The ids of a piece that no space opens, where such a one is not read as any other."""
+        text = piece[1:].decode()
+        if is_long(text):
+            return None
+        if piece[0] == _TEXT:
+            return by_tokenizer(self._backend, text)
+        return by_tokenizer(self._backend, self._token + text)[1:]
 
-    def _closed(self, word: str) -> bytes:
-        if _is_open(word):
-            raise _OpenWord
-        return self._read(" " + word)
+    def _border(self, before: int, count: int, piece: bytes, position: int) -> tuple[int, int]:
+        """Where a position within a piece falls among the tokens of its text.
 
-    def _border(self, segment: str, position: int, follows: bool) -> tuple[int, int]:
-        """Where a position within a segment falls among the segment's tokens."""
-        start, end = _cut_before(segment, position), _cut_after(segment, position)
-        before = len(self._segment(segment[:start], follows)) // _ITEM
-        if start == position:
-            return before, before
-        piece, position = segment[start:end], position - start
+        Args:
+            before, count: tokens before the piece, and its own.
+            position: in bytes, behind the piece's mark.
+        """
+        mark, plain = piece[0], piece.lstrip(_MARKS)
+        if position in (0, len(plain)):
+            at = before + count if position else before
+            return at, at
+        if mark == _TOKEN:
+            return before, before + count
+        text, position = plain.decode(), len(plain[:position].decode())
         # A piece is read behind something that it may follow, as it is in its text.
-        prefix = "" if self._pre_tokens else _ANY_WORD if start else self._token if follows else ""
-        if pre_tokens := self._pre_tokens and self._pre_tokens(piece):
+        prefix = ""
+        if pre_tokens := self._pre_tokens and self._pre_tokens(text):
             start, end = _cuts_around(pre_tokens, position)
-            before += len(self._read(piece[:start])) // _ITEM
-            piece, position = piece[start:end], position - start
-        ended, begun = self._border_in_piece(prefix, piece, position) if position else (0, 0)
+            before += len(self._read([text[:start].encode()])[0])
+            text, position = text[start:end], position - start
+        elif not self._pre_tokens:
+            prefix = {_TEXT: "", _BEHIND: self._token}.get(mark, _ANY_WORD)
+        ended, begun = self._border_in_piece(prefix, text, position) if position else (0, 0)
         return before + ended, before + begun
 
     def _border_in_piece(self, prefix: str, piece: str, position: int) -> tuple[int, int]:
@@ -151,7 +167,7 @@ class Words:
         if key not in self._borders:
             if self._room < 0:
                 self._borders, self._room = {}, ROOM
-            num_before = len(by_tokenizer(self._backend, prefix)) // _ITEM
+            num_before = len(by_tokenizer(self._backend, prefix))
             offsets = self._backend.encode(prefix + piece, add_special_tokens=False).offsets
             position += len(prefix)
             ended, begun = (
@@ -163,26 +179,93 @@ class Words:
         return self._borders[key]
 
 
-class _OpenWord(Exception):
-    """The space behind a word is no cut."""
+class _Block:
+    """Some texts, read.
+
+    Args:
+        marked: the bytes of all of them.
+        begins: (P,) where pieces begin; a piece goes to the next one, and its first byte may be a mark.
+        ids: (K,) of all pieces.
+        counts: (P,) tokens of each piece; -1 for one that had better not be read by itself.
+    """
+
+    def __init__(self, marked: bytes, begins: Numbers, ids: Numbers, counts: Numbers) -> None:
+        self._marked, self._begins, self._counts = marked, begins, counts
+        self._first_bytes = np.frombuffer(marked, np.uint8)[begins]
+        self._texts = np.flatnonzero(self._first_bytes == _TEXT)  # the first piece of each text
+        self._before = np.append(0, np.maximum(counts, 0).cumsum())  # (P + 1,) tokens before each piece
+        self._raw, self._item = ids.tobytes(), ids.itemsize
+
+    def by_text(self) -> Iterator[Ids | None]:
+        """The ids of each text, None where a piece of it has none."""
+        is_whole = np.logical_or.reduceat(self._counts < 0, self._texts)
+        borders = (np.append(self._before[self._texts], self._before[-1]) * self._item).tolist()
+        for refused, (start, end) in zip(is_whole.tolist(), pairwise(borders), strict=True):
+            yield None if refused else array("i", self._raw[start:end])
+
+    def places(self, number: int, text: str, positions: Sequence[int]) -> Iterator[tuple[int, int, bytes, int]]:
+        """What stands around positions in a text.
+
+        Returns:
+            (before, count, piece, position) per position: tokens of the text before the piece around it, and of the
+            piece; the piece; and how many of its bytes, without its mark, stand before the position.
+        """
+        some = slice(self._texts[number], self._texts[number + 1] if number + 1 < len(self._texts) else None)
+        begins, is_marked = self._begins[some], self._first_bytes[some] >= _TOKEN
+        marks = begins[is_marked]
+        unmarked = marks - marks[0] - np.arange(len(marks))  # where each mark would stand without the marks
+        ends = np.append(self._begins, len(self._marked))[some.start + 1 :]
+        for position in positions:
+            bytes_before = len(text[:position].encode())
+            place = bytes_before + int(marks[0]) + int(np.searchsorted(unmarked, bytes_before, "right"))
+            at = int(np.searchsorted(begins, place, "right")) - 1
+            piece = self._marked[begins[at] : ends[at]]
+            before = self._before[some.start + at] - self._before[some.start]
+            yield int(before), int(self._counts[some.start + at]), piece, place - int(begins[at] + is_marked[at])
 
 
-def _cut_before(text: str, position: int) -> int:
-    """The last cut at or before a position, 0 where there is none."""
-    at = position + 1
-    while (at := text.rfind(" ", 0, at)) > 0:
-        if not text[at - 1].isspace():
-            return at
-    return 0
+def _cuts(text: Numbers, cuts: Numbers) -> Numbers:
+    """(P,) where pieces begin: at marks, and where ``cuts`` has a pair of kinds, but for added tokens and for spaces
+    behind whitespace beyond ASCII."""
+    kinds = _KINDS[text]
+    tokens = np.flatnonzero(text == _TOKEN) + 1
+    kinds[stretches(tokens, np.flatnonzero(text == _BEHIND) - tokens)] = _WIDE
+    begins = np.flatnonzero(cuts[kinds[:-1] * _NUM_KINDS + kinds[1:]]) + 1
+    wide = np.flatnonzero(text[begins - 1] >= 0x80)  # a space behind them, or a mark
+    at = begins[wide]
+    two = text[at - 2].astype(np.int64) << 8 | text[at - 1]
+    three = text[at - 3].astype(np.int64) << 16 | two
+    is_space = (text[at] == ord(" ")) & (np.isin(two, _WIDE_SPACES) | np.isin(three, _WIDE_SPACES))
+    return np.append(0, np.delete(begins, wide[is_space]))
 
 
-def _cut_after(text: str, position: int) -> int:
-    """The first cut behind a position, the text's end where there is none."""
-    at = position
-    while (at := text.find(" ", at + 1)) > 0:
-        if not text[at - 1].isspace():
-            return at
-    return len(text)
+# What a byte is to those that stand beside it.
+_WIDE, _LETTER, _DIGIT, _OTHER, _BLANK, _SPACE, _MARK = range(7)
+_NUM_KINDS = 7
+_SPACES = [chr(code) for code in range(0x3001) if chr(code).isspace()]  # all there are
+_WIDE_SPACES = np.array([int.from_bytes(space.encode(), "big") for space in _SPACES if not space.isascii()])
+
+
+def _kind(byte: int) -> int:
+    character = chr(byte)
+    if byte >= 0x80:
+        return _MARK if byte in _MARKS else _WIDE
+    if character.isspace():
+        return _BLANK if character == " " else _SPACE
+    return _LETTER if character.isalpha() else _DIGIT if character.isdigit() else _OTHER
+
+
+def _table(pairs: set[tuple[int, int]]) -> Numbers:
+    marked = {(kind, _MARK) for kind in range(_NUM_KINDS)}
+    return np.array([pair in pairs | marked for pair in product(range(_NUM_KINDS), repeat=2)])
+
+
+_KINDS = np.array([_kind(byte) for byte in range(256)], np.uint8)
+_AT_SPACES = {(kind, _BLANK) for kind in (_WIDE, _LETTER, _DIGIT, _OTHER)}
+_BEHIND_RUNS = {
+    (kind, other) for kind in (_LETTER, _DIGIT) for other in (_LETTER, _DIGIT, _OTHER, _SPACE) if kind != other
+}
+_CUTS_AT_SPACES, _CUTS = _table(_AT_SPACES), _table(_AT_SPACES | _BEHIND_RUNS)
 
 
 def _cuts_around(pre_tokens: Sequence[str], position: int) -> tuple[int, int]:
@@ -199,17 +282,6 @@ def _cuts_around(pre_tokens: Sequence[str], position: int) -> tuple[int, int]:
             break
         start = end
     return start, end
-
-
-def _is_open(word: str) -> bool:
-    """Whether the space behind a word is no cut: more whitespace stands before it."""
-    return not word or word[-1].isspace()
-
-
-def _numbers(found: bytes) -> Ids:
-    numbers = array("i")
-    numbers.frombytes(found)
-    return numbers
 
 
 def any_of(texts: Sequence[str] | dict[str, int]) -> str:
