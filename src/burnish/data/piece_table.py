@@ -20,7 +20,7 @@ from burnish.data.found_ids import Found, Numbers, starts, stretches
 # P pieces, E entries of the table.
 
 ROOM = 1 << 20  # bytes of the pieces that are remembered: some 150,000 words, 30 MB
-LONGEST = 48  # bytes of a piece that is remembered
+LONGEST = 96  # bytes of a piece that is remembered
 PADDING = bytes(16)
 """To stand behind the text: sixteen bytes are looked at from where a piece begins."""
 

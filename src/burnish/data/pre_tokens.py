@@ -41,7 +41,7 @@ PATTERNS = (GPT2, QWEN2, LLAMA3, QWEN3_5)
 ROOM = 1 << 20  # characters of what is remembered under one key or another: some 150,000 words, 30 MB
 _LONGEST = 48  # characters: what is longer seldom comes again
 _LONG_WORD = 24  # characters
-_TOGETHER = 200  # pre-tokens in one call of the model; it takes longer for each where they are more
+_TOGETHER = 50  # pre-tokens in one call of the model; it takes longer for each where they are more
 _BETWEEN, _NONE = "\0", "\x01"  # stands between pieces; is the stand-in of a character that has none
 _END = -1  # stands for _BETWEEN among ids
 

@@ -4,18 +4,9 @@ In: texts. Out: the very ids of the tokenizer, or None for a text whose ids cann
 tokenizer itself then. Words follow Zipf's law, so that most of a text is repeats, and a look-up costs a small part of
 what a tokenizer needs for a word.
 
-A text may be cut where no token can span the cut and no side changes how the other is read:
-
-- at a token that was added to the vocabulary: the tokenizer cuts there first;
-- before a space that follows something else than whitespace. With byte-level BPE that holds under the patterns of
-  ``pre_tokens.py``: in none of them a space matches but at the start of a pre-token, and a lookahead looks at what
-  follows whitespace only. With BPE over "▁" for spaces it holds where no token of the vocabulary has a "▁" behind
-  another character, for a merge across the cut would make one.
-- with byte-level BPE also behind a letter or a digit of ASCII, before anything of ASCII that is of another kind: in
-  none of the patterns something follows letters, or digits, within a pre-token.
-
-``word_premises.py`` holds these premises against a tokenizer; ``piece_table.py`` looks the words up. Texts go through
-numpy together, as UTF-8 with marks between them that no UTF-8 has.
+``cuts.py`` says where a text may be cut, ``word_premises.py`` which tokenizers it may be cut for, and
+``piece_table.py`` looks up what stands between two cuts. Texts go through numpy together, as UTF-8 with marks between
+them.
 """
 
 from __future__ import annotations
@@ -24,21 +15,19 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from burnish.data.found_ids import Found, Numbers, laid, merged, stretches
+from burnish.data.cuts import BEHIND, MARKS, TEXT, TOKEN, cuts
+from burnish.data.found_ids import Found, Numbers, laid, merged
 from burnish.data.piece_table import PADDING, ROOM, PieceTable
 from burnish.data.pre_tokens import Ids, by_tokenizer, is_long
 
 # P pieces of all texts of a block, K tokens of all of them.
 
-_TEXT, _TOKEN, _BEHIND = 0xFF, 0xFD, 0xFE
-_MARKS = bytes([_TEXT, _TOKEN, _BEHIND])
-"""What follows begins a text, is an added token, stands behind one."""
-_BLOCK = 1 << 17  # characters that are read together: what numpy makes of them stays in the processor's cache
+_BLOCK = 1 << 16  # characters that are read together: what numpy makes of them stays in the processor's cache
 _ANY_WORD = "a"
 
 
@@ -62,7 +51,7 @@ class Words:
         pre_tokens: Callable[[str], list[str] | None] | None = None,
     ) -> None:  # fmt: skip
         self._backend = backend
-        self._added = {bytes([_TOKEN]) + content.encode(): [token_id] for content, token_id in added.items()}
+        self._added = {bytes([TOKEN]) + content.encode(): [token_id] for content, token_id in added.items()}
         self._control = re.compile(f"({any_of(added)})".encode())
         self._token = next(iter(added), "")
         self._refused, self._ascii_only = refused, ascii_only
@@ -112,28 +101,28 @@ class Words:
     def _block(self, texts: Sequence[str]) -> _Block:
         joined = b"".join([b"\xff" + text.encode() for text in texts])
         marked = self._control.sub(b"\xfd\\1\xfe", joined)
-        begins = _cuts(np.frombuffer(marked, np.uint8), _CUTS if self._pre_tokens else _CUTS_AT_SPACES)
+        begins = cuts(marked, is_fine=self._pre_tokens is not None)
         ends = np.append(begins[1:], len(marked))
         return _Block(marked, begins, *self._table.look_up(marked + PADDING, begins, ends))
 
     def _read_new(self, pieces: Sequence[bytes]) -> Found:
-        tokens = laid([self._added[piece] for piece in pieces if piece[0] == _TOKEN])
-        others = self._read_text([piece for piece in pieces if piece[0] != _TOKEN])
-        return merged(tokens, others, [piece[0] == _TOKEN for piece in pieces])
+        tokens = laid([self._added[piece] for piece in pieces if piece[0] == TOKEN])
+        others = self._read_text([piece for piece in pieces if piece[0] != TOKEN])
+        return merged(tokens, others, [piece[0] == TOKEN for piece in pieces])
 
     def _read_text(self, pieces: Sequence[bytes]) -> Found:
         if self._pre_tokens:
-            return self._read([piece.lstrip(_MARKS) for piece in pieces])
-        openings = laid([self._opening(piece) for piece in pieces if piece[0] in _MARKS])
-        others = self._read([piece for piece in pieces if piece[0] not in _MARKS])
-        return merged(openings, others, [piece[0] in _MARKS for piece in pieces])
+            return self._read([piece.lstrip(MARKS) for piece in pieces])
+        openings = laid([self._opening(piece) for piece in pieces if piece[0] in MARKS])
+        others = self._read([piece for piece in pieces if piece[0] not in MARKS])
+        return merged(openings, others, [piece[0] in MARKS for piece in pieces])
 
     def _opening(self, piece: bytes) -> list[int] | None:
         """The ids of a piece that no space opens, where such a one is not read as any other."""
         text = piece[1:].decode()
         if is_long(text):
             return None
-        if piece[0] == _TEXT:
+        if piece[0] == TEXT:
             return by_tokenizer(self._backend, text)
         return by_tokenizer(self._backend, self._token + text)[1:]
 
@@ -144,11 +133,11 @@ class Words:
             before, count: tokens before the piece, and its own.
             position: in bytes, behind the piece's mark.
         """
-        mark, plain = piece[0], piece.lstrip(_MARKS)
+        mark, plain = piece[0], piece.lstrip(MARKS)
         if position in (0, len(plain)):
             at = before + count if position else before
             return at, at
-        if mark == _TOKEN:
+        if mark == TOKEN:
             return before, before + count
         text, position = plain.decode(), len(plain[:position].decode())
         # A piece is read behind something that it may follow, as it is in its text.
@@ -158,7 +147,7 @@ class Words:
             before += len(self._read([text[:start].encode()])[0])
             text, position = text[start:end], position - start
         elif not self._pre_tokens:
-            prefix = {_TEXT: "", _BEHIND: self._token}.get(mark, _ANY_WORD)
+            prefix = {TEXT: "", BEHIND: self._token}.get(mark, _ANY_WORD)
         ended, begun = self._border_in_piece(prefix, text, position) if position else (0, 0)
         return before + ended, before + begun
 
@@ -192,7 +181,7 @@ class _Block:
     def __init__(self, marked: bytes, begins: Numbers, ids: Numbers, counts: Numbers) -> None:
         self._marked, self._begins, self._counts = marked, begins, counts
         self._first_bytes = np.frombuffer(marked, np.uint8)[begins]
-        self._texts = np.flatnonzero(self._first_bytes == _TEXT)  # the first piece of each text
+        self._texts = np.flatnonzero(self._first_bytes == TEXT)  # the first piece of each text
         self._before = np.append(0, np.maximum(counts, 0).cumsum())  # (P + 1,) tokens before each piece
         self._raw, self._item = ids.tobytes(), ids.itemsize
 
@@ -211,7 +200,7 @@ class _Block:
             piece; the piece; and how many of its bytes, without its mark, stand before the position.
         """
         some = slice(self._texts[number], self._texts[number + 1] if number + 1 < len(self._texts) else None)
-        begins, is_marked = self._begins[some], self._first_bytes[some] >= _TOKEN
+        begins, is_marked = self._begins[some], self._first_bytes[some] >= TOKEN
         marks = begins[is_marked]
         unmarked = marks - marks[0] - np.arange(len(marks))  # where each mark would stand without the marks
         ends = np.append(self._begins, len(self._marked))[some.start + 1 :]
@@ -222,50 +211,6 @@ class _Block:
             piece = self._marked[begins[at] : ends[at]]
             before = self._before[some.start + at] - self._before[some.start]
             yield int(before), int(self._counts[some.start + at]), piece, place - int(begins[at] + is_marked[at])
-
-
-def _cuts(text: Numbers, cuts: Numbers) -> Numbers:
-    """(P,) where pieces begin: at marks, and where ``cuts`` has a pair of kinds, but for added tokens and for spaces
-    behind whitespace beyond ASCII."""
-    kinds = _KINDS[text]
-    tokens = np.flatnonzero(text == _TOKEN) + 1
-    kinds[stretches(tokens, np.flatnonzero(text == _BEHIND) - tokens)] = _WIDE
-    begins = np.flatnonzero(cuts[kinds[:-1] * _NUM_KINDS + kinds[1:]]) + 1
-    wide = np.flatnonzero(text[begins - 1] >= 0x80)  # a space behind them, or a mark
-    at = begins[wide]
-    two = text[at - 2].astype(np.int64) << 8 | text[at - 1]
-    three = text[at - 3].astype(np.int64) << 16 | two
-    is_space = (text[at] == ord(" ")) & (np.isin(two, _WIDE_SPACES) | np.isin(three, _WIDE_SPACES))
-    return np.append(0, np.delete(begins, wide[is_space]))
-
-
-# What a byte is to those that stand beside it.
-_WIDE, _LETTER, _DIGIT, _OTHER, _BLANK, _SPACE, _MARK = range(7)
-_NUM_KINDS = 7
-_SPACES = [chr(code) for code in range(0x3001) if chr(code).isspace()]  # all there are
-_WIDE_SPACES = np.array([int.from_bytes(space.encode(), "big") for space in _SPACES if not space.isascii()])
-
-
-def _kind(byte: int) -> int:
-    character = chr(byte)
-    if byte >= 0x80:
-        return _MARK if byte in _MARKS else _WIDE
-    if character.isspace():
-        return _BLANK if character == " " else _SPACE
-    return _LETTER if character.isalpha() else _DIGIT if character.isdigit() else _OTHER
-
-
-def _table(pairs: set[tuple[int, int]]) -> Numbers:
-    marked = {(kind, _MARK) for kind in range(_NUM_KINDS)}
-    return np.array([pair in pairs | marked for pair in product(range(_NUM_KINDS), repeat=2)])
-
-
-_KINDS = np.array([_kind(byte) for byte in range(256)], np.uint8)
-_AT_SPACES = {(kind, _BLANK) for kind in (_WIDE, _LETTER, _DIGIT, _OTHER)}
-_BEHIND_RUNS = {
-    (kind, other) for kind in (_LETTER, _DIGIT) for other in (_LETTER, _DIGIT, _OTHER, _SPACE) if kind != other
-}
-_CUTS_AT_SPACES, _CUTS = _table(_AT_SPACES), _table(_AT_SPACES | _BEHIND_RUNS)
 
 
 def _cuts_around(pre_tokens: Sequence[str], position: int) -> tuple[int, int]:
