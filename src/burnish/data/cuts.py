@@ -91,9 +91,12 @@ def _clauses(text: Numbers) -> Numbers:
     at = at[at > 3]
     at = at[np.isin(_three(text, at), _PUNCTUATION)]
     before = _three(text, at - 3)
-    return at[(before >= _HAN[0]) & (before <= _HAN[1])]
+    found: Numbers = at[(before >= _HAN[0]) & (before <= _HAN[1])]
+    return found
 
 
 def _three(text: Numbers, at: Numbers) -> Numbers:
     """The three bytes from each place on, as one number."""
-    return text[at].astype(np.int32) << 16 | text[at + 1].astype(np.int32) << 8 | text[at + 2]
+    first, second, third = (text[at + place].astype(np.int32) for place in range(3))
+    code: Numbers = first << 16 | second << 8 | third
+    return code

@@ -30,6 +30,7 @@ from burnish.data.tools import TOOL_FORMATS, ToolError, describe_tools, read_cal
 
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
+Borders: TypeAlias = "list[tuple[int, int]]"
 _ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
 
 
@@ -264,19 +265,27 @@ class SlotFormat:
 
     def _content_of(self, source: Written, target: Written, ids: Mapping[str, Ids]) -> tuple[list[bool], list[bool]]:
         """For each token of a question and of its answer: is it of a message's content?"""
-        marks = [[m for element in half.elements for m in self._marks(element, ids)] for half in (source, target)]
+        texts = dict.fromkeys(e for half in (source, target) for e in half.elements if not isinstance(e, int))
+        edges = [list(accumulate(map(len, text))) for text in texts]
+        located = self.encoder.located(["".join(text) for text in texts], edges)
+        borders: dict[Element, Borders] = {text: found for text, (_, found) in zip(texts, located, strict=True)}
+        marks = [
+            [mark for e in half.elements for mark in _marks(len(_tokens(e, ids)), borders.get(e, []))]
+            for half in (source, target)
+        ]
         return marks[0], marks[1]
 
-    def _marks(self, element: Element, ids: Mapping[str, Ids]) -> list[bool]:
-        marks = [False] * len(_tokens(element, ids))
-        if isinstance(element, int) or len(element) == 1:
-            return marks
-        edges = list(accumulate(map(len, element)))
-        borders = self.encoder.boundaries("".join(element), edges)
-        for part in range(1, len(element), 2):
-            begun, ended = borders[part - 1][1], borders[part][0]
-            marks[begun:ended] = [True] * max(0, ended - begun)
-        return marks
+
+def _marks(length: int, borders: Borders) -> list[bool]:
+    """Which tokens of an element are of the record.
+
+    Args:
+        borders: where each of its parts ends; of the template's parts and the record's in turn.
+    """
+    marks = [False] * length
+    for (_, begun), (ended, _) in zip(borders[::2], borders[1::2], strict=False):
+        marks[begun:ended] = [True] * max(0, ended - begun)
+    return marks
 
 
 def _words(spec: TemplateSpec) -> list[str]:

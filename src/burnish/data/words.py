@@ -57,7 +57,7 @@ class Words:
         self._refused, self._ascii_only = refused, ascii_only
         self._read, self._pre_tokens = read, pre_tokens
         self._table = PieceTable(self._read_new)
-        self._borders: dict[tuple[str, str, int], tuple[int, int]] = {}
+        self._borders: dict[tuple[bytes, int], tuple[int, int]] = {}
         self._room = ROOM
 
     def ids(self, texts: Sequence[str]) -> list[Ids | None]:
@@ -139,33 +139,32 @@ class Words:
             return at, at
         if mark == TOKEN:
             return before, before + count
-        text, position = plain.decode(), len(plain[:position].decode())
-        # A piece is read behind something that it may follow, as it is in its text.
-        prefix = ""
-        if pre_tokens := self._pre_tokens and self._pre_tokens(text):
-            start, end = _cuts_around(pre_tokens, position)
-            before += len(self._read([text[:start].encode()])[0])
-            text, position = text[start:end], position - start
-        elif not self._pre_tokens:
-            prefix = {TEXT: "", BEHIND: self._token}.get(mark, _ANY_WORD)
-        ended, begun = self._border_in_piece(prefix, text, position) if position else (0, 0)
-        return before + ended, before + begun
-
-    def _border_in_piece(self, prefix: str, piece: str, position: int) -> tuple[int, int]:
-        key = (prefix, piece, position)
+        key = (piece, position)
         if key not in self._borders:
             if self._room < 0:
                 self._borders, self._room = {}, ROOM
-            num_before = len(by_tokenizer(self._backend, prefix))
-            offsets = self._backend.encode(prefix + piece, add_special_tokens=False).offsets
-            position += len(prefix)
-            ended, begun = (
-                bisect_right([e for _, e in offsets], position),
-                bisect_left([s for s, _ in offsets], position),
-            )
-            self._borders[key] = ended - num_before, begun - num_before
+            self._borders[key] = self._inside(mark, plain.decode(), len(plain[:position].decode()))
             self._room -= len(piece)
-        return self._borders[key]
+        ended, begun = self._borders[key]
+        return before + ended, before + begun
+
+    def _inside(self, mark: int, piece: str, position: int) -> tuple[int, int]:
+        """Where a position within a piece falls among the piece's tokens, asked of the tokenizer."""
+        # A piece is read behind something that it may follow, as it is in its text.
+        prefix = {TEXT: "", BEHIND: self._token}.get(mark, _ANY_WORD)
+        before = 0
+        if self._pre_tokens:
+            prefix = ""
+            start, end = _cuts_around(self._pre_tokens(piece) or [piece], position)
+            before = len(self._read([piece[:start].encode()])[0])
+            piece, position = piece[start:end], position - start
+        if not position:
+            return before, before
+        before -= len(by_tokenizer(self._backend, prefix))
+        offsets = self._backend.encode(prefix + piece, add_special_tokens=False).offsets
+        position += len(prefix)
+        ended = bisect_right([end for _, end in offsets], position)
+        return before + ended, before + bisect_left([start for start, _ in offsets], position)
 
 
 class _Block:
