@@ -1,12 +1,15 @@
 """Texts read word by word against the same texts read whole by the tokenizer: ids, and where characters fall."""
 
 import random
+from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from burnish.data import piece_table, pre_tokens, word_premises
+from burnish.data import found_ids, piece_table, pre_tokens, word_premises, words
 from burnish.data.encoder import Encoder
 from burnish.data.word_premises import words_of
 from burnish.data.words import Words
@@ -100,6 +103,24 @@ def test_a_text_read_by_words_has_the_ids_of_the_whole_text(name, alphabet):
     assert len(by_words) > 300
     for text, ids in by_words:
         assert list(ids) == backend.encode(text, add_special_tokens=False).ids, repr(text)
+
+
+CHINESE = "今天天气很好，我们去公园。你呢？一二三：甲；乙！鿿㐀々"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_texts_read_together_have_the_ids_of_each(name, monkeypatch):
+    monkeypatch.setattr(words, "_BLOCK", 2000)  # several blocks
+    backend = TOKENIZERS[name]()
+    encoder = Encoder(fast(backend))
+    drawn = random.Random(4)
+    long = ["".join(drawn.choices("abcXYZ", k=drawn.randrange(1, 40))) for _ in range(200)]
+    given = [*texts(400, ASCII, 5), *texts(400, UNICODE + CHINESE, 6), " ".join(long), "", " ", *long]
+    given += ["".join(drawn.choices([*CHINESE, " ", "a", "1", "’", "<s>"], k=30)) for _ in range(200)]
+    drawn.shuffle(given)
+    for _ in range(2):  # what is new, and what is known
+        for text, ids in encoder.encode(given).items():
+            assert ids.tolist() == backend.encode(text, add_special_tokens=False).ids, repr(text)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -211,6 +232,54 @@ def test_words_are_forgotten_when_they_are_too_many(monkeypatch):
         text = f"<s>number {at} of {at * 7} is {at * 13} words</s>"
         assert list(found.ids([text])[0]) == backend.encode(text).ids
     assert len(found._table) < 30
+
+
+def test_pieces_are_found_again_however_many_and_however_long_they_are():
+    drawn = random.Random(7)
+    asked = []
+
+    def read(pieces):
+        asked.extend(pieces)
+        return found_ids.laid([None if piece[:1] == b"x" else list(piece[::3]) for piece in pieces])
+
+    table = piece_table.PieceTable(read)
+    pieces = [bytes(drawn.choices(b"ab\0x\xc3", k=drawn.choice([1, 2, 7, 8, 9, 14, 15, 16, 40]))) for _ in range(6000)]
+    for _ in range(3):
+        some = drawn.sample(pieces, 4000)
+        ends = np.cumsum([len(piece) for piece in some])
+        begins = np.append(0, ends[:-1])
+        ids, counts = table.look_up(b"".join(some) + piece_table.PADDING, begins, ends)
+        expected = [[] if piece[:1] == b"x" else list(piece[::3]) for piece in some]
+        assert ids.tolist() == [number for numbers in expected for number in numbers]
+        assert counts.tolist() == [-1 if p[:1] == b"x" else len(e) for p, e in zip(some, expected, strict=True)]
+    assert len(table) > 2000
+    assert len(asked) == len(set(asked))
+
+
+def test_a_long_piece_is_read_and_not_remembered():
+    table = piece_table.PieceTable(lambda pieces: found_ids.laid([[len(piece)] for piece in pieces]))
+    long = b"a" * (piece_table.LONGEST + 1)
+    for _ in range(2):
+        text = long + b"b" + long
+        ends = np.array([len(long), len(long) + 1, len(text)])
+        ids, _ = table.look_up(text + piece_table.PADDING, np.append(0, ends[:-1]), ends)
+        assert ids.tolist() == [len(long), 1, len(long)]
+    assert len(table) == 1
+
+
+def test_many_new_words_are_read_in_one_call_with_a_byte_between_them_that_is_in_no_token():
+    backend = byte_level(pre_tokens.QWEN2)
+    lone = word_premises.lone_byte(backend.to_str())
+    assert lone == b"\xf5"
+    assert word_premises.lone_byte(backend.to_str().replace('"th"', '"thõ"')) == b"\xf6"
+    found = words_of(fast(backend), lambda: lone)
+    drawn = random.Random(8)
+    text = " ".join("".join(drawn.choices("theandon'.", k=6)) for _ in range(500))
+    calls = Counter()
+    model = found._read.__self__._model
+    found._read.__self__._model = SimpleNamespace(tokenize=lambda named: calls.update(n=1) or model.tokenize(named))
+    assert list(found.ids([text])[0]) == backend.encode(text).ids
+    assert 0 < calls["n"] < 60
 
 
 def test_a_truncation_that_somebody_else_asked_for_is_not_ours():
