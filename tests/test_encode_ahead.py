@@ -322,3 +322,13 @@ def test_explain_says_that_the_rest_is_encoded_while_training(user, capsys):
 def test_what_needs_all_rows_first_is_refused(user, capsys, other):
     assert run(user, encode_ahead=True, **other) == 2
     assert f'"encode_ahead" is true, and {next(iter(other))} needs all rows' in "".join(capsys.readouterr())
+
+
+def test_a_set_that_cannot_be_large_is_not_indexed_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps([{"instruction": "{" * 4, "output": "b"}] * 10), encoding="utf-8")
+    assert not record_index.may_hold_more([path], 50)
+    assert record_index.may_hold_more([path], 49)
+    assert record_index.may_hold_more([path, path], 50)
+    monkeypatch.setattr(record_index.RecordIndex, "spans", lambda *given: pytest.fail("indexed"))
+    assert len(load_datasets(data_options(dataset=[str(path)]), 0, Tally(), may_run_ahead=True).train) == 10

@@ -271,7 +271,8 @@ def test_many_new_words_are_read_in_one_call_with_a_byte_between_them_that_is_in
     backend = byte_level(pre_tokens.QWEN2)
     lone = word_premises.lone_byte(backend.to_str())
     assert lone == b"\xf5"
-    assert word_premises.lone_byte(backend.to_str().replace('"th"', '"thõ"')) == b"\xf6"
+    token = max(backend.get_vocab(), key=len)
+    assert word_premises.lone_byte(backend.to_str().replace(f'"{token}":', f'"{token}õ":')) == b"\xf6"
     found = words_of(fast(backend), lambda: lone)
     drawn = random.Random(8)
     text = " ".join("".join(drawn.choices("theandon'.", k=6)) for _ in range(500))

@@ -38,6 +38,7 @@ from burnish.data.json_files import Values, read_json
 from burnish.data.layouts import layout_of, missing_columns
 from burnish.data.mixing import merged, sampled, split
 from burnish.data.options import DataOptions, check_data
+from burnish.data.record_index import may_hold_more
 from burnish.data.records import Layout
 from burnish.data.tables import TABLES, MappedTable
 from burnish.data.tally import Tally
@@ -185,8 +186,10 @@ class _Loading:
 
     def _indexes(self, source: Source) -> Sequence[Table] | None:
         """The records of the source, where they are to stay in its files."""
-        indexes = _tables(source, self.options, is_asked=self.stays)
         limits = (source.num_samples or sys.maxsize, self.options.max_samples or sys.maxsize)
+        if not self.stays and min(limits) <= LARGE:
+            return None
+        indexes = _tables(source, self.options, is_asked=self.stays)
         num_records = min(sum(map(len, indexes or [])), *limits)
         return indexes if num_records > (0 if self.stays else LARGE) else None
 
@@ -261,7 +264,7 @@ def _tables(source: Source, options: Any, is_asked: bool) -> Sequence[Table] | N
     if source.kind == "file":
         files = data_files(source.location)
         is_json = all(READERS[path.suffix.lower()] is read_json for path in files)
-        return [_table(path) for path in files] if is_asked or is_json else None
+        return [_table(path) for path in files] if is_asked or (is_json and may_hold_more(files, LARGE)) else None
     if is_asked and source.kind in ("hf_hub", "ms_hub"):
         return [MappedTable(Path(source.location), _REMOTE[source.kind](source, options))]
     if options.streaming and source.kind == "cloud":

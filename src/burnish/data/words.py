@@ -99,8 +99,9 @@ class Words:
         return not any(word in text for word in self._refused) and (not self._ascii_only or text.isascii())
 
     def _block(self, texts: Sequence[str]) -> _Block:
-        joined = b"".join([b"\xff" + text.encode() for text in texts])
-        marked = self._control.sub(b"\xfd\\1\xfe", joined)
+        parts = self._control.split(b"".join([b"\xff" + text.encode() for text in texts]))
+        parts[1::2] = [b"\xfd" + token + b"\xfe" for token in parts[1::2]]
+        marked = b"".join(parts)
         begins = cuts(marked, is_fine=self._pre_tokens is not None)
         ends = np.append(begins[1:], len(marked))
         return _Block(marked, begins, *self._table.look_up(marked + PADDING, begins, ends))
