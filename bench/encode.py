@@ -6,10 +6,10 @@ FILE is a JSON list of alpaca or sharegpt records of your own, with as many rows
 conversations are drawn from the words of ``material.py``. The tokenizer is the one in MATERIAL/model.
 
 Each library prepares a few conversations, then again a few and all of them, in one process and without a cache. What
-the first time takes is left out: libraries are imported then. The difference of the other two is what the rest takes. It
-is taken again and again, at least three times and for some seconds, and the median counts: a core that others use too
-runs at half its speed for a second or two, and a library that is done within a fifth of a second meets that or does not.
-Nothing is kept from one time to the next. Out: the line of ``gauge.py``.
+the first time takes is left out: libraries are imported then. The difference of the other two is what the rest takes.
+It is measured at least three times and for some seconds, and the median counts: a core that others use too runs at half
+its speed for a second or two, and a library that is done in a fifth of a second meets that, or does not. Nothing is
+kept from one time to the next. Out: the line of ``gauge.py``.
 """
 
 from __future__ import annotations

@@ -278,9 +278,26 @@ def test_many_new_words_are_read_in_one_call_with_a_byte_between_them_that_is_in
     text = " ".join("".join(drawn.choices("theandon'.", k=6)) for _ in range(500))
     calls = Counter()
     model = found._read.__self__._model
-    found._read.__self__._model = SimpleNamespace(tokenize=lambda named: calls.update(n=1) or model.tokenize(named))
+    found._read.__self__._model = SimpleNamespace(
+        ignore_merges=False, tokenize=lambda named: calls.update(n=1) or model.tokenize(named)
+    )
     assert list(found.ids([text])[0]) == backend.encode(text).ids
     assert 0 < calls["n"] < 60
+
+
+def test_a_word_that_no_merge_makes_is_one_token_where_the_tokenizer_looks_for_whole_words_first():
+    learned = byte_level(pre_tokens.LLAMA3)
+    merges = [tuple(merge) for merge in word_premises._state(learned.model)["merges"]]
+    vocabulary = {**learned.get_vocab(), "Ġzqzq": 500, "qz": 501}
+    backend = byte_level(pre_tokens.LLAMA3)
+    for ignores in (True, False):
+        backend.model = models.BPE(vocabulary, merges, ignore_merges=ignores)
+        text = " ".join(
+            ["", "zqzq", "a", *(f"z{a}{b}" for a in "abcdefghi" for b in "stuvwxyz"), "zqzq", "xzqzq", "qz"]
+        )
+        ids = backend.encode(text).ids
+        assert (500 in ids) == ignores
+        assert list(Encoder(fast(backend)).encode([text])[text]) == ids
 
 
 def test_a_truncation_that_somebody_else_asked_for_is_not_ours():

@@ -103,6 +103,14 @@ class PreTokens:
         return ended(found, _END)
 
     def _by_model(self, pre_tokens: Sequence[bytes]) -> Found:
+        if not self._model.ignore_merges:
+            return self._by_merges(pre_tokens)
+        tokens = [self._model.token_to_id(_named(pre_token)) for pre_token in pre_tokens]  # whole where there is one
+        is_token = [token is not None for token in tokens]
+        others = [pre_token for pre_token, is_one in zip(pre_tokens, is_token, strict=True) if not is_one]
+        return merged(laid([[token] for token in tokens if token is not None]), self._by_merges(others), is_token)
+
+    def _by_merges(self, pre_tokens: Sequence[bytes]) -> Found:
         """The ids of each; several in one call, with a byte between them that is merged with no other."""
         lone = self._lone() if len(pre_tokens) > _TOGETHER else None
         if lone is None:
@@ -112,8 +120,12 @@ class PreTokens:
         return ended(np.fromiter(found, np.int32), *self._ids(lone))
 
     def _ids(self, text: bytes) -> list[int]:
-        named, _ = charmap_decode(text, "strict", _BYTE_NAMES)
-        return [token.id for token in self._model.tokenize(named)]
+        return [token.id for token in self._model.tokenize(_named(text))]
+
+
+def _named(text: bytes) -> str:
+    """Bytes by the names that they have in the vocabulary."""
+    return charmap_decode(text, "strict", _BYTE_NAMES)[0]
 
 
 def _parted(text: str, shapes: list[str]) -> list[str]:

@@ -214,9 +214,8 @@ class SlotFormat:
             return ("", self.encoder.hide(message.content))
         text = self.encoder.hide(message.content, assistant=True)
         if message.role == "assistant":
-            has_thought = any(
-                word in text for word in self.spec.thought_words
-            )  # a fraction of the time of a search for both
+            # Faster than a search for either of two words that begin differently.
+            has_thought = any(word in text for word in self.spec.thought_words)
             return ("", *(self._thought_words.split(text) if has_thought else (text,)))
         before, calls = read_calls(text, self.spec.thought_words, self.spec.tool_call_words)
         return ("", before, TOOL_FORMATS[self.spec.tool_format].write(calls))

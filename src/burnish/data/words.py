@@ -187,10 +187,10 @@ class _Block:
 
     def by_text(self) -> Iterator[Ids | None]:
         """The ids of each text, None where a piece of it has none."""
-        is_whole = np.logical_or.reduceat(self._counts < 0, self._texts)
+        is_refused = np.logical_or.reduceat(self._counts < 0, self._texts)
         borders = (np.append(self._before[self._texts], self._before[-1]) * self._item).tolist()
-        for refused, (start, end) in zip(is_whole.tolist(), pairwise(borders), strict=True):
-            yield None if refused else array("i", self._raw[start:end])
+        for has_none, (start, end) in zip(is_refused.tolist(), pairwise(borders), strict=True):
+            yield None if has_none else array("i", self._raw[start:end])
 
     def places(self, number: int, text: str, positions: Sequence[int]) -> Iterator[tuple[int, int, bytes, int]]:
         """What stands around positions in a text.
