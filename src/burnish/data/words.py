@@ -15,6 +15,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -199,18 +200,27 @@ class _Block:
             (before, count, piece, position) per position: tokens of the text before the piece around it, and of the
             piece; the piece; and how many of its bytes, without its mark, stand before the position.
         """
-        some = slice(self._texts[number], self._texts[number + 1] if number + 1 < len(self._texts) else None)
-        begins, is_marked = self._begins[some], self._first_bytes[some] >= TOKEN
-        marks = begins[is_marked]
-        unmarked = marks - marks[0] - np.arange(len(marks))  # where each mark would stand without the marks
-        ends = np.append(self._begins, len(self._marked))[some.start + 1 :]
+        begins, before, counts, texts, marks, unmarked = self._lists
+        first, behind = texts[number], texts[number + 1]
+        first_mark, behind_marks = (bisect_left(marks, begins[piece]) for piece in (first, behind))
         for position in positions:
-            bytes_before = len(text[:position].encode())
-            place = bytes_before + int(marks[0]) + int(np.searchsorted(unmarked, bytes_before, "right"))
-            at = int(np.searchsorted(begins, place, "right")) - 1
-            piece = self._marked[begins[at] : ends[at]]
-            before = self._before[some.start + at] - self._before[some.start]
-            yield int(before), int(self._counts[some.start + at]), piece, place - int(begins[at] + is_marked[at])
+            place = begins[first] + (position if text.isascii() else len(text[:position].encode()))
+            place += bisect_right(unmarked, place - first_mark, first_mark, behind_marks) - first_mark
+            at = bisect_right(begins, place, first, behind) - 1
+            piece = self._marked[begins[at] : begins[at + 1]]
+            inside = place - begins[at] - (piece[0] in MARKS)
+            yield before[at] - before[first], counts[at], piece, inside
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], ...]:
+        """Lists, which are faster to look into one by one: where pieces begin and the block ends, tokens before each
+        piece, and its own, the first piece of each text and behind the last, where marks are, where they would be
+        without those before them."""
+        begins = [*self._begins.tolist(), len(self._marked)]
+        texts = [*self._texts.tolist(), len(self._begins)]
+        marks = self._begins[self._first_bytes >= TOKEN]
+        unmarked = marks - np.arange(len(marks))
+        return begins, self._before.tolist(), self._counts.tolist(), texts, marks.tolist(), unmarked.tolist()
 
 
 def _cuts_around(pre_tokens: Sequence[str], position: int) -> tuple[int, int]:
