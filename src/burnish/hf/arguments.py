@@ -71,7 +71,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
 
     Beyond transformers': ``on_non_finite`` (what becomes of a step whose loss or gradient is not finite),
-    ``save_in_background``, ``save_hf_format``, ``resume``, ``resume_despite_changes``.
+    ``needed_tokens_only``, ``save_in_background``, ``save_hf_format``, ``resume``, ``resume_despite_changes``.
     """
 
     if TYPE_CHECKING:  # fields of the groups that are written here; a type checker does not see into a union
@@ -86,6 +86,10 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     resume_from_checkpoint: str | None = option(None, "For the script to hand to train(); not read by the Trainer.")
     save_in_background: bool = option(False, "Train on while a checkpoint is written; on_save may come before its end.")
     on_non_finite: str = option("skip", "A step that is not finite is never applied; then stop, or skip it and go on.")
+    needed_tokens_only: bool | None = option(
+        None, "Compute the tokens of a micro-batch that its loss depends on, laid flat, and no others; where nothing "
+        "is given, on a CPU, if model, loss and batch allow it. False gives the model the padded batch.",
+    )  # fmt: skip
     save_hf_format: bool = option(False, "Checkpoints that transformers can continue too: optimizer.pt and its like.")
 
     # --- types that differ

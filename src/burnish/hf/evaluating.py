@@ -165,6 +165,8 @@ class EvaluationMethods(LossMethods, Face):
             if has_loss:
                 items = self._items(inputs, self._weight(inputs))
                 compute = takes(self.compute_loss, "num_items_in_batch")
+                if prediction_loss_only and type(self).compute_loss is LossMethods.compute_loss:
+                    return compute(model, inputs, num_items_in_batch=items).detach().mean(), None, None
                 loss, outputs = compute(model, inputs, return_outputs=True, num_items_in_batch=items)
                 loss = loss.detach().mean()
             else:

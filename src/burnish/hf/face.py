@@ -55,6 +55,8 @@ class Face:
     _engine: Engine
     _run: Run | None  # while train() goes on, and of the last call after it
     _checkpoints: Any
+    _allows_needed: dict[int, bool]  # whether a model, by its id, lets tokens be left out
+    _heads: dict[int, Any]  # how a model, by its id, makes its logits
     _train_batch_size: int  # rows of a micro-batch, which auto_find_batch_size may halve
     _accumulation: int  # micro-batches of a step
     _signature_columns: list[str] | None

@@ -23,10 +23,17 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.utils import logging
 
 from burnish.core.types import IGNORE_INDEX, Batch, Loss, Run
 from burnish.hf.face import Face
 from burnish.hf.loaders import base_model, to_device
+from burnish.hf.needed import allows_needed_only, has_plain_loss, needed_of
+from burnish.hf.sft_loss import sums_of_flat
+from burnish.ops.cross_entropy import TokenLoss
+from burnish.ops.probe import Head, causal_lm, find_head
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
 class LossMethods(Face):
@@ -72,6 +79,12 @@ class LossMethods(Face):
             () the loss, or (loss, outputs).
         """
         own = self.label_smoother is not None or self.compute_loss_func is not None
+        needed = None if own or return_outputs else self._needed(inputs)
+        head = None if needed is None or not has_plain_loss(self.model) else self._head()
+        if needed is not None and head is not None:
+            sums = sums_of_flat(model, needed, head, TokenLoss(softcap=head.softcap))
+            items = needed["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+            return sums.total / items
         labels = inputs.pop("labels") if own and "labels" in inputs else None
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -85,6 +98,28 @@ class LossMethods(Face):
         else:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _needed(self, inputs: Batch) -> Batch | None:
+        """The micro-batch laid flat, without tokens that no loss depends on; None where it has to stay as it is."""
+        wanted = self.args.needed_tokens_only
+        if wanted is None:
+            wanted = self._engine.device.type == "cpu" and not self.args.torch_compile
+        if not wanted or self.neftune_noise_alpha is not None:
+            return None
+        key = id(self.model)
+        if key not in self._allows_needed:
+            self._allows_needed = {key: allows_needed_only(self.model)}
+        return needed_of(inputs) if self._allows_needed[key] else None
+
+    def _head(self) -> Head | None:
+        """How the model makes its logits, asked once for each model; None where they have to be made whole."""
+        key = id(self.model)
+        if key not in self._heads:
+            self._heads = {key: find_head(causal_lm(self.model))}
+            if self._heads[key] is None:
+                logger.info("The model's head is not a plain linear layer; its logits are made whole.")
+        head: Head | None = self._heads[key]
+        return head
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Around a forward pass: the autocast of the run."""

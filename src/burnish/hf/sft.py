@@ -30,7 +30,7 @@ from burnish.hf.sft_checks import (
 )
 from burnish.hf.sft_collator import DataCollatorForLanguageModeling
 from burnish.hf.sft_config import SFTConfig
-from burnish.hf.sft_loss import Learned, sums_of_logits, sums_without_logits
+from burnish.hf.sft_loss import Learned, sums_of_flat, sums_of_logits, sums_without_logits
 from burnish.hf.sft_masks import AssistantMasks
 from burnish.hf.sft_rows import Preparation, column_names, first_row
 from burnish.hf.sft_setup import (
@@ -45,7 +45,7 @@ from burnish.hf.trainer import Trainer
 from burnish.models.attention import lay_flat
 from burnish.objectives.lm import learned_positions
 from burnish.ops.cross_entropy import TokenLoss, TokenSums
-from burnish.ops.probe import Head, causal_lm, find_head
+from burnish.ops.probe import Head
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -108,7 +108,6 @@ class SFTTrainer(Trainer):
         if is_peft_model(model):
             finish_peft(model, args)
         self._set_router(model, args)
-        self._heads: dict[int, Head | None] = {}
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=processing_class, compute_loss_func=compute_loss_func,
@@ -224,8 +223,11 @@ class SFTTrainer(Trainer):
             given["output_router_logits"] = True
         learned = Learned.of(labels, positions)
         head = None if return_outputs or self.compute_loss_func is not None else self._head()
+        needed = None if head is None or self.aux_loss_enabled else self._needed(inputs)
         rules = self._rules(head)
-        if head is not None:
+        if needed is not None and head is not None:
+            sums, outputs = sums_of_flat(model, needed, head, rules), None
+        elif head is not None:
             sums, outputs = sums_without_logits(model, given, learned, labels.shape[1], head, rules)
         else:
             outputs = model(**given)
@@ -235,20 +237,11 @@ class SFTTrainer(Trainer):
         else:
             items = learned.weights.sum() if num_items_in_batch is None else num_items_in_batch
             loss = sums.total / torch.as_tensor(items).clamp(min=1)
-        aux = outputs.aux_loss if self.aux_loss_enabled else None
+        aux = outputs.aux_loss if self.aux_loss_enabled and outputs is not None else None
         if aux is not None and self.compute_loss_func is None:
             loss = loss + self.router_aux_loss_coef * aux
         self._measure(sums, learned.weights.sum(), aux, self._weight(inputs) if model.training else None)
         return (loss, outputs) if return_outputs else loss
-
-    def _head(self) -> Head | None:
-        """How the model makes its logits, asked once for each model; None where they have to be made whole."""
-        key = id(self.model)
-        if key not in self._heads:
-            self._heads = {key: find_head(causal_lm(self.model))}
-            if self._heads[key] is None:
-                logger.info("The model's head is not a plain linear layer; its logits are made whole.")
-        return self._heads[key]
 
     def _rules(self, head: Head | None) -> TokenLoss:
         is_dft = self.args.loss_type == "dft"

@@ -51,6 +51,14 @@ def sums_without_logits(
     return linear_cross_entropy(hidden, weight, learned.targets, rules, bias, learned.weights), outputs
 
 
+def sums_of_flat(model: nn.Module, batch: Batch, head: Head, rules: TokenLoss) -> TokenSums:
+    """The same of a flat batch, as ``data.batching`` makes it."""
+    inputs = {name: value for name, value in batch.items() if name not in {"labels", "learned", "num_tokens"}}
+    learned = Learned.of(batch["labels"], batch["learned"])
+    width = batch["labels"].shape[1]
+    return sums_without_logits(model, {**inputs, "use_cache": False}, learned, width, head, rules)[0]
+
+
 def sums_of_logits(logits: Tensor, learned: Learned, width: int, rules: TokenLoss) -> TokenSums:
     """The same from logits (B, T, V) that are there."""
     of_learned = logits[:, -width:].flatten(0, 1)[learned.positions]

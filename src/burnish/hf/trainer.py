@@ -148,6 +148,7 @@ class Trainer(
         self.can_return_loss = can_return_loss(type(base))
         self._loss_shifts_labels = loss_shifts_labels(base)
         self.label_smoother = self._smoother()
+        self._allows_needed, self._heads = {}, {}
         self.neftune_noise_alpha = args.neftune_noise_alpha
 
     def _smoother(self) -> Any:

@@ -207,9 +207,10 @@ def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
 def _one_format(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
     """autocast where some weights are in half precision and others are not, as it is on when such a model is trained:
     without it a frozen layer in bfloat16 and a trained one in float32 do not multiply. The same where all weights are
-    in float32 under an attention that has no kernel for it."""
+    in float32 under an attention that has no kernel for it. Else none, whoever asks under one."""
     halves = _formats(model) & {torch.bfloat16, torch.float16}
-    return torch.autocast(device.type, halves.pop()) if halves and len(_formats(model)) > 1 else nullcontext()
+    is_mixed = bool(halves) and len(_formats(model)) > 1
+    return torch.autocast(device.type, halves.pop() if is_mixed else None, enabled=is_mixed)
 
 
 def _formats(model: nn.Module) -> set[torch.dtype]:

@@ -1,0 +1,159 @@
+"""A script's padded batches: only the tokens that the loss depends on are computed, and the training is the same."""
+
+import json
+
+import pytest
+import torch
+from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM
+
+from burnish import SFTConfig, SFTTrainer, Trainer, TrainingArguments
+from burnish.core.types import IGNORE_INDEX
+from burnish.hf.needed import allows_needed_only, has_plain_loss, needed_of
+from small_run import make_model
+from tiny_shapes import tiny
+
+SYSTEM = list(range(10, 60))
+
+
+def rows(num=12):
+    """Of 55 to 75 tokens, fifty of which all begin with."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(num):
+        own = torch.randint(3, 300, (int(torch.randint(5, 25, (), generator=generator)),), generator=generator).tolist()
+        made.append({"input_ids": SYSTEM + own, "labels": [IGNORE_INDEX] * (len(SYSTEM) + 2) + own[2:]})
+    return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in made]
+
+
+def trained(folder, kind, model, **given):
+    """The model after a training, its log, and how many tokens its embedding was asked for."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(make_model(folder / "model"))
+    arguments = {
+        "output_dir": str(folder / "out"), "per_device_train_batch_size": 4, "max_steps": 4, "report_to": "none",
+        "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "seed": 5, "learning_rate": 1e-3, **given,
+    }  # fmt: skip
+    if kind is Trainer:
+        collator = DataCollatorForSeq2Seq(tokenizer)
+        trainer = Trainer(model, TrainingArguments(**arguments), collator, rows(), rows()[:6])
+    else:
+        from datasets import Dataset
+
+        sets = [Dataset.from_list(some).remove_columns("attention_mask") for some in (rows(), rows()[:6])]
+        trainer = SFTTrainer(model, SFTConfig(**{"gradient_checkpointing": False, "bf16": False, **arguments}),
+                             train_dataset=sets[0], eval_dataset=sets[1], processing_class=tokenizer)  # fmt: skip
+    asked = []
+    embedding = trainer.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, ids, output: asked.append(ids[0].numel()))
+    trainer.train()
+    return trainer, asked
+
+
+def llama(folder):
+    return LlamaForCausalLM.from_pretrained(make_model(folder / "model"))
+
+
+def adapted(folder):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    return get_peft_model(llama(folder), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("make", [llama, adapted])
+def test_a_script_that_pads_trains_to_the_same_weights_with_a_third_of_the_tokens(tmp_path, kind, make):
+    given = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    needed, asked = trained(tmp_path, kind, make(tmp_path), **given)
+    padded, asked_of_padded = trained(tmp_path, kind, make(tmp_path), needed_tokens_only=False, **given)
+    assert max(asked[-2:]) < 0.5 * max(asked_of_padded[-2:])
+    for (name, ours), theirs in zip(needed.model.state_dict().items(), padded.model.state_dict().values(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-6, name
+    for ours, theirs in zip(needed.state.log_history, padded.state.log_history, strict=True):
+        for name in ours.keys() & {"loss", "eval_loss", "grad_norm", "mean_token_accuracy", "num_tokens"}:
+            assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
+
+
+def test_in_bfloat16_the_curve_stays(tmp_path):
+    needed, _ = trained(tmp_path, Trainer, llama(tmp_path), bf16=True)
+    padded, _ = trained(tmp_path, Trainer, llama(tmp_path), bf16=True, needed_tokens_only=False)
+    losses = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (needed, padded)]
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3)
+
+
+def test_who_asks_for_outputs_gets_those_of_the_padded_batch(tmp_path):
+    trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+    loss, outputs = trainer.compute_loss(trainer.model, dict(batch), return_outputs=True)
+    assert outputs.logits.shape[:2] == batch["input_ids"].shape
+    assert loss.item() == pytest.approx(trainer.compute_loss(trainer.model, dict(batch)).item(), abs=1e-6)
+
+
+def test_what_is_saved_says_nothing_of_it(tmp_path):
+    trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
+    trainer.save_model()
+    assert "burnish" not in json.dumps(json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
+
+
+# --- batches that stay padded -----------------------------------------------------------------------------------------
+
+
+def padded_batch():
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
+    return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": ids.masked_fill(ids == 0, IGNORE_INDEX)}
+
+
+def test_a_batch_that_is_filled_up_behind_its_rows_is_laid_flat():
+    flat = needed_of(padded_batch())
+    assert flat is not None
+    assert flat["input_ids"].tolist() == [[5, 6, 7, 5, 6]]
+    assert flat["labels"].tolist() == [[IGNORE_INDEX, 6, 7, 8, 6]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])},
+        {"attention_mask": torch.tensor([[1, 1, 0, 1], [1, 1, 0, 0]])},
+        {"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 0, 0]])},
+        {"labels": torch.full((2, 4), 5)},
+        {"position_ids": torch.zeros(2, 4, dtype=torch.long)},
+        {"labels": None},
+    ],
+    ids=["left", "hole", "packed", "learned padding", "positions", "no labels"],
+)
+def test_another_batch_is_left_alone(change):
+    batch = {**padded_batch(), **change}
+    assert needed_of({name: value for name, value in batch.items() if value is not None}) is None
+
+
+# --- models that get the padded batch ---------------------------------------------------------------------------------
+
+
+def test_dropout_and_attention_that_was_asked_for_and_a_routers_loss_need_the_padded_batch():
+    eager = tiny("llama")
+    eager.set_attn_implementation("eager")
+    for model in (tiny("llama", attention_dropout=0.1), eager, tiny("mixtral")):
+        assert not allows_needed_only(model)
+        assert model.config._attn_implementation in {"sdpa", "eager"} or model.config.attention_dropout
+    assert allows_needed_only(tiny("mixtral", output_router_logits=False))
+
+
+class OwnLoss(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss * 2
+        return output
+
+
+def test_a_loss_that_is_not_the_plain_one_is_asked_of_the_model():
+    plain, hooked, own = tiny("llama"), tiny("llama"), OwnLoss(tiny("llama").config)
+    hooked.register_forward_hook(lambda module, given, output: None)
+    assert has_plain_loss(plain)
+    assert not has_plain_loss(hooked)
+    assert not has_plain_loss(own)
+    plain.loss_function = lambda *args, **kwargs: torch.zeros(())
+    assert not has_plain_loss(plain)
