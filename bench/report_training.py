@@ -182,7 +182,8 @@ def batching(rounds: Sequence[Round]) -> str:
     about = (
         "Full training on the rows of the table above. Steps are of eight rows, laid flat, if nothing else is asked; a "
         "pack is as long as the longest row may be. Under a bound of tokens the steps are the same, and more "
-        "micro-batches make one."
+        "micro-batches make one. Rows behind the same words, a system prompt, are other rows, with the same labels; "
+        "what they share is computed once for a micro-batch."
     )
     return f"{about}\n\n{lines}"
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from gauge import ANSWERS
+from material import SEED, words
 
 BASE = "TRL, default"
 OURS = "burnish, bf16"
@@ -104,7 +106,7 @@ def ways() -> tuple[Setting, ...]:
     """burnish without its own ways, and then with one after the other: those that are options, and those that
     ``ways.py`` can take out."""
     options: dict[str, Any] = {"padding_free": False, "attn_implementation": "sdpa", "fused_loss": False}
-    options |= {"optim": "adamw_torch"}
+    options |= {"optim": "adamw_torch", "needed_tokens_only": False}
     without = ["elementwise", "attention", "memory", "tied", "last_layer"]
     found = []
     for name, *there in WAYS:
@@ -125,9 +127,11 @@ WAYS = (
     ("+ norms, gated layers and activations by blocks", "elementwise"),
     ("+ one gradient for embedding and head", "tied"),
     ("+ the last feed-forward part where something is learned", "last_layer"),
+    ("+ no token that nothing depends on, and what rows share once", "needed_tokens_only"),
 )  # fmt: skip
 
 
+SYSTEM = " ".join(words(Random(SEED))[:150])
 BATCHING = tuple(
     training(name, "burnish", bf16=True, num_train_epochs=1.01, **options)
     for name, options in (
@@ -135,6 +139,8 @@ BATCHING = tuple(
         ("burnish, packing", {"packing": True, "per_device_train_batch_size": 1}),
         ("burnish, grouped by length", {"train_sampling_strategy": "group_by_length"}),
         ("burnish, at most 768 tokens to a micro-batch", {"max_tokens_per_batch": 768}),
+        ("burnish, rows behind the same 150 words", {"default_system": SYSTEM}),
+        ("the same, each computing them", {"default_system": SYSTEM, "needed_tokens_only": False}),
     )
 )
 # Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,

@@ -173,7 +173,8 @@ def _words(setting):
     return dict(word.split("=", 1) for word in setting.words[3:])
 
 
-PLAIN = {"padding_free": False, "fused_loss": False, "attn_implementation": "sdpa", "optim": "adamw_torch"}
+PLAIN = {"padding_free": False, "fused_loss": False, "attn_implementation": "sdpa", "optim": "adamw_torch",
+         "needed_tokens_only": False}  # fmt: skip
 OWN = {
     "elementwise": [(build, "fuse")], "attention": [(attention, "_is_half")], "tied": [(lm, "is_plain_lookup")],
     "memory": [(base, "keep_freed_memory"), (kept, "empty")], "last_layer": [(probe, "last_feed_forward")],
