@@ -119,8 +119,8 @@ def asked(monkeypatch):
     return counts
 
 
-def adapted(**settings):
-    made = LoraLinear(nn.Linear(INPUTS, 5)).requires_grad_(False)
+def adapted(inputs=INPUTS, **settings):
+    made = LoraLinear(nn.Linear(inputs, 5)).requires_grad_(False)
     made.add("one", LoraSettings(**{"rank": 4, "alpha": 4, **settings}))
     made.factors("one")[1].data.normal_()
     made.active = ["one"]
@@ -134,6 +134,15 @@ def test_a_layer_asked_about_another_tensor_or_once_more_answers_by_itself(asked
         found = [first(x), second(other), first(x)]
     for ours, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, plain)
+    assert asked == [2]
+
+
+def test_a_layer_of_another_width_is_no_sibling_and_one_that_is_named_twice_is_one(asked):
+    first, second, x, wide = adapted(), adapted(), torch.randn(3, INPUTS), torch.randn(3, 2 * INPUTS)
+    other = adapted(inputs=2 * INPUTS)
+    with together(first, other, second, second):
+        found = first(x), other(wide), second(x)
+    torch.testing.assert_close(found, (first(x), other(wide), second(x)))
     assert asked == [2]
 
 

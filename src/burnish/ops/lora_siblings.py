@@ -104,7 +104,7 @@ def together(*layers: nn.Module) -> Iterator[None]:
 
     One that is then asked about another tensor, or once more, answers by itself.
     """
-    adapted = [layer for layer in layers if hasattr(layer, "adapted") and "forward" not in vars(layer)]
+    adapted = [layer for layer in dict.fromkeys(layers) if hasattr(layer, "adapted") and "forward" not in vars(layer)]
     if len(adapted) < 2:
         yield
         return
@@ -137,7 +137,12 @@ class _Answers:
 
     def _all(self, x: Tensor) -> dict[nn.Module, Tensor]:
         asked = [(layer, cast("AdaptedLayer", layer).adapted(x)) for layer in self._layers]
-        alike = {layer: numbers for layer, numbers in asked if numbers is not None and not numbers.dropout}
+        alike = {layer: numbers for layer, numbers in asked if numbers is not None and _is_sibling(numbers, x)}
         if len(alike) < 2:
             return {}
         return dict(zip(alike, siblings(x, list(alike.values())), strict=True))
+
+
+def _is_sibling(numbers: Adapted, x: Tensor) -> bool:
+    """Not so a layer over another input, which shows in its width where that differs, nor one that drops by itself."""
+    return numbers.weight.shape[1] == x.shape[-1] and not numbers.dropout
