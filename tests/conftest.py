@@ -19,10 +19,13 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ctrl_c_is_heard():
-    """A suite that a shell started in the background ignores Ctrl-C, and so would every process that a test starts."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_are_heard():
+    """A suite that a shell started in the background ignores Ctrl-C, and under nohup the end of its terminal; so would
+    every process that a test starts."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in usual.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
