@@ -201,6 +201,13 @@ def test_a_model_that_attends_under_a_mask_of_its_own_computes_all_tokens():
     assert not shares_prefixes(model)
 
 
+def test_positions_that_depend_on_the_longest_row_need_all_tokens():
+    for kind, is_fixed in (("linear", True), ("dynamic", False)):
+        model = tiny("llama", rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0})
+        lay_flat(model)
+        assert shares_prefixes(model) == is_fixed
+
+
 def test_noise_on_embeddings_and_a_loss_over_all_tokens_need_all_of_them():
     for family, given in (
         ("llama", {"neftune_noise_alpha": 5.0}),
@@ -244,5 +251,7 @@ def test_explain_says_what_is_spared(tmp_path, capsys):
     given = make_user(tmp_path, default_system="You are a helpful assistant who answers in one word.")
     assert main(["explain", *as_words(given)]) == 0
     assert "% of the tokens need not be computed" in capsys.readouterr().out
-    assert main(["explain", *as_words({**given, "needed_tokens_only": False})]) == 0
-    assert "need not be computed" not in capsys.readouterr().out
+    drawing = {"finetuning_type": "lora", "lora_dropout": 0.1}
+    for other in ({"needed_tokens_only": False}, {"neftune_noise_alpha": 5}, drawing):
+        assert main(["explain", *as_words({**given, **other})]) == 0
+        assert "need not be computed" not in capsys.readouterr().out

@@ -122,9 +122,8 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
                 Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
             )
         if (spared := _spared_share(rows, options)) > 0:
-            text = (
-                f"{100 * spared:.3g} % of the tokens need not be computed: no loss depends on them, or rows share them"
-            )
+            why = "no loss depends on them, or rows share them"
+            text = f"{100 * spared:.3g} % of the tokens need not be computed: {why}; if the model has no dropout"
             lines.append(Line("spared", text, plan.where("needed_tokens_only")))
     lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
     return Section("Data", lines)
@@ -154,7 +153,8 @@ def _trained_share(rows: Sequence[Row]) -> str:
 def _spared_share(rows: Sequence[Row], options: Any) -> float:
     """The share of tokens that need not be computed, if the first rows were the first micro-batches."""
     is_usual = options.padding_free and device_of(options).type == "cpu" and not options.torch_compile
-    if not (is_usual if options.needed_tokens_only is None else options.needed_tokens_only):
+    draws = options.neftune_noise_alpha is not None or (options.finetuning_type == "lora" and options.lora_dropout > 0)
+    if draws or not (is_usual if options.needed_tokens_only is None else options.needed_tokens_only):
         return 0.0
     looked_at = list(islice(rows, LOOKED_AT))
     size = options.per_device_train_batch_size

@@ -60,7 +60,11 @@ def shares_prefixes(model: nn.Module) -> bool:
     (``data.batching.collate_needed``), and whether a model in training draws nothing at random. Where it does, dropout
     say, a beginning is drawn for each sequence anew, and is not the same. The generators are asked besides the logits:
     the dropout of an adapter that is still zero shows in gradients only.
+
+    Rotary positions that depend on the longest row of a batch cannot be asked with a few tokens; their config says so.
     """
+    if _looks_at_the_longest(causal_lm(model).config):
+        return False
     try:
         with _asking(model) as ask:
             shared, first, second = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH)))
@@ -75,6 +79,14 @@ def shares_prefixes(model: nn.Module) -> bool:
             return torch.equal(ask(first), ask(first)) and torch.equal(before, _generators(shared.device))
     except REFUSALS:
         return False
+
+
+def _looks_at_the_longest(config: Any) -> bool:
+    """Whether the frequencies of its positions change with the length of what comes in
+    (https://huggingface.co/docs/transformers/internal/rope_utils)."""
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [found, *(value for value in found.values() if isinstance(value, dict))]  # of all layers, or by their kind
+    return any(kind.get("rope_type") in {"dynamic", "longrope"} for kind in kinds)
 
 
 @dataclass(frozen=True)
