@@ -188,6 +188,29 @@ def batching(rounds: Sequence[Round]) -> str:
     return f"{about}\n\n{lines}"
 
 
+def scripts(rounds: Sequence[Round]) -> str:
+    """What a script gains that changes its import: each line of burnish beside the one above it."""
+    names = list(rounds[0])
+    before = dict(zip(names[1::2], names[::2], strict=True))
+    lines = table(
+        rounds,
+        {
+            "labels / processor s": amount(rounds, speed, ".0f"),
+            "to the line above": lambda name: ratios(rounds, name, before[name], speed) if name in before else "-",
+            "peak memory, GB": amount(rounds, peak, unit=GB),
+            "memory to it": lambda name: ratios(rounds, name, before[name], peak) if name in before else "-",
+            "mean loss": amount(rounds, "loss", ".4f"),
+        },
+        "script",
+    )
+    about = (
+        "Full training of the qwen2 shape by two scripts as people write them, eight padded rows to a step: TRL's "
+        "SFTTrainer with its defaults, and transformers' Trainer in bfloat16; and by the same scripts with one import "
+        "changed."
+    )
+    return f"{about}\n\n{lines}"
+
+
 def other_line(found: Round, facts: Figures) -> str:
     """One shape: burnish beside the setting of each peer that is fast on the usual one."""
     lines = [f"| {facts['family']} | {facts['longest']:,} | {facts['tokens'] / facts['rows']:.0f} | "]

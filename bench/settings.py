@@ -143,6 +143,15 @@ BATCHING = tuple(
         ("the same, each computing them", {"default_system": SYSTEM, "needed_tokens_only": False}),
     )
 )
+# A script of a peer, and the same script with burnish's classes.
+SCRIPTS = tuple(
+    replace(training(name, peer, num_train_epochs=1.01, **options, **who), library="burnish" if who else peer)
+    for peer, of_peer, ours, options in (
+        ("trl", BASE, "its script, with burnish's SFTTrainer", {}),
+        ("transformers", "transformers, bf16", "its script, with burnish's Trainer", {"bf16": True}),
+    )
+    for name, who in ((of_peer, {}), (ours, {"made_by": "burnish"}))
+)
 # Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,
 # since a checkpoint does not depend on them.
 _SAVES = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

@@ -4,6 +4,7 @@
 
 In: the folder that ``material.py`` made; arguments of SFTConfig or TrainingArguments, as Python values, and beside them
 ``finetuning_type='lora'`` for an adapter of ``peft`` and ``dtype='bfloat16'`` for the weights of the model. With
+``made_by='burnish'`` the classes come from there, as in a script that changes its import and nothing else; with
 ``do_eval=True`` the rows are evaluated after the training, with ``do_predict=True`` their prompts are answered.
 Out: the line of ``gauge.py``.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +42,15 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
     """SFTTrainer over rows that are encoded already; it wants the learned tokens as a mask."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
-    gauge = Gauge()
+    gauge, made_by = Gauge(), import_module(given.pop("made_by", "trl"))
     rows = json.loads((material / "rows.json").read_text())
     encoded = [
         {"input_ids": row["input_ids"], "completion_mask": [int(label != -100) for label in row["labels"]]}
         for row in rows
     ]
-    trainer = SFTTrainer(
-        model, args=SFTConfig(**{"max_length": facts_of(material)["longest"], **given}),
+    trainer = made_by.SFTTrainer(
+        model, args=made_by.SFTConfig(**{"max_length": facts_of(material)["longest"], **given}),
         train_dataset=Dataset.from_list(encoded), processing_class=AutoTokenizer.from_pretrained(material / "model"),
         peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback)],
     )  # fmt: skip
@@ -58,16 +59,16 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
 
 def transformers(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tuple[Any, Gauge]:
     from datasets import Dataset
-    from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
 
-    gauge = Gauge()
+    gauge, made_by = Gauge(), import_module(given.pop("made_by", "transformers"))
     if adapter is not None:
         from peft import get_peft_model
 
         model = get_peft_model(model, adapter)
-    trainer = Trainer(
+    trainer = made_by.Trainer(
         model,
-        args=TrainingArguments(**given),
+        args=made_by.TrainingArguments(**given),
         train_dataset=Dataset.from_list(json.loads((material / "rows.json").read_text())),
         data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(material / "model")),
         callbacks=[as_callback(gauge, TrainerCallback)],
