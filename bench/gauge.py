@@ -91,6 +91,17 @@ class Gauge:
 
         model.register_forward_pre_hook(note, with_kwargs=True)
 
+    def watch(self, trainer: Any) -> None:
+        """Count the labels of each batch that ``training_step`` is handed: burnish's classes leave labels out of what a
+        model gets, and watch for hooks that would see the batch."""
+        step = trainer.training_step
+
+        def counted(model: Any, inputs: dict[str, Any], **named: Any) -> Any:
+            self.count(inputs["labels"])
+            return step(model, inputs, **named)
+
+        trainer.training_step = counted
+
     def report(self, **more: Any) -> None:
         assert self.ready
         say(**self.ready, **self._of_steps(), **self.more, **more)
@@ -111,12 +122,17 @@ def say(**figures: Any) -> None:
     print(MARK + json.dumps({**figures, "versions": versions(), "process_cpu_s": sum(os.times()[:4])}), flush=True)
 
 
-def as_callback(gauge: Gauge, base: type) -> Any:
-    """``gauge`` as a callback of a library whose callbacks are of the class ``base``."""
+def as_callback(gauge: Gauge, base: type, listens: bool = True) -> Any:
+    """``gauge`` as a callback of a library whose callbacks are of the class ``base``.
+
+    Args:
+        listens: whether it counts the labels that the model is handed.
+    """
 
     class Callback(base):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            gauge.listen(kwargs["model"])
+            if listens:
+                gauge.listen(kwargs["model"])
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             gauge.on_step_begin()

@@ -44,6 +44,7 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
     from transformers import AutoTokenizer, TrainerCallback
 
     gauge, made_by = Gauge(), import_module(given.pop("made_by", "trl"))
+    listens = made_by.__name__ != "burnish"
     rows = json.loads((material / "rows.json").read_text())
     encoded = [
         {"input_ids": row["input_ids"], "completion_mask": [int(label != -100) for label in row["labels"]]}
@@ -52,7 +53,7 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
     trainer = made_by.SFTTrainer(
         model, args=made_by.SFTConfig(**{"max_length": facts_of(material)["longest"], **given}),
         train_dataset=Dataset.from_list(encoded), processing_class=AutoTokenizer.from_pretrained(material / "model"),
-        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback)],
+        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, listens)],
     )  # fmt: skip
     return trainer, gauge
 
@@ -62,6 +63,7 @@ def transformers(material: Path, model: Any, adapter: Any, given: dict[str, Any]
     from transformers import AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
 
     gauge, made_by = Gauge(), import_module(given.pop("made_by", "transformers"))
+    listens = made_by.__name__ != "burnish"
     if adapter is not None:
         from peft import get_peft_model
 
@@ -71,7 +73,7 @@ def transformers(material: Path, model: Any, adapter: Any, given: dict[str, Any]
         args=made_by.TrainingArguments(**given),
         train_dataset=Dataset.from_list(json.loads((material / "rows.json").read_text())),
         data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(material / "model")),
-        callbacks=[as_callback(gauge, TrainerCallback)],
+        callbacks=[as_callback(gauge, TrainerCallback, listens)],
     )
     return trainer, gauge
 
@@ -81,7 +83,10 @@ def main(words: list[str]) -> None:
     material, given = Path(folder), {**common(output), **arguments(options)}
     adapter = lora() if given.pop("finetuning_type", "full") == "lora" else None
     model = load(material, given.pop("dtype", "float32"))
+    is_ours = given.get("made_by") == "burnish"
     trainer, gauge = {"trl": trl, "transformers": transformers}[library](material, model, adapter, given)
+    if is_ours:
+        gauge.watch(trainer)
     trainer.train()
     if given.get("do_eval"):
         trainer.evaluate(trainer.train_dataset)
