@@ -98,6 +98,22 @@ def test_what_is_saved_says_nothing_of_it(tmp_path):
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
 
 
+def test_a_model_with_a_loss_of_its_own_is_left_as_it_was(tmp_path):
+    model = OwnLoss.from_pretrained(make_model(tmp_path / "model"))
+    trainer, asked = trained(tmp_path, Trainer, model, max_steps=2, remove_unused_columns=False)
+    assert trainer.model.config._attn_implementation == "sdpa"
+    assert all(count % 4 == 0 for count in asked)  # four rows of one width
+
+
+def test_the_model_of_another_trial_is_asked_anew(tmp_path):
+    trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
+    for _ in range(3):  # one of them may lie where the one before it was
+        trainer.model = None
+        trainer.model = llama(tmp_path)
+        trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+        assert trainer.model.config._attn_implementation == "burnish"
+
+
 # --- batches that stay padded -----------------------------------------------------------------------------------------
 
 

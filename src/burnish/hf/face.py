@@ -7,7 +7,7 @@ class whose methods a subclass of ``Trainer`` may override; this one declares wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,8 +55,9 @@ class Face:
     _engine: Engine
     _run: Run | None  # while train() goes on, and of the last call after it
     _checkpoints: Any
-    _allows_needed: dict[int, bool]  # whether a model, by its id, lets tokens be left out
-    _heads: dict[int, Any]  # how a model, by its id, makes its logits
+    # What each model was asked once; a model of another trial may come to lie where one was that is gone.
+    _allows_needed: MutableMapping[nn.Module, bool]
+    _heads: MutableMapping[nn.Module, Any]
     _train_batch_size: int  # rows of a micro-batch, which auto_find_batch_size may halve
     _accumulation: int  # micro-batches of a step
     _signature_columns: list[str] | None

@@ -79,8 +79,9 @@ class LossMethods(Face):
             () the loss, or (loss, outputs).
         """
         own = self.label_smoother is not None or self.compute_loss_func is not None
-        needed = None if own or return_outputs else self._needed(inputs)
-        head = None if needed is None or not has_plain_loss(self.model) else self._head()
+        is_plain = not own and not return_outputs and has_plain_loss(self.model)
+        needed = self._needed(inputs) if is_plain else None
+        head = None if needed is None else self._head()
         if needed is not None and head is not None:
             sums = sums_of_flat(model, needed, head, TokenLoss(softcap=head.softcap))
             items = needed["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
@@ -106,19 +107,17 @@ class LossMethods(Face):
             wanted = self._engine.device.type == "cpu" and not self.args.torch_compile
         if not wanted or self.neftune_noise_alpha is not None:
             return None
-        key = id(self.model)
-        if key not in self._allows_needed:
-            self._allows_needed = {key: allows_needed_only(self.model)}
-        return needed_of(inputs) if self._allows_needed[key] else None
+        if self.model not in self._allows_needed:
+            self._allows_needed[self.model] = allows_needed_only(self.model)
+        return needed_of(inputs) if self._allows_needed[self.model] else None
 
     def _head(self) -> Head | None:
         """How the model makes its logits, asked once for each model; None where they have to be made whole."""
-        key = id(self.model)
-        if key not in self._heads:
-            self._heads = {key: find_head(causal_lm(self.model))}
-            if self._heads[key] is None:
+        if self.model not in self._heads:
+            self._heads[self.model] = find_head(causal_lm(self.model))
+            if self._heads[self.model] is None:
                 logger.info("The model's head is not a plain linear layer; its logits are made whole.")
-        head: Head | None = self._heads[key]
+        head: Head | None = self._heads[self.model]
         return head
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
@@ -148,7 +149,7 @@ class Trainer(
         self.can_return_loss = can_return_loss(type(base))
         self._loss_shifts_labels = loss_shifts_labels(base)
         self.label_smoother = self._smoother()
-        self._allows_needed, self._heads = {}, {}
+        self._allows_needed, self._heads = WeakKeyDictionary(), WeakKeyDictionary()
         self.neftune_noise_alpha = args.neftune_noise_alpha
 
     def _smoother(self) -> Any:
