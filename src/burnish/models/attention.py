@@ -108,7 +108,7 @@ def attend(
             raise ValueError(
                 f"A flat batch is one row under causal attention. Received: {len(query)} rows, {is_causal=}."
             )
-        q, k, v = (whole[0].transpose(0, 1) for whole in (query, key, value))
+        q, k, v = (whole.squeeze(0).transpose(0, 1) for whole in (query, key, value))
         if key_runs is None or cu_seq_lens_k is None or max_length_k is None:
             sequences = Sequences.alone(cu_seq_lens_q, max_length_q)
         else:
