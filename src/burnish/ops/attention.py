@@ -92,7 +92,8 @@ def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequenc
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     with torch.autocast(device, enabled=False):
-        kernel = kernel_for(dtype, scores) if device == "cuda" and query.shape[-1] == value.shape[-1] else None
+        has_kernels = device in _WITH_KERNELS and query.shape[-1] == value.shape[-1]
+        kernel = kernel_for(dtype, scores) if has_kernels else None
         if kernel is not None:
             return kernel(query, key, value, sequences, scores)
         return _by_runs(query, key, value, lengths_of(sequences), scores)
@@ -260,6 +261,9 @@ def lengths_of(sequences: Sequences) -> Lengths:
 
 
 # --- one kernel for all sequences -------------------------------------------------------------------------------------
+
+_WITH_KERNELS = {"cuda"}
+"""Kinds of devices whose kernels are asked for."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, Scores], Tensor]
 

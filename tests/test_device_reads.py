@@ -1,0 +1,109 @@
+"""A step on a device reads nothing from it and mixes nothing of it with the CPU.
+
+torch's meta device stands in for a GPU. It has shapes and no values, so what would make the CPU wait for a GPU fails
+here, and so does a product of tensors on two devices. The sums of a step are not looked at: other tests do that.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from burnish.app.build import assemble
+from burnish.app.plan import plan
+from burnish.app.prepare import prepare
+from burnish.core.loop import evaluate, log_step, take_step
+from burnish.core.meter import Meter
+from burnish.core.options import Given
+from burnish.engine.base import SingleEngine
+from burnish.ops import attention
+from small_run import make_user
+
+
+class Valueless(SingleEngine):
+    """Steps as a GPU does with an optimizer that leaves the weights alone where a gradient is not finite."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.device = torch.device("meta")
+
+    def step(self, optimizer, is_finite):
+        assert is_finite.device == self.device
+        optimizer.step()
+        return True
+
+
+@pytest.fixture(autouse=True)
+def meta_as_gpu(monkeypatch):
+    """torch knows of no autocast there; the model is all in bfloat16 instead."""
+    usual, is_enabled = torch.autocast, torch.is_autocast_enabled
+
+    class Autocast(usual):
+        def __new__(cls, device_type, *args, **kwargs):
+            return nullcontext() if device_type == "meta" else usual(device_type, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "autocast", Autocast)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device != "meta" and is_enabled(device))
+    monkeypatch.setattr(attention, "_WITH_KERNELS", {"meta"})
+
+
+def on_meta(folder, **given):
+    """A run as a user asks for it, with everything that is on its device moved to one without values."""
+    options = make_user(folder, **{"pure_bf16": True, **given})
+    planned = plan({name: Given(value, "test") for name, value in options.items()})
+    prepared = prepare(planned)
+    run = assemble(planned, prepared, SingleEngine(planned.options), None)
+    run.model.to("meta")
+    run.engine, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
+    run.optimizer = torch.optim.SGD([weight for weight in run.model.parameters() if weight.requires_grad], lr=0.1)
+    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
+    run.model.train()
+    return run, planned.options
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"needed_tokens_only": True},
+        {"packing": True, "cutoff_len": 48},
+        {"max_tokens_per_batch": 64},
+        {"gradient_checkpointing": True},
+        {"label_smoothing_factor": 0.1, "compute_accuracy": True, "compute_entropy": True},
+        {"use_eaft_loss": True},
+        {"neftune_noise_alpha": 5.0},
+        {"finetuning_type": "lora", "lora_target": "all"},
+        {"finetuning_type": "lora", "lora_target": "all", "use_dora": True},
+        {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
+    ],
+    ids=lambda given: " ".join(given) or "full",
+)
+def test_a_step_reads_nothing_from_its_device(tmp_path, given):
+    run, options = on_meta(tmp_path, **given)
+    for group, _ in zip(run.stream.groups(), range(2), strict=False):
+        take_step(run, group, options)
+        assert all(weight.device.type == "meta" for weight in run.model.parameters())
+    assert run.state.global_step == 2
+
+
+def test_the_log_is_where_the_device_is_read(tmp_path):
+    run, options = on_meta(tmp_path)
+    take_step(run, next(iter(run.stream.groups())), options)
+    with pytest.raises(RuntimeError, match="meta"):
+        log_step(run, options)
+
+
+def test_an_evaluation_reads_nothing_before_its_metrics(tmp_path, monkeypatch):
+    run, _ = on_meta(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=1)
+    batches, seen = run.eval_sets[""], []
+    monkeypatch.setattr(run.callbacks, "fire", lambda event, **values: seen.append(event))
+    with pytest.raises(RuntimeError, match="meta"):
+        evaluate(run, batches, "eval")
+    assert seen == ["on_prediction_step"] * len(list(batches))
+
+
+def test_without_a_kernel_the_lengths_of_the_sequences_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "_WITH_KERNELS", set())
+    run, options = on_meta(tmp_path)
+    with pytest.raises(RuntimeError, match="meta"):
+        take_step(run, next(iter(run.stream.groups())), options)
