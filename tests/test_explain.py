@@ -293,3 +293,20 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypa
 
 def test_a_set_smaller_than_a_step_is_worth_knowing(made: Any) -> None:
     assert "every epoch is one step" in told(made(max_samples=3)).get("", "")
+
+
+def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
+    made: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from burnish.app.explain import explain
+
+    changes = {"bf16": True, "use_cpu": True, "val_size": 8, "do_eval": True}
+    explain(made(**changes, do_train=True))
+    trained = capsys.readouterr().out
+    explain(made(**changes, do_train=False))
+    evaluated = capsys.readouterr().out
+    for word in ("gradients", "optimizer", "updates in float32", "Every weight is trained"):
+        assert word in trained
+        assert word not in evaluated
+    assert "x 2 bytes" in evaluated
+    assert "nothing: the run only evaluates or predicts  (run.yaml, line" in evaluated

@@ -29,8 +29,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 def run_of(tmp_path, **given):
     given = make_user(
-        tmp_path, val_size=6, do_train=False, do_predict=True, template="qwen", max_new_tokens=6, do_sample=False,
-        **{"predict_metrics": "exact_match", "per_device_eval_batch_size": 4, **given},
+        tmp_path, val_size=6, do_predict=True, template="qwen", max_new_tokens=6, do_sample=False,
+        **{"do_train": False, "predict_metrics": "exact_match", "per_device_eval_batch_size": 4, **given},
     )  # fmt: skip
     made = plan({name: Given(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
@@ -60,6 +60,23 @@ def test_without_generation_the_loss_is_measured(tmp_path):
     made, prepared, run = run_of(tmp_path)
     assert predict_all(run, prepared, made)["predict_loss"] > 0
     assert not (tmp_path / "out" / "generated_predictions.jsonl").exists()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_that_only_predicts_holds_its_weights_in_the_format_of_its_products(method, tmp_path):
+    formats = {}
+    for trains in (False, True):
+        _, _, run = run_of(tmp_path / str(trains), bf16=True, finetuning_type=method, do_train=trains)
+        formats[trains] = {weight.dtype for weight in run.model.parameters() if weight.requires_grad}
+    assert formats == {False: {torch.bfloat16}, True: {torch.float32}}
+
+
+def test_in_that_format_the_loss_is_that_of_a_run_that_trains_but_for_rounding(tmp_path):
+    losses = []
+    for trains in (False, True):
+        made, prepared, run = run_of(tmp_path / str(trains), bf16=True, do_train=trains)
+        losses.append(predict_all(run, prepared, made)["predict_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)
 
 
 def test_answers_of_a_batch_are_those_of_each_prompt_alone(tmp_path):

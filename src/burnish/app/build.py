@@ -177,7 +177,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     raise_if_not_finite(model, options.model_name_or_path)
     fit_vocabulary(model, prepared.tokenizer, options, notes)
     model = adapter.attach(model)
-    set_precision(model, trainable_dtype(options, model))
+    set_precision(model, trainable_dtype(options, model, engine))
     model.to(engine.device)  # before the optimizer, which may keep copies of weights
     for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):
         note(sentence)
@@ -264,17 +264,21 @@ def computes_needed_only(objective: Any, model: Any, options: Any) -> bool:
 
 
 def load_dtype(options: Any, engine: Any) -> Any:
-    """Weights that train are loaded as they are and raised to float32; frozen ones in the format they compute in."""
+    """Weights that train are loaded as they are and raised to float32; others in the format they compute in."""
     if options.pure_bf16:
         return torch.bfloat16
-    trains_all = options.finetuning_type == "full" and not keeps_load_precision(options)
+    trains_all = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
     return "auto" if trains_all or getattr(engine, "dtype", None) is None else engine.dtype
 
 
-def trainable_dtype(options: Any, model: Any) -> torch.dtype:
+def trainable_dtype(options: Any, model: Any, engine: Any) -> torch.dtype:
+    """Of what the method trains; in a run that only evaluates or predicts, as the other weights."""
     if options.pure_bf16:
         return torch.bfloat16
-    return next(model.parameters()).dtype if keeps_load_precision(options) else torch.float32
+    loaded: torch.dtype = next(model.parameters()).dtype
+    if not trains(options):
+        return getattr(engine, "dtype", None) or loaded
+    return loaded if keeps_load_precision(options) else torch.float32
 
 
 def keeps_load_precision(options: Any) -> bool:

@@ -71,13 +71,14 @@ class Term:
 
 def memory_terms(
     params: int, trained: int, shape: Shape, formats: Formats, tokens: int, logits: Term | None = None, *,
-    recompute: bool = False, selective: bool = False, offload: bool = False,
+    learns: bool = True, recompute: bool = False, selective: bool = False, offload: bool = False,
 ) -> list[Term]:  # fmt: skip
     """The parts of what a run needs on a device.
 
     Args:
         params: P. trained: N. tokens: T, padding included.
         logits: those that exist at one time.
+        learns: something is kept for a backward pass.
         recompute: activation checkpointing is on; ``selective``: it keeps the results of products and attention.
         offload: what is kept lies in the memory of the machine.
     """
@@ -89,7 +90,11 @@ def memory_terms(
         Term("weights", weights, of_weights),
         Term("gradients", trained * formats.trained, f"{trained:,} x {formats.trained} bytes"),
         Term("optimizer", round(trained * formats.moments), f"{trained:,} x {formats.moments:g} bytes"),
-        _activations(shape, tokens, formats.compute, recompute, selective, offload),
+        _activations(shape, tokens, formats.compute, recompute, selective, offload)
+        if learns
+        else Term(
+            "activations", tokens * layer_bytes_per_token(shape, formats.compute), f"{tokens:,} tokens x a layer"
+        ),
         *([logits] if logits else []),
     ]
     if formats.compute < formats.trained:

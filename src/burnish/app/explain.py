@@ -72,16 +72,21 @@ def _model(plan: Plan, prepared: Prepared) -> Section:
     options, config, sizes = plan.options, prepared.config, prepared.sizes
     begin = "random weights" if options.train_from_scratch else options.model_name_or_path
     device = device_of(options)
-    formats = f"forward passes in {_name(compute_dtype(options, config))}, updates in {_name(trained_dtype(options))}"
-    share = f"{100 * sizes.trained / sizes.total:.3g} %"
-    context, method = context_length(config), ADAPTERS.get(options.finetuning_type).summary
-    lines = [
-        Line("model", f"{sizes.class_name}, {sizes.base:,} parameters, from {begin}", plan.where("model_name_or_path")),
-        Line(
+    formats = f"forward passes in {_name(compute_dtype(options, config))}"
+    context = context_length(config)
+    if trains(options):
+        formats += f", updates in {_name(trained_dtype(options))}"
+        share, method = f"{100 * sizes.trained / sizes.total:.3g} %", ADAPTERS.get(options.finetuning_type).summary
+        trained = Line(
             "trained",
             f"{sizes.trained:,} of {sizes.total:,} ({share}): {options.finetuning_type}. {method}",
             plan.where("finetuning_type"),
-        ),
+        )
+    else:
+        trained = Line("trained", "nothing: the run only evaluates or predicts", plan.where("do_train"))
+    lines = [
+        Line("model", f"{sizes.class_name}, {sizes.base:,} parameters, from {begin}", plan.where("model_name_or_path")),
+        trained,
         Line("context", f"{context:,} tokens" if context else "without a limit"),
         Line("device", f"{device}, {formats}"),
     ]

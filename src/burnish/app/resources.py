@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from burnish.adapters.base import ModelAdapter, trainable_summary
+from burnish.app.checks import trains
 from burnish.app.estimate import Formats, Shape, Term, disk_bytes, memory_terms, shown_bytes
 from burnish.core.errors import Problem
 from burnish.core.schedule import StepPlan, steps_of
@@ -63,7 +64,7 @@ def loaded_dtype(config: Any) -> torch.dtype:
 
 def compute_dtype(options: Any, config: Any) -> torch.dtype:
     """The format of the forward pass: autocast's, else that of most weights."""
-    is_mostly_trained = options.finetuning_type == "full" or options.pure_bf16
+    is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
     usual = trained_dtype(options) if is_mostly_trained else loaded_dtype(config)
     return autocast_dtype(options, device_of(options)) or usual
 
@@ -98,11 +99,12 @@ def memory_of(options: Any, config: Any, sizes: Sizes, formats: Formats, tokens:
     shape = Shape.of(config.get_text_config())
     return memory_terms(
         sizes.total,
-        sizes.trained,
+        sizes.trained if trains(options) else 0,
         shape,
         formats,
         tokens,
         logits_of(options, shape, tokens, formats.compute),
+        learns=trains(options),
         recompute=options.gradient_checkpointing,
         selective=bool((options.gradient_checkpointing_kwargs or {}).get("selective")),
         offload=options.activation_offloading and device_of(options).type != "cpu",
@@ -149,7 +151,9 @@ def _available_of_host() -> int:
 
 
 def disk_of(options: Any, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> int:
-    """Bytes that ``output_dir`` will hold at its fullest."""
+    """Bytes that ``output_dir`` will hold at its fullest; figures and answers are not counted."""
+    if not trains(options):
+        return 0
     model = sizes.total * loaded_dtype(config).itemsize if sizes.saves_whole_model else sizes.trained * formats.trained
     weights = (sizes.total if sizes.saves_whole_model else sizes.trained) * formats.trained
     moments = 0 if options.save_only_model else sizes.trained * formats.moments
