@@ -107,6 +107,19 @@ def test_json_that_python_refuses_to_read_is_named_by_its_line(value, why):
         load_datasets(data_options(dataset=large, encode_ahead=True), 0, Tally(), may_run_ahead=True)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_record_that_gives_a_key_twice_is_refused(name, ahead):
+    records = [json.dumps(GOOD[0]), '{"instruction": "Add", "output": "1", "output": "2"}']
+    text = "\n".join(records) if name.endswith("l") else f"[{', '.join(records)}]"
+    with pytest.raises(UserError, match='it gives "output" twice'):
+        _all_of(load_datasets, data_options(dataset=data(name, text), encode_ahead=ahead), 0, Tally(), ahead)
+
+
+def _all_of(read, *arguments):
+    return list(read(*arguments).train)
+
+
 def test_a_cut_json_list_says_how_far_it_is_whole():
     message = refusal(dataset=data("a.json", json.dumps(GOOD, indent=1)[:-20]))
     assert "23 records before it can be read" in message
@@ -400,3 +413,8 @@ def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
     sets = load(dataset=data("a.json", GOOD))
     with pytest.raises(UserError, match="BURNISH_CACHE"):
         prepare(sets.train, lambda batch, tally: [], Tally(), fingerprint="x", options=data_options())
+
+
+def test_a_data_set_that_is_described_twice_is_refused():
+    write(Path("data/dataset_info.json"), '{"mine": {"file_name": "a.json"}, "mine": {"file_name": "b.json"}}')
+    assert 'data/dataset_info.json: the JSON cannot be used: it gives "mine" twice' in refusal(dataset="mine")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from burnish.app.config import merge, read_arguments, read_config, split_arguments
+from burnish.core.conversion import as_type
 from burnish.core.errors import UserError
 from burnish.core.options import Given
 
@@ -148,6 +149,33 @@ def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
     assert '"stage" is given twice' in message
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+def test_a_key_given_twice_within_a_value_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"seed": 1,\n "lr_scheduler_kwargs": {"num_cycles": 1,\n "num_cycles": 2}}')
+    assert 'line 3: "num_cycles" is given twice; the first is in' in refusal(path)
+
+
+def test_of_several_bases_the_first_that_has_a_key_gives_it(tmp_path: Path) -> None:
+    text = "a: &a {seed: 3, stage: pt}\nb: &b {seed: 4, template: qwen}\nstage: sft\n<<: [*a, *b]\n"
+    given = read_config(config(tmp_path, text))
+    assert {name: given[name].value for name in ("seed", "stage", "template")} == {
+        "seed": "3", "stage": "sft", "template": "qwen",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x: &a\n  y: *a\n", "line 1: an alias"),
+        ("? [a, b]\n: 3\n", "line 1: a key is text"),
+        ("stage: sft\n<<: 3\n", 'line 2: "<<" takes'),
+    ],
+)
+def test_yaml_that_is_no_configuration_is_refused_in_a_sentence(text: str, why: str, tmp_path: Path) -> None:
+    assert why in refusal(config(tmp_path, text))
+
+
 def test_latin_1_bytes_are_named_by_position(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"system: caf\xe9\n")
@@ -194,3 +222,8 @@ def test_the_command_line_overrides_the_file_under_any_name(tmp_path: Path) -> N
         "seed": Given("1", f"{path}, line 2"),
         "eval_strategy": Given("no", f"the command line, over {path}, line 1"),
     }
+
+
+def test_a_flag_whose_json_gives_a_key_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match='gives "a" twice'):
+        as_type(dict[str, int] | None, '{"a": 1, "a": 2}')

@@ -7,15 +7,15 @@ A scalar stays the text that was written: the declared type of the option decide
 ``1e-5`` is a number where a number is wanted, ``no`` is the strategy "no" where text is wanted, and ``1.10`` keeps its
 zero. Which options exist and what type they have is the planner's business (``plan.py``).
 
-Refuses: a file that is missing, empty, not text, not YAML or not a mapping; a key given twice; an argument of no known
-form.
+Refuses: a file that is missing, empty, not text, not YAML or not a mapping; a key given twice, at any depth; an alias
+within what it stands for; an argument of no known form.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,26 +237,57 @@ def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> 
 
 
 def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) -> dict[str, Given]:
-    given: dict[str, Given] = {}
-    problems: list[Problem] = []
-    for key_node, value_node in _with_merged(root):
-        key, where = str(key_node.value), f"{path}, line {key_node.start_mark.line + 1}"
-        if key in given:
-            problems.append(Problem(f'"{key}" is given twice; the first is in {given[key].where}.', where=where))
-            continue
-        value = parsed[key] if parsed is not None else _written(value_node)
-        given[key] = Given(value, where)
+    problems = dict.fromkeys(_key_problems(root, path, ()))
     if problems:
         raise UserError(problems)
+    given: dict[str, Given] = {}
+    for key_node, value_node in _with_merged(root):
+        key = key_node.value
+        value = parsed[key] if parsed is not None else _written(value_node)
+        given.setdefault(key, Given(value, _line(path, key_node)))
     return given
 
 
+def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) -> Iterator[Problem]:
+    """Keys that a mapping in ``node`` has twice or that are no text, and aliases of what is ``around`` them."""
+    if node in around:
+        yield Problem("an alias (*) stands for something that it is a part of.", where=_line(path, around[-1]))
+        return
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _key_problems(item, path, (*around, node))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            yield Problem("a key is text. Received: a list or a mapping.", where=_line(path, key))
+        elif key.tag == _MERGE:
+            if not all(isinstance(base, yaml.MappingNode) for base in _bases(value)):
+                yield Problem('"<<" takes up an alias (*) of a mapping, or a list of them.', where=_line(path, key))
+        elif first.setdefault(key.value, key) is not key:
+            known = _line(path, first[key.value])
+            yield Problem(f'"{key.value}" is given twice; the first is in {known}.', where=_line(path, key))
+        yield from _key_problems(value, path, (*around, node))
+
+
+def _line(path: Path, node: yaml.Node) -> str:
+    return f"{path}, line {node.start_mark.line + 1}"
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 def _with_merged(root: yaml.MappingNode) -> Iterable[tuple[yaml.Node, yaml.Node]]:
-    """The pairs of the mapping; those of ``<<: *base`` come last and give way to keys of the mapping itself."""
-    own = [pair for pair in root.value if pair[0].tag != "tag:yaml.org,2002:merge"]
-    names = {key.value for key, _ in own}
-    bases = [value for key, value in root.value if key.tag == "tag:yaml.org,2002:merge"]
-    return own + [pair for base in bases for pair in getattr(base, "value", []) if pair[0].value not in names]
+    """The pairs of the mapping, then those of ``<<: *base`` and ``<<: [*base, *other]``: whoever has a key first, gives
+    it (https://yaml.org/type/merge.html)."""
+    own = [pair for pair in root.value if pair[0].tag != _MERGE]
+    bases = [base for key, value in root.value if key.tag == _MERGE for base in _bases(value)]
+    return own + [pair for base in bases for pair in base.value]
+
+
+def _bases(node: yaml.Node) -> list[yaml.Node]:
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
 
 
 def _written(node: yaml.Node) -> Any:

@@ -51,6 +51,8 @@ def as_type(annotation: Any, raw: Any) -> Any:
     for member in sorted((m for m in types_allowed if m is not type(None)), key=_specificity):
         try:
             return _as(member, raw)
+        except GivenTwice:
+            raise
         except ValueError:
             continue
     raise ValueError(f"must be {in_words(annotation)}. Received: {raw!r}.")
@@ -142,8 +144,23 @@ def _dict(raw: Any) -> dict[str, Any]:
     if isinstance(raw, Mapping):
         return dict(raw)
     if isinstance(raw, str) and raw.strip().startswith("{"):
-        return dict(json.loads(raw))
+        return dict(json.loads(raw, object_pairs_hook=each_key_once))
     raise ValueError
+
+
+class GivenTwice(ValueError):
+    """A half sentence: an object of JSON has a key twice, and JSON leaves open which of the two is meant."""
+
+
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The ``object_pairs_hook`` for JSON that a user wrote: the object, if no key would be lost in it."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        shown = json.dumps(found, ensure_ascii=False)
+        raise GivenTwice(f'gives "{twice}" twice. Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}')
+    return found
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {

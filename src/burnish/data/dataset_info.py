@@ -4,8 +4,8 @@ In: the names a user gave, and the folder (or mapping, or hub repository) that d
 The keys are LLaMA-Factory's (data/README.md there). One difference: a tag that "tags" does not name keeps its usual
 name, where LLaMA-Factory leaves that role without one and drops the rows that use it.
 
-Refuses, all at once: a broken file with line and column, names that are not there with the nearest that are, misspelled
-keys, files outside the folder, loading scripts, preferences.
+Refuses, all at once: a broken file with line and column, a name or a key given twice, names that are not there with the
+nearest that are, misspelled keys, files outside the folder, loading scripts, preferences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.hubs import uses_modelscope
 from burnish.data.files import READERS, loading_script, missing_file
-from burnish.data.json_files import parsed, shortened, whole_text
+from burnish.data.json_files import Unreadable, parsed_file, shortened, whole_text
 from burnish.data.layouts import MEDIA, PREFERENCE, preference_problem
 from burnish.data.turns import SHAREGPT_TAGS
 
@@ -112,7 +112,9 @@ def _read_info(dataset_dir: str | Info, fetch: Callable[[str], Path]) -> tuple[I
 
 def _parsed(path: Path) -> Info:
     try:
-        info = parsed(whole_text(path))
+        info = parsed_file(whole_text(path))
+    except Unreadable as error:
+        raise UserError(Problem(f"the JSON cannot be used: {error.msg}.", where=str(path))) from None
     except json.JSONDecodeError as error:
         raise UserError(
             Problem(f"the JSON is broken: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}")

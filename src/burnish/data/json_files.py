@@ -3,18 +3,20 @@
 In: a UTF-8 file; a byte order mark is accepted. Out: records in order, one at a time. These files are read here and not
 by a library, because a library that fails names no record and no line.
 
-Refuses: text that is not UTF-8, broken or cut JSON, records that are not objects, a list wrapped in an object.
+Refuses: text that is not UTF-8, broken or cut JSON, a key given twice, records that are not objects, a list wrapped in
+an object.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import Problem, UserError
 
 Values: TypeAlias = Mapping[str, Any]
@@ -37,10 +39,18 @@ def read_json(path: Path) -> Iterator[Values]:
 
 
 class Unreadable(json.JSONDecodeError):
-    """JSON that is whole, and that Python refuses to read."""
+    """JSON that is whole, and cannot be used. At which place is not known."""
 
 
-def parsed(text: str) -> Any:
+_ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
+
+
+def parsed_file(text: str) -> Any:
+    """``parsed``, of what stands in a file; Unreadable too where an object has a key twice."""
+    return parsed(text, _ONCE.decode)
+
+
+def parsed(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
     """The value that JSON text holds.
 
     Raises:
@@ -48,9 +58,11 @@ def parsed(text: str) -> Any:
         Unreadable: a number of more than 4300 digits, brackets within brackets a thousand deep.
     """
     try:
-        return json.loads(text)
+        return decode(text)
     except json.JSONDecodeError:
         raise
+    except GivenTwice as error:
+        raise Unreadable(f"it {error}".rstrip("."), text, 0) from error
     except ValueError as error:
         raise Unreadable("a number has too many digits", text, 0) from error
     except RecursionError as error:
@@ -60,14 +72,16 @@ def parsed(text: str) -> Any:
 def _json_list(path: Path) -> Iterator[Values]:
     text = whole_text(path)
     try:
-        records = parsed(text)
+        records = parsed_file(text)
     except json.JSONDecodeError as error:
-        whole = sum(1 for _ in _starts(text))
+        is_placed = not isinstance(error, Unreadable)
         raise UserError(
             Problem(
-                f"the JSON is broken: {error.msg} (column {error.colno}).",
-                where=f"{path}, line {error.lineno}",
-                why=f"{count(whole, 'record')} before it can be read.",
+                f"the JSON is broken: {error.msg} (column {error.colno})."
+                if is_placed
+                else f"the JSON cannot be used: {error.msg}.",
+                where=f"{path}, line {error.lineno}" if is_placed else str(path),
+                why=f"{count(sum(1 for _ in _starts(text, _ONCE)), 'record')} before it can be read.",
                 remedy="The file ends too early; was it copied whole?" if error.pos >= len(text.rstrip()) else "",
             )
         ) from None
@@ -85,9 +99,9 @@ def _json_lines(path: Path) -> Iterator[Values]:
             continue
         number += 1
         try:
-            record = parsed(text)
+            record = parsed_file(text)
         except json.JSONDecodeError as error:
-            if number == 1:
+            if number == 1 and not isinstance(error, Unreadable):
                 _refuse_document(path)
             is_cut = not broken and not isinstance(error, Unreadable)
             broken.append(broken_line(path, line, text, error))
@@ -104,9 +118,11 @@ def _json_lines(path: Path) -> Iterator[Values]:
 
 
 def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
+    where = f"{path}, line {line}"
+    if isinstance(error, Unreadable):
+        return Problem(f"the line cannot be used: {error.msg}.", where)
     return Problem(
-        f"the line is not whole JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}",
-        where=f"{path}, line {line}",
+        f"the line is not whole JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}", where
     )
 
 
@@ -162,9 +178,9 @@ def refuse(path: Path, number: int, record: Any) -> Values:
     )
 
 
-def _starts(text: str) -> Iterator[int]:
-    """Where each whole element of a JSON list begins."""
-    decoder, at = json.JSONDecoder(), text.index("[") + 1
+def _starts(text: str, decoder: json.JSONDecoder) -> Iterator[int]:
+    """Where each whole element of a JSON list begins, up to one that ``decoder`` refuses."""
+    at = text.index("[") + 1
     while True:
         while at < len(text) and text[at] in " \t\r\n,":
             at += 1
@@ -181,7 +197,7 @@ def json_places(path: Path) -> Iterator[int]:
         yield from (line for line, text in enumerate(text_lines(path), start=1) if text.strip())
         return
     text, line, counted = whole_text(path), 1, 0
-    for start in _starts(text):
+    for start in _starts(text, json.JSONDecoder()):
         line += text.count("\n", counted, start)
         counted = start
         yield line

@@ -29,7 +29,7 @@ from burnish.data.json_files import (
     decoded,
     first_character,
     json_places,
-    parsed,
+    parsed_file,
     read_json,
     refuse,
 )
@@ -92,7 +92,7 @@ class RecordIndex(SpanIndex):
     def record(self, index: int, raw: bytes) -> Values:
         text = decoded(self.path, raw)
         try:
-            record = parsed(text)
+            record = parsed_file(text)
         except json.JSONDecodeError as error:
             line = next(islice(json_places(self.path), index, None))
             raise UserError(broken_line(self.path, line, text.rstrip("\r\n"), error)) from None
