@@ -78,14 +78,25 @@ def products(model):
     return counter.get_total_flops()
 
 
+class Counted(Offloading):
+    """Counts what it moves."""
+
+    moved_bytes = 0
+
+    def _away(self, tensor):
+        packed = super()._away(tensor)
+        self.moved_bytes += tensor.nbytes if packed[1] is not None else 0
+        return packed
+
+
 def test_what_is_moved_away_comes_back_and_weights_stay():
     plain = trained(llama())
     model = llama()
-    offloading = Offloading(model, torch.device("cpu"), smallest=0)
+    offloading = Counted(model, torch.device("cpu"), smallest=0)
     found = trained(model, offloading.forward())
     assert all(torch.equal(plain[name], found[name]) for name in plain)
     assert offloading.moved_bytes > 0
-    small = Offloading(model, torch.device("cpu"))
+    small = Counted(model, torch.device("cpu"))
     trained(model, small.forward())
     assert small.moved_bytes == 0
 
@@ -93,7 +104,7 @@ def test_what_is_moved_away_comes_back_and_weights_stay():
 def test_under_checkpointing_only_the_inputs_of_layers_are_moved():
     model, every = llama(), llama()
     checkpoint_activations(model, None)
-    some, all_of_them = (Offloading(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
+    some, all_of_them = (Counted(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
     plain = trained(every, all_of_them.forward())
     found = trained(model, some.forward())
     assert all(torch.equal(plain[name], found[name]) for name in plain)

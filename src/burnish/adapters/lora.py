@@ -224,7 +224,7 @@ def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> LoraCon
         raise UserError(problems)
     from safetensors.torch import load_file
 
-    fit = Fit.of_folder(model, folder)
+    fit = Fit.of_folder(folder)
     add_adapter(model, name, fit.config, fit.targets, fit.whole)
     state = load_file(folder / WEIGHTS_NAME)
     load_adapter_state(model, name, state)

@@ -48,7 +48,7 @@ class Fit:
     base: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_folder(cls, model: nn.Module, folder: Path) -> Fit:
+    def of_folder(cls, folder: Path) -> Fit:
         """Raises UserError where a file is missing, damaged, or of a kind that burnish does not run."""
         config = LoraConfig.read(folder)
         targets: dict[str, None] = {}
@@ -90,7 +90,7 @@ class Fit:
 def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
     """What keeps the adapter in ``folder`` from being put on ``model``."""
     try:
-        fit = Fit.of_folder(model, folder)
+        fit = Fit.of_folder(folder)
         header = _weights_header(folder)
     except UserError as error:
         return list(error.problems)

@@ -10,13 +10,10 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

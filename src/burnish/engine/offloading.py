@@ -29,7 +29,6 @@ class Offloading:
 
     def __init__(self, model: nn.Module, device: torch.device, smallest: int = _SMALL) -> None:
         self.smallest = smallest
-        self.moved_bytes = 0  # by the last forward pass
         shapes = {tuple(parameter.shape) for parameter in model.parameters()}
         self._weights = shapes | {shape[::-1] for shape in shapes}
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -37,7 +36,6 @@ class Offloading:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward pass."""
-        self.moved_bytes = 0
         with torch.autograd.graph.saved_tensors_hooks(self._away, self._back):
             yield
 
@@ -45,7 +43,6 @@ class Offloading:
         """(what is kept, where it came from or None where it stayed, when its copy is done)."""
         if tensor.nbytes < self.smallest or tuple(tensor.shape) in self._weights:
             return tensor, None, None
-        self.moved_bytes += tensor.nbytes
         if self._stream is None:
             return tensor.clone(), tensor.device, None
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

@@ -189,24 +189,17 @@ class LossMethods(Face):
 
 
 class TrainerObjective:
-    """The Trainer as the loop's ``Objective``: it weighs a micro-batch. The loss is ``training_step``'s affair."""
+    """The Trainer as the loop's ``Objective``: it weighs a micro-batch."""
 
     def __init__(self, trainer: LossMethods) -> None:
         self.trainer = trainer
-
-    def encode(self, examples: Any) -> list[Any]:
-        return list(examples)
-
-    def collate(self, rows: Any) -> Batch:
-        return self.trainer.data_collator(list(rows))  # type: ignore[no-any-return]
 
     def weight(self, batch: Batch) -> Tensor:
         return self.trainer._weight(batch)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        weight = self.trainer._weight(batch)
-        mean = self.trainer.compute_loss(model, dict(batch), num_items_in_batch=self.trainer._items(batch, weight))
-        return Loss(mean * weight)
+        """Never asked: ``run.microstep`` and ``run.evaluate`` are the Trainer's own."""
+        raise NotImplementedError
 
 
 def whole_inverse(share: Tensor) -> Tensor:

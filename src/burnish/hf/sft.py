@@ -83,7 +83,7 @@ class SFTTrainer(Trainer):
     ) -> None:  # fmt: skip
         args = sft_arguments(args, model)
         args, processing_class = with_old_arguments(args, processing_class, old)
-        check_sets(train_dataset, args)
+        check_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         sample = first_row(train_dataset)
@@ -185,8 +185,11 @@ class SFTTrainer(Trainer):
             self._signature_columns = ["input_ids", "labels", "seq_lengths"]
 
     def _get_dataloader(self, *given: Any, **more: Any) -> Any:
-        """Where nothing of a subclass stands between loader and loss, the batches say which positions are learned."""
+        """For a GPU, and where nothing of a subclass stands between loader and loss, batches say which positions are
+        learned: to look for them there would be a wait for the device."""
         loader = super()._get_dataloader(*given, **more)
+        if self._engine.device.type == "cpu":
+            return loader
         between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
         if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
             loader.collate_fn = WithLearned(loader.collate_fn)
@@ -214,11 +217,8 @@ class SFTTrainer(Trainer):
         """
         given = {**inputs, "use_cache": False}
         labels, positions = given.pop("labels"), given.pop("learned", None)
-        if has_virtual_tokens(self.model):
-            labels, positions = (
-                F.pad(labels, (1, 0), value=IGNORE_INDEX),
-                None,
-            )  # the last of them predicts the first id
+        if has_virtual_tokens(self.model):  # the last of them predicts the first id
+            labels, positions = F.pad(labels, (1, 0), value=IGNORE_INDEX), None
         if self.aux_loss_enabled:
             given["output_router_logits"] = True
         learned = Learned.of(labels, positions)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
-from burnish.engine.options import device_of
 from burnish.ops.probe import causal_lm
 
 
@@ -43,8 +42,9 @@ class GenerationOptions:
     repetition_penalty: float = option(1.0, "Above 1 what was said already becomes less likely.", gt=0)
     length_penalty: float = option(1.0, "Above 0 a beam search prefers longer answers.")
     cache_implementation: str = option(
-        "dynamic", "Keys and values in tensors that grow (dynamic), or of one size (static), for which a GPU compiles "
-        "the model: that takes a minute, and pays for many long answers.", choices=("dynamic", "static"),
+        "dynamic", "Keys and values in tensors that grow (dynamic), or of one size (static). For the latter a GPU "
+        "compiles the model, which takes a minute and pays for many long answers; a CPU compiles nothing.",
+        choices=("dynamic", "static"),
     )  # fmt: skip
     skip_special_tokens: bool = option(True, "Leave control tokens out of the text of answers.")
 
@@ -65,8 +65,6 @@ def generation_notes(options: Any) -> list[str]:
         return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']
     if options.predict_with_generate and not options.do_predict:
         return ['"predict_with_generate" has no effect without do_predict: an evaluation measures the loss.']
-    if options.cache_implementation == "static" and device_of(options).type == "cpu":
-        return ['"cache_implementation": static brings nothing on a CPU, where nothing is compiled for it.']
     return []
 
 
