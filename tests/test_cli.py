@@ -67,6 +67,26 @@ def test_every_command_with_options_has_a_help_of_its_own(capsys: pytest.Capture
         assert out.startswith(f"usage: burnish {command} ")
 
 
+def test_help_behind_a_run_is_the_help_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = burnish(capsys, "train", "--help")
+    assert burnish(capsys, "train", "run.yaml", "seed=3", "--help") == plain
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["env", "--foo"], "burnish env takes no options. Received: --foo."), (["version", "x"], "takes no options"),
+     (["demo", "run.yaml"], "has a configuration of its own")],
+)  # fmt: skip
+def test_words_that_a_command_does_not_read_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("seed: 1\n")
+    status, out, err = burnish(capsys, *words)
+    assert (status, out) == (2, "")
+    assert why in err
+
+
 def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = burnish(capsys, "trian")
     assert (status, out) == (2, "")

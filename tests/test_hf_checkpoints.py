@@ -212,6 +212,13 @@ def test_the_arguments_may_ask_to_go_on_without_being_told(tmp_path):
         make_trainer(tmp_path / "empty", resume="must").train()
 
 
+def test_going_on_without_being_told_passes_over_a_damaged_checkpoint(tmp_path):
+    trained(tmp_path)
+    (tmp_path / "checkpoint-9" / "optimizer.safetensors").unlink()
+    trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **{**SAVED, "max_steps": 9}, resume="auto")
+    assert trainer._checkpoint_to_resume(None) == tmp_path / "checkpoint-6"
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(tmp_path):
     trained(tmp_path)
     (tmp_path / "checkpoint-9" / "model.safetensors").write_bytes(b"half")

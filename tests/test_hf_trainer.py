@@ -2,6 +2,7 @@
 
 import warnings
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -471,6 +472,16 @@ def test_a_model_card_is_written(tmp_path):
     trainer.train()
     trainer.create_model_card(model_name="tiny", dataset="toy")
     assert "tiny" in (tmp_path / "README.md").read_text()
+
+
+def test_the_card_names_the_folder_that_the_model_came_from(tmp_path):
+    bert().save_pretrained(tmp_path / "beginning")
+    model = type(bert()).from_pretrained(tmp_path / "beginning")
+    rows = datasets.Dataset.from_list(list(classes()))
+    trainer = make_trainer(tmp_path / "end", model=model, train=rows, max_steps=1)
+    trainer.create_model_card()
+    card = (tmp_path / "end" / "README.md").read_text()
+    assert "This model is a fine-tuned version of beginning on an unknown dataset." in card
 
 
 def test_pushing_uploads_the_saved_model(tmp_path, monkeypatch):

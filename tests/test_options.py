@@ -72,7 +72,7 @@ def test_a_value_is_read_as_its_declared_type(name, raw, value):
     [
         ("learning_rate", "three", "must be a number"),
         ("learning_rate", -1, "greater than 0"),
-        ("limit", 0, "at least 1 rows"),
+        ("limit", 0, "at least 1 row."),
         ("limit", 2.5, "a whole number"),
         ("is_on", "perhaps", "true or false"),
         ("mode", "fats", 'Did you mean "fast"?'),

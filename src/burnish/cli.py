@@ -51,7 +51,7 @@ def _run(words: Arguments) -> int:
         print(_help(), end="")
         return 0
     if words[0] in {"--version", "-V", "version"}:
-        return _version()
+        return _version(words[1:])
     command = COMMANDS.get(words[0])
     if command is None:
         raise UserError(_unknown(words[0]))
@@ -132,6 +132,7 @@ def _demo(words: Arguments) -> int:
 
 
 def _env(words: Arguments) -> int:
+    _refuse_words("env", words)
     from burnish.app.env import environment
 
     for name, value in environment().items():
@@ -139,11 +140,17 @@ def _env(words: Arguments) -> int:
     return 0
 
 
-def _version(words: Arguments | None = None) -> int:
+def _version(words: Arguments) -> int:
+    _refuse_words("version", words)
     from burnish import __version__
 
     print(f"burnish {__version__}")
     return 0
+
+
+def _refuse_words(command: str, words: Arguments) -> None:
+    if others := [word for word in words if word not in {"--help", "-h"}]:
+        raise UserError(Problem(f"burnish {command} takes no options. Received: {' '.join(others)}."))
 
 
 def _plan(words: Arguments) -> Plan:
@@ -168,7 +175,9 @@ COMMANDS: dict[str, Command] = {
     "train": Command(_RUN_USAGE, "fine-tune a model", _train),
     "explain": Command(_RUN_USAGE, "say what train would do, and why, before it does it", _explain_run),
     "export": Command(_RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export),
-    "demo": Command("", "fine-tune the small model that burnish carries, in two minutes", _demo),
+    "demo": Command(
+        "[key=value ...] [--key value ...]", "fine-tune the small model that burnish carries, in two minutes", _demo
+    ),
     "env": Command("", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),
 }
@@ -216,10 +225,11 @@ def _wants_help(words: Arguments) -> bool:
 
 
 def _list_options(command: str, words: Arguments) -> int:
+    from burnish.app.config import CONFIG_SUFFIXES
     from burnish.app.listing import list_options
     from burnish.app.plan import RunOptions
 
-    wanted = [word for word in words if not word.startswith("-")]
-    print(f"usage: burnish {command} {_RUN_USAGE}\n")
+    wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
+    print(f"usage: burnish {command} {COMMANDS[command].usage}\n")
     print(list_options(RunOptions, wanted[0] if wanted else ""), end="")
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from burnish.app.config import read_config, split_arguments
 from burnish.app.plan import Plan, plan
+from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given
 from burnish.models.quiet import quiet
 
@@ -48,7 +49,10 @@ def demo_plan(words: list[str]) -> Plan:
     """The carried configuration, its paths made those of the installed package, then what the command line says."""
     given = read_config(CARRIED / "demo.yaml")
     places = {"model_name_or_path": CARRIED / "model", "dataset_dir": CARRIED / "data"}
-    _, flags = split_arguments(words)
+    config, flags = split_arguments(words)
+    if config is not None:
+        raise UserError(Problem(f"burnish demo has a configuration of its own. Received: {config}.",
+                                remedy=f"Try: burnish train {config}"))  # fmt: skip
     return plan({**given, **{name: Given(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 

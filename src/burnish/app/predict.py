@@ -61,6 +61,8 @@ def predict_all(run: Run, prepared: Any, plan: Any) -> dict[str, float]:
     else:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate(run, batches, f"predict_{name}" if name else "predict")
+        if run.engine.rank == 0:
+            note("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.endswith("_loss")))
     run.callbacks.fire("on_predict", metrics=metrics)
     if run.engine.rank == 0:
         save_metrics("predict", metrics, folder)

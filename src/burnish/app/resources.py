@@ -25,6 +25,7 @@ from burnish.engine.options import autocast_dtype, device_of
 from burnish.objectives.lm import way_of
 from burnish.ops.head_kernels import logits_bytes
 from burnish.optim.builtin import create_optimizer
+from burnish.report.pace import counted
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,11 @@ def check_disk(options: Any, config: Any, sizes: Sizes, formats: Formats, steps:
     if needed <= free:
         return []
     kept = _checkpoints_kept(options, steps)
+    more = f", {counted(kept, 'checkpoint')} and one more under way" if kept else ""
     return [
         Problem(
             f'output_dir "{options.output_dir}" has {shown_bytes(free)} of free disk, and the run writes about '
-            f"{shown_bytes(needed)}: the model{f' and {kept} checkpoints, and one more under way' if kept else ''}.",
+            f"{shown_bytes(needed)}: the model{more}.",
             remedy="Free some space, name an output_dir on another disk"
             + (", or set save_total_limit: 1 or save_only_model: true." if kept else "."),
         )

@@ -248,8 +248,9 @@ def _check_bounds(spec: Spec, value: float) -> None:
     limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
     if not all(holds(value, bound) for (holds, _), bound in limits):
         words = " and ".join(f"{word} {bound}" for (_, word), bound in limits)
-        unit = f" {spec.unit}" if spec.unit else ""
-        raise ValueError(f"must be {words}{unit}. Received: {value}.")
+        is_one = len(limits) == 1 and limits[0][1] == 1 and len(spec.unit) > 1
+        unit = spec.unit.removesuffix("s") if is_one else spec.unit
+        raise ValueError(f"must be {f'{words} {unit}'.rstrip()}. Received: {value}.")
 
 
 _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {

@@ -115,9 +115,16 @@ class ReportMethods(Face):
             self, language=language, license=license, tags=tags, model_name=model_name, finetuned_from=finetuned_from,
             tasks=tasks, dataset_tags=dataset_tags, dataset=dataset, dataset_args=dataset_args,
         )  # fmt: skip
+        if summary.dataset == [None]:  # a set that was made in memory has no name
+            summary.dataset = summary.dataset_tags = summary.dataset_args = summary.dataset_metadata = None
+        card = summary.to_model_card()
+        base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
+        if summary.finetuned_from is None and Path(base).is_dir():  # a folder has no link on the hub
+            begun = f"This model is a fine-tuned version of {Path(base).name} on"
+            card = card.replace("This model was trained from scratch on", begun)
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(summary.to_model_card(), encoding="utf-8")
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _start_clock(self) -> None:
         self._started, self._tokens_before = time.time(), self.state.num_input_tokens_seen

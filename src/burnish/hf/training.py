@@ -277,16 +277,16 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> Path | None:
         folder = self._get_output_dir(self._trial)
-        if asked is None and self.args.resume in ("auto", "must"):
+        goes_on = asked is None and self.args.resume in ("auto", "must")
+        if asked is True or goes_on:
             found = get_last_checkpoint(folder) if Path(folder).is_dir() else None
-            if found is None and self.args.resume == "must":
-                raise UserError(Problem(f'"resume" is must, and there is no checkpoint in {folder}.'))
-            return None if found is None else Path(found)
-        if asked is True:
-            found = get_last_checkpoint(folder) if Path(folder).is_dir() else None
-            if found is None:
+            if found is not None:
+                return self._newest_whole(Path(found))
+            if asked is True:
                 raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
-            return self._newest_whole(Path(found))
+            if self.args.resume == "must":
+                raise UserError(Problem(f'"resume" is must, and there is no checkpoint in {folder}.'))
+            return None
         if not asked:
             return None
         if not Path(asked).is_dir():
