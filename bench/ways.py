@@ -1,7 +1,8 @@
 """Takes some of burnish's own ways out of a process: those that come with the fast path and that no option turns off.
 
 In: names of ``WAYS``. Out: nothing; what is taken out is done in this process as torch or transformers does it.
-``padding_free``, ``fused_loss``, ``attn_implementation`` and ``optim`` are options, and are left to them.
+``padding_free``, ``fused_loss``, ``attn_implementation``, ``optim`` and ``needed_tokens_only`` are options, and are
+left to them.
 """
 
 from __future__ import annotations

@@ -229,6 +229,7 @@ CARRIED = "transformers adds the gradient of the last, incomplete group to the n
 
 CASES = [
     Case("causal LM, dropout", lm, text_rows),
+    Case("causal LM, no dropout", seeded(lambda: gpt2(0.0)), text_rows),
     Case("causal LM, accumulation, ragged last group", lm, text_rows, GROUPED),
     Case("causal LM, label smoothing", lm, text_rows, {"label_smoothing_factor": 0.1, **GROUPED}),
     Case("causal LM, clipped to 0.1", lm, text_rows, {"max_grad_norm": 0.1}),

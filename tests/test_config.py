@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from burnish.app.config import merge, read_arguments, read_config, split_arguments
-from burnish.core.conversion import as_type
 from burnish.core.errors import UserError
 from burnish.core.options import Given
 
@@ -222,8 +221,3 @@ def test_the_command_line_overrides_the_file_under_any_name(tmp_path: Path) -> N
         "seed": Given("1", f"{path}, line 2"),
         "eval_strategy": Given("no", f"the command line, over {path}, line 1"),
     }
-
-
-def test_a_flag_whose_json_gives_a_key_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match='gives "a" twice'):
-        as_type(dict[str, int] | None, '{"a": 1, "a": 2}')

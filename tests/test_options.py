@@ -26,6 +26,7 @@ class Shape:
     resume: str | bool | None = option(None, "A folder, or yes.")
     is_on: bool = option(False, "On.")
     limit: int | None = option(None, "At most.", ge=1, unit="rows")
+    epochs: float = option(3.0, "How often.", gt=0, lt=math.inf, unit="epochs")
 
 
 Both = union("Both", Rate, Shape)
@@ -74,6 +75,10 @@ def test_a_value_is_read_as_its_declared_type(name, raw, value):
         ("learning_rate", -1, "greater than 0"),
         ("limit", 0, "at least 1 row."),
         ("limit", 2.5, "a whole number"),
+        ("epochs", 0, "must be greater than 0 epochs and finite."),
+        ("epochs", "inf", "and finite. Received: inf."),
+        ("extra", "{a: 1}", 'must be a mapping, as JSON: {"name": value}.'),
+        ("extra", '{"a": 1, "a": 2}', 'gives "a" twice'),
         ("is_on", "perhaps", "true or false"),
         ("mode", "fats", 'Did you mean "fast"?'),
         ("curve", "cosin", 'Did you mean "cosine"?'),
@@ -140,6 +145,7 @@ def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default()
         "resume",
         "is_on",
         "limit",
+        "epochs",
     ]
     assert changed(Both(limit=3, is_on=False)) == {"limit": 3}
 

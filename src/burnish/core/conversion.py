@@ -55,7 +55,8 @@ def as_type(annotation: Any, raw: Any) -> Any:
             raise
         except ValueError:
             continue
-    raise ValueError(f"must be {in_words(annotation)}. Received: {raw!r}.")
+    how = ', as JSON: {"name": value}' if isinstance(raw, str) and raw.strip().startswith("{") else ""
+    raise ValueError(f"must be {in_words(annotation)}{how}. Received: {raw!r}.")
 
 
 def _as(member: Any, raw: Any) -> Any:
@@ -159,7 +160,7 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         shown = json.dumps(found, ensure_ascii=False)
-        raise GivenTwice(f'gives "{twice}" twice. Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}')
+        raise GivenTwice(f'gives "{twice}" twice. Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}.')
     return found
 
 

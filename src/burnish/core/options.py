@@ -18,6 +18,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
+from math import isfinite
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from burnish.core.conversion import as_type, in_words, members
@@ -247,10 +248,15 @@ def _open_text(spec: Spec) -> bool:
 def _check_bounds(spec: Spec, value: float) -> None:
     limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
     if not all(holds(value, bound) for (holds, _), bound in limits):
-        words = " and ".join(f"{word} {bound}" for (_, word), bound in limits)
-        is_one = len(limits) == 1 and limits[0][1] == 1 and len(spec.unit) > 1
-        unit = spec.unit.removesuffix("s") if is_one else spec.unit
-        raise ValueError(f"must be {f'{words} {unit}'.rstrip()}. Received: {value}.")
+        words = " and ".join(_bound_in_words(word, bound, spec.unit) for (_, word), bound in limits)
+        raise ValueError(f"must be {words}. Received: {value}.")
+
+
+def _bound_in_words(word: str, bound: float, unit: str) -> str:
+    """``at least 1 row``, ``greater than 0 epochs``"""
+    if not isfinite(bound):
+        return "finite"
+    return f"{word} {bound} {unit.removesuffix('s') if bound == 1 and len(unit) > 1 else unit}".rstrip()
 
 
 _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
