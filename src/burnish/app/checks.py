@@ -106,7 +106,7 @@ def check_evaluation_set(options: Any) -> list[Problem]:
         return []
     return [
         Problem(
-            f"{' and '.join(wanted)} needs an evaluation set, and none is given.",
+            f"{' and '.join(wanted)} {'needs' if len(wanted) == 1 else 'need'} an evaluation set, and none is given.",
             remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out a tenth of the training set.",
         )
     ]
@@ -134,7 +134,7 @@ def check_best_model(options: Any) -> list[Problem]:
         return [
             Problem(
                 f"{cause} needs evaluations to choose by, and eval_strategy is no.",
-                remedy="Set eval_strategy: steps and an evaluation set, or leave load_best_model_at_end out.",
+                remedy=f"Set eval_strategy: steps and an evaluation set, or leave {cause} out.",
             )
         ]
     if options.save_strategy not in ("best", options.eval_strategy):

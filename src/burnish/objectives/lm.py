@@ -100,6 +100,7 @@ class LmObjective:
     Args:
         options: the flat options; those of ``LmOptions`` are read.
         template: examples -> rows.
+        tokenizer: what every objective is given; not read here.
     """
 
     def __init__(self, options: Any, template: Encoder, tokenizer: Any = None) -> None:
