@@ -34,7 +34,8 @@ BY_NAME = {case.name: case for case in parity.CASES}
 @pytest.mark.parametrize(
     "name",
     [
-        "causal LM, no dropout", "causal LM, accumulation, ragged last group", "causal LM, label smoothing", "causal LM, compute_loss_func",
+        "causal LM, no dropout", "causal LM, accumulation, ragged last group", "causal LM, label smoothing",
+        "causal LM, compute_loss_func",
         "causal LM, evaluation in between", "causal LM, rows without a length", "LoRA through peft",
         "classification, label smoothing", "several labels", "token classification", "question answering",
         "sequence to sequence", "a plain nn.Module", "schedule polynomial", "optimizer sgd, not clipped",
