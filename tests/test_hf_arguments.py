@@ -238,3 +238,8 @@ def test_a_script_may_read_an_old_name():
     assert not args.overwrite_output_dir
     with pytest.raises(AttributeError, match="evaluation_strategi"):
         args.evaluation_strategi  # noqa: B018
+
+
+def test_a_share_of_the_steps_is_no_number_of_them(tmp_path):
+    with pytest.raises(ValueError, match="must lie in"):
+        TrainingArguments(str(tmp_path), warmup_ratio=5)

@@ -614,3 +614,16 @@ def test_the_collator_gives_positions_of_packs_where_asked():
 
 
 logging.getLogger("datasets").setLevel(logging.ERROR)
+
+
+def test_a_set_of_other_columns_is_refused_with_their_names(tmp_path):
+    for row in ({"question": "a"}, {"prompt": "a", "answer": "b"}):
+        with pytest.raises(ValueError, match=f"Received the columns: {', '.join(row)}."):
+            make(tmp_path, [row])
+
+
+def test_a_set_of_which_nothing_is_left_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="No row of the train dataset is left"):
+        make(tmp_path, PAIRS, max_length=2)
+    with pytest.raises(ValueError, match="holds no rows"):
+        make(tmp_path, Dataset.from_dict({"text": []}))

@@ -122,6 +122,8 @@ class Preparation:
                 f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} dataset are left out: nothing is "
                 f"learned of them (max_length is {limit})."
             )
+        if len(dataset) and not len(kept):
+            raise ValueError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
         return kept
 
     def _packed(self, dataset: Any, name: str) -> Any:
@@ -168,6 +170,12 @@ class Encode:
     def __post_init__(self) -> None:
         self.is_chat = is_conversational(self.sample)
         self.has_prompts = "prompt" in self.sample
+        wanted = "completion" if self.has_prompts else self.field
+        if wanted not in self.sample and not (self.is_chat and not self.has_prompts):
+            raise ValueError(
+                f"A dataset has texts (`dataset_text_field`: `{self.field}`), `messages`, `prompt` and `completion`, "
+                f"or `input_ids`. Received the columns: {', '.join(self.sample)}."
+            )
         self.sample = None  # it has said what it had to say, and need not travel to other processes
         self.has_warned = False
 
@@ -318,7 +326,10 @@ def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_row(dataset: Any) -> dict[str, Any]:
-    return dict(next(iter(dataset)))
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError("A dataset holds no rows.")
+    return dict(row)
 
 
 def column_names(dataset: Any) -> list[str]:
