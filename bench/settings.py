@@ -107,7 +107,7 @@ def ways() -> tuple[Setting, ...]:
     ``ways.py`` can take out."""
     options: dict[str, Any] = {"padding_free": False, "attn_implementation": "sdpa", "fused_loss": False}
     options |= {"optim": "adamw_torch", "needed_tokens_only": False}
-    without = ["elementwise", "attention", "memory", "tied", "last_layer"]
+    without = ["elementwise", "copies", "attention", "memory", "tied", "last_layer"]
     found = []
     for name, *there in WAYS:
         options = {option: value for option, value in options.items() if option not in there}
@@ -125,6 +125,7 @@ WAYS = (
     ("+ AdamW in one kernel", "optim"),
     ("+ freed memory kept", "memory"),
     ("+ norms, gated layers and activations by blocks", "elementwise"),
+    ("+ no copies of the weights kept", "copies"),
     ("+ one gradient for embedding and head", "tied"),
     ("+ the last feed-forward part where something is learned", "last_layer"),
     ("+ no token that nothing depends on, and what rows share once", "needed_tokens_only"),

@@ -14,6 +14,7 @@ import torch
 
 from burnish.app import build
 from burnish.engine import base
+from burnish.models import fused
 from burnish.objectives import lm
 from burnish.ops import attention, kept, probe
 
@@ -21,6 +22,11 @@ from burnish.ops import attention, kept, probe
 def _elementwise() -> None:
     """Norms, gated layers and activations by the model's own code."""
     build.fuse = lambda model: 0
+
+
+def _copies() -> None:
+    """A copy of the weights of each linear layer, made by autocast and kept for the backward pass."""
+    fused._linear_of = lambda module: None
 
 
 def _attention() -> None:
@@ -49,7 +55,8 @@ def _last_layer() -> None:
 
 
 WAYS: dict[str, Callable[[], None]] = {
-    "elementwise": _elementwise, "attention": _attention, "memory": _memory, "tied": _tied, "last_layer": _last_layer,
+    "elementwise": _elementwise, "copies": _copies, "attention": _attention, "memory": _memory, "tied": _tied,
+    "last_layer": _last_layer,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from burnish.app import build
 from burnish.app.plan import plan
 from burnish.core.options import Given
 from burnish.engine import base
+from burnish.models import fused
 from burnish.objectives import lm
 from burnish.ops import attention, kept, probe
 from small_run import make_user
@@ -178,6 +179,7 @@ PLAIN = {"padding_free": False, "fused_loss": False, "attn_implementation": "sdp
 OWN = {
     "elementwise": [(build, "fuse")], "attention": [(attention, "_is_half")], "tied": [(lm, "is_plain_lookup")],
     "memory": [(base, "keep_freed_memory"), (kept, "empty")], "last_layer": [(probe, "last_feed_forward")],
+    "copies": [(fused, "_linear_of")],
 }  # fmt: skip
 
 

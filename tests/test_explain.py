@@ -66,6 +66,8 @@ def test_an_adapter_pays_for_what_moves_only() -> None:
     terms = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0)
     found = {term.name: term.num_bytes for term in terms}
     assert found == {"weights": 990 * 2 + 10 * 4, "cast weights": 20, "gradients": 40, "optimizer": 80}
+    anew = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0, copies=False)
+    assert {term.name for term in anew} == found.keys() - {"cast weights"}
 
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:

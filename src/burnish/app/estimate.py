@@ -71,7 +71,7 @@ class Term:
 
 def memory_terms(
     params: int, trained: int, shape: Shape, formats: Formats, tokens: int, logits: Term | None = None, *,
-    learns: bool = True, recompute: bool = False, selective: bool = False, offload: bool = False,
+    learns: bool = True, copies: bool = True, recompute: bool = False, selective: bool = False, offload: bool = False,
 ) -> list[Term]:  # fmt: skip
     """The parts of what a run needs on a device.
 
@@ -79,6 +79,7 @@ def memory_terms(
         params: P. trained: N. tokens: T, padding included.
         logits: those that exist at one time.
         learns: something is kept for a backward pass.
+        copies: autocast's copies of weights are kept for it.
         recompute: activation checkpointing is on; ``selective``: it keeps the results of products and attention.
         offload: what is kept lies in the memory of the machine.
     """
@@ -97,7 +98,7 @@ def memory_terms(
         ),
         *([logits] if logits else []),
     ]
-    if formats.compute < formats.trained:
+    if copies and formats.compute < formats.trained:
         cast = Term("cast weights", trained * formats.compute, f"autocast keeps them in {formats.compute} bytes too")
         terms.insert(1, cast)
     return [term for term in terms if term.num_bytes]

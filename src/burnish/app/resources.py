@@ -106,6 +106,7 @@ def memory_of(options: Any, config: Any, sizes: Sizes, formats: Formats, tokens:
         tokens,
         logits_of(options, shape, tokens, formats.compute),
         learns=trains(options),
+        copies=device_of(options).type != "cpu" or options.torch_compile,  # else ``ops.cast_linear`` makes them anew
         recompute=options.gradient_checkpointing,
         selective=bool((options.gradient_checkpointing_kwargs or {}).get("selective")),
         offload=options.activation_offloading and device_of(options).type != "cpu",

@@ -1,4 +1,5 @@
-"""Lets a model's norms, gated layers and activations go through ``ops.elementwise`` on a CPU.
+"""Lets a model's norms, gated layers and activations go through ``ops.elementwise`` on a CPU, and its linear layers
+through ``ops.cast_linear``.
 
 In: a loaded model. Out: the same model; the modules that were proven to compute what burnish's functions compute do so
 through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
@@ -16,9 +17,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from burnish.ops.cast_linear import cast_linear
 from burnish.ops.elementwise import ACTIVATIONS, activated, gated, rms_norm
 from burnish.ops.lora_siblings import together
 from burnish.ops.probe import REFUSALS
@@ -31,7 +34,8 @@ def fuse(model: nn.Module) -> int:
     """Replace the forward passes that can be; how many were."""
     found = 0
     for module in model.modules():
-        forward = _norm_of(module) or _gated_of(module) or _attention_of(module) or _activation_of(module)
+        ways = (way(module) for way in (_norm_of, _gated_of, _attention_of, _activation_of, _linear_of))
+        forward = next((way for way in ways if way is not None), None)
         if forward is not None and "forward" not in vars(module):
             module.forward = MethodType(forward, module)
             found += 1
@@ -135,6 +139,23 @@ def _attention_of(module: nn.Module) -> Callable[..., Any] | None:
 def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
     with together(*(getattr(module, name) for name in _PROJECTIONS)):
         return type(module).forward(module, *args, **kwargs)
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def _linear_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The forward pass of torch's own linear layer, which needs not be asked what it computes; where its weights train,
+    since frozen ones are loaded in the format of the products."""
+    return _projected if type(module) is nn.Linear and module.weight.requires_grad else None
+
+
+def _projected(module: Any, input: Tensor) -> Tensor:
+    """Without a backward pass nothing is kept for it, and autocast's copies serve all tokens of an answer."""
+    is_cast = input.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+    if is_cast and module.weight.dtype != (dtype := torch.get_autocast_dtype("cpu")):
+        return cast_linear(input, module.weight, module.bias, dtype)
+    return F.linear(input, module.weight, module.bias)
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

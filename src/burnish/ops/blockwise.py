@@ -24,8 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_HEIGHT = 256
-"""Queries of a block: few enough that little is computed beyond the diagonal, enough for a product to be worth it."""
+_ROWS, _FEWEST, _MOST = 512, 96, 256
+"""Rows of a block's products, in which the heads that share a key lie under each other, and queries of a block: few
+enough that the scores stay in the processor's cache and little is computed beyond the diagonal, enough for a product to
+be worth it. Blocks are of whole vectors, since torch's softmax takes the last few numbers of a row one by one."""
+
+VECTOR = 32
+"""Numbers of 16 bits in the widest vector of a processor."""
 
 
 def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -46,7 +51,7 @@ class _Blockwise(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups, length, width = len(query) // len(key), query.shape[1], value.shape[2]
         mixed = query.new_empty(len(query), length, width)
-        for rows, seen in _blocks(length, key.shape[1] - length):
+        for rows, seen in _blocks(length, key.shape[1] - length, groups):
             weights = _weights(_folded(query[:, rows], groups), key[:, seen], scale, rows)
             mixed[:, rows] = torch.bmm(weights, value[:, seen]).view(len(query), -1, width)
         ctx.save_for_backward(query, key, value)
@@ -61,7 +66,7 @@ class _Blockwise(torch.autograd.Function):
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Sums over blocks are made in float32.
         grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32) for x in (key, value))
-        for rows, seen in _blocks(length, key.shape[1] - length):
+        for rows, seen in _blocks(length, key.shape[1] - length, groups):
             q, upstream = (_folded(x[:, rows], groups) for x in (query, grad))
             weights = _weights(q, key[:, seen], ctx.scale, rows)
             grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), upstream)
@@ -72,9 +77,10 @@ class _Blockwise(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 
-def _blocks(length: int, before: int) -> Iterator[tuple[slice, slice]]:
+def _blocks(length: int, before: int, groups: int) -> Iterator[tuple[slice, slice]]:
     """Queries, and the keys up to the last of them."""
-    ends = ((begin, min(begin + _HEIGHT, length)) for begin in range(0, length, _HEIGHT))
+    height = min(_MOST, max(_FEWEST, _ROWS // groups // VECTOR * VECTOR))
+    ends = ((begin, min(begin + height, length)) for begin in range(0, length, height))
     return ((slice(begin, end), slice(before + end)) for begin, end in ends)
 
 

@@ -174,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rules: TokenLoss, dtype: torch.dtype, needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            h, w = hidden.to(dtype), kept.cast(weight, dtype)
+            h, w = hidden.to(dtype), weight.to(dtype)
             weights = None if token_weights is None else token_weights.float()
             sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
             gradients = _Gradients.zero(hidden, weight, bias, needs)

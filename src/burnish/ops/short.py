@@ -27,13 +27,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burnish.ops.blockwise import times
+from burnish.ops.blockwise import VECTOR, times
 
 _WASTE = 2**16
 """Scores that the fillings of a bucket may cost, over all heads: about what the calls of another bucket cost."""
-
-_VECTOR = 32
-"""Numbers of 16 bits in the widest vector of a processor."""
 
 Lengths = tuple[tuple[int, int], ...]
 """Of each sequence: its tokens, and the keys before the first of them."""
@@ -180,7 +177,7 @@ def _pieces(begin: int, length: int, before: int, filled: int) -> tuple[tuple[in
 def _rounded(length: int) -> int:
     """Up to whole vectors: torch's softmax takes the last few numbers of a row one by one. And there are few such
     lengths, where each length of its own needs kernels of its own, a millisecond to make for each product."""
-    return -(-length // _VECTOR) * _VECTOR
+    return -(-length // VECTOR) * VECTOR
 
 
 # --- the products -----------------------------------------------------------------------------------------------------

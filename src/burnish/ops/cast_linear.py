@@ -1,0 +1,56 @@
+"""A linear layer whose weights are wider than its products, on a CPU: float32 masters under autocast to bfloat16.
+
+In:  inputs and weights. Out: what ``torch.nn.functional.linear`` gives under autocast, to the bit, and its gradients.
+
+    Y = X Wᵀ + b,  dX = dY W,  dW = dYᵀ X,  db = Σ dY
+
+Autocast makes a copy of the weights in the narrow format and autograd keeps it for the backward pass, so that at the
+end of a forward pass there is one of every weight of the model: two bytes for each, a gigabyte for half a billion. Here
+the copy is made when it is wanted, twice, into memory that the next layer uses again.
+"""
+
+# N tokens (all leading dimensions), I size of the input, O size of the output
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burnish.ops import kept
+
+
+def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(..., O) in ``dtype``, in which the products are made.
+
+    Args:
+        x: (..., I); weight: (O, I); bias: (O,); of any float types.
+    """
+    projected: Tensor = _CastLinear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
+    return projected
+
+
+class _CastLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        narrow = x.to(dtype)
+        ctx.save_for_backward(narrow if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        return F.linear(narrow, kept.cast(weight, dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x, of_weight, of_bias = None, None, None
+        if ctx.needs_input_grad[0]:
+            of_x = (rows @ kept.cast(weight, grad.dtype)).view(*grad.shape[:-1], -1).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            of_weight = (rows.t() @ narrow.reshape(-1, narrow.shape[-1])).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0).to(ctx.dtypes[1])
+        return of_x, of_weight, of_bias, None

@@ -1,0 +1,87 @@
+"""A linear layer under autocast that keeps no copy of its weights: equal to the bit, and nothing of it is kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from burnish.models.fused import fuse
+from burnish.ops.cast_linear import cast_linear
+from tiny_models import tiny_model
+
+
+def outcome(function, x, weight, bias):
+    """The output under autocast, and the gradients of what has one."""
+    given = [None if value is None else value.detach().clone().requires_grad_() for value in (x, weight, bias)]
+    with torch.autocast("cpu", torch.bfloat16):
+        projected = function(*given)
+    upstream = torch.randn(projected.shape, generator=torch.Generator().manual_seed(1)).to(projected.dtype)
+    wanted = [value for value in given if value is not None]
+    return [projected, *torch.autograd.grad(projected, wanted, upstream)]
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 7, 64), (300, 2048)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_it_is_autocasts_linear_layer_to_the_bit_and_so_are_its_gradients(shape, dtype, has_bias):
+    torch.manual_seed(0)
+    x, weight = (
+        torch.randn(shape).to(dtype),
+        torch.randn(1100, shape[-1]),
+    )  # the larger copy lies in memory that is kept
+    bias = torch.randn(1100) if has_bias else None
+    ours = outcome(lambda x, w, b: cast_linear(x, w, b, torch.bfloat16), x, weight, bias)
+    for mine, plain in zip(ours, outcome(F.linear, x, weight, bias), strict=True):
+        assert mine.dtype == plain.dtype
+        assert torch.equal(mine, plain)
+
+
+def test_frozen_weights_get_no_gradient_and_nothing_is_kept_for_one():
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+        projected = cast_linear(x, weight, None, torch.bfloat16)
+    projected.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
+    assert [value is weight or value.data_ptr() == weight.data_ptr() for value in kept] == [True]
+
+
+def kept_of(model, ids):
+    """Shapes of 16 bits that a forward pass keeps, and the gradients that it leads to."""
+    shapes = []
+
+    def keep(value):
+        if value.dtype == torch.bfloat16:
+            shapes.append(tuple(value.shape))
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value), torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return shapes, [weight.grad for weight in model.parameters()]
+
+
+def test_a_model_keeps_no_copy_of_its_weights_and_learns_the_same():
+    ids = torch.arange(3, 33).view(2, 15)
+    plain, fused = tiny_model("llama"), tiny_model("llama")
+    fuse(plain)
+    for module in plain.modules():
+        if isinstance(module, nn.Linear):
+            del module.forward
+    fuse(fused)
+    of_weights = {tuple(sorted(weight.shape)) for weight in fused.parameters() if weight.ndim == 2}
+    (copied, usual), (kept, ours) = kept_of(plain, ids), kept_of(fused, ids)
+    assert any(tuple(sorted(shape)) in of_weights for shape in copied)
+    assert not any(tuple(sorted(shape)) in of_weights for shape in kept)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, usual, strict=True))
+
+
+def test_without_autocast_and_without_a_backward_pass_it_is_torchs_own(monkeypatch):
+    monkeypatch.setattr("burnish.models.fused.cast_linear", None)
+    layer, x = nn.Linear(8, 6), torch.randn(5, 8)
+    plain = layer(x)
+    assert fuse(layer) == 1
+    assert torch.equal(layer(x), plain)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
