@@ -9,7 +9,7 @@ end of a forward pass there is one of every weight of the model: two bytes for e
 the copy is made when it is wanted, twice, into memory that the next layer uses again.
 """
 
-# N tokens (all leading dimensions), I size of the input, O size of the output
+# I size of the input, O size of the output
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory for the few large tensors that a training step on a CPU takes anew each time: logits, a head's gradient.
+"""Memory for the few large tensors that a training step on a CPU takes anew each time: logits, a head's gradient, a
+layer's weights in the format of its products.
 
 In: a shape. Out: a tensor over memory that is free. A block that was handed out comes back when the last tensor over it
 is gone, and is handed out again: its pages are there, where fresh ones would each cost a fault and be filled with
