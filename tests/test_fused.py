@@ -1,6 +1,7 @@
 """The elementwise parts of a layer: equal to the formulas as written, found by structure, and only where they fit."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,23 @@ def test_hooks_on_a_fused_module_are_still_called() -> None:
             module.register_forward_hook(lambda module, *_: heard.append(module))
     model(input_ids=torch.arange(3, 9).view(1, 6))
     assert len(heard) == 6
+
+
+def test_a_few_rows_of_which_nothing_is_kept_go_through_the_models_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = tiny_model("llama"), []
+
+    def counted(x: Tensor, *arguments: Any) -> Tensor:
+        called.append(x.shape)
+        return rms_norm(x, *arguments)
+
+    fuse(model)
+    monkeypatch.setattr("burnish.models.fused.rms_norm", counted)
+    answered = torch.arange(3, 9).view(1, 6)
+    with torch.no_grad():
+        model(input_ids=answered)
+        assert not called
+        many = torch.zeros(1, 2**17 // model.config.hidden_size + 1, dtype=torch.long)
+        model.base_model.norm(model.base_model.embed_tokens(many))
+        assert len(called) == 1
+    model(input_ids=answered)
+    assert len(called) == 6

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from burnish.ops.cast_linear import cast_linear
-from burnish.ops.elementwise import ACTIVATIONS, activated, gated, rms_norm
+from burnish.ops.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
 from burnish.ops.lora_siblings import together
 from burnish.ops.probe import REFUSALS
 
@@ -71,7 +71,7 @@ def _offset_norm(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _normed(module: Any, x: Tensor, offset: float) -> Tensor:
-    if x.device.type != "cpu":
+    if not gains(x):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return rms_norm(x, module.weight, _eps(module), offset)  # type: ignore[arg-type]
 
@@ -111,7 +111,7 @@ class _Times(nn.Module):
 
 def _gated_with(activation: str) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
+        if not gains(x):
             return type(module).forward(module, x)  # type: ignore[no-any-return]
         with together(module.gate_proj, module.up_proj):
             gate, up = module.gate_proj(x), module.up_proj(x)
