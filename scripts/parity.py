@@ -341,6 +341,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/parity.md")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     options = parser.parse_args()
+    if options.write and options.only:  # one line under the table says with which versions all of it was made
+        parser.error("--write puts the whole table into docs/parity.md; leave --only out")
     torch.set_num_threads(1)
     quiet()
     made = table([case for case in CASES if options.only in case.name])

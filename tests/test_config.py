@@ -163,6 +163,14 @@ def test_of_several_bases_the_first_that_has_a_key_gives_it(tmp_path: Path) -> N
     }  # fmt: skip
 
 
+def test_bases_are_taken_up_within_values_and_within_bases(tmp_path: Path) -> None:
+    text = "a: &a {min_lr: 1e-5, power: 2}\nb: &b {<<: *a, power: 3}\nlr_scheduler_kwargs:\n  <<: *b\n  lr_end: 0\n"
+    given = read_config(config(tmp_path, f"{text}<<: {{<<: {{seed: 4}}, stage: pt}}\n"))
+    assert given["lr_scheduler_kwargs"].value == {"lr_end": 0, "power": 3, "min_lr": 1e-5}
+    assert given["seed"].value == "4"
+    assert "<<" not in given
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -365,10 +365,14 @@ def test_settings_of_sharding_are_taken_with_a_word_on_what_they_do_not_do():
 def test_settings_of_sharding_that_would_change_the_numbers_are_refused(tmp_path):
     (tmp_path / "zero.json").write_text('{"optimizer": {"type": "Lamb"}, "bf16": {"enabled": true}}')
     (tmp_path / "torn.json").write_text('{"optimizer": ')
+    (tmp_path / "twice.json").write_text('{"bf16": {"enabled": true, "enabled": false}}')
+    (tmp_path / "list.json").write_text('[{"bf16": true}]')
     optimizer, bf16 = problems(deepspeed=str(tmp_path / "zero.json"))
     assert '"optimizer"' in optimizer
     assert 'the option "bf16" is false' in bf16
     assert "not JSON" in problems(deepspeed=str(tmp_path / "torn.json"))[0]
+    assert 'gives "enabled" twice' in problems(deepspeed=str(tmp_path / "twice.json"))[0]
+    assert "are an object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
     assert "without" in problems(fsdp_config={"min_num_params": 1})[0]
 
 

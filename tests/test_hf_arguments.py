@@ -166,6 +166,19 @@ def test_a_command_line_is_parsed_by_transformers_parser():
     assert args.lr_scheduler_kwargs == {"num_cycles": 2}
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("lr_scheduler_kwargs", '{"num_cycles": 1, "num_cycles": 2}', '`lr_scheduler_kwargs` gives "num_cycles" twice'),
+        ("model_init_kwargs", '{"a": {"b": 1, "b": 2}}', '`model_init_kwargs` gives "b" twice'),
+        ("dataset_kwargs", '{"a": 1', "`dataset_kwargs` must be a dictionary, as JSON"),
+    ],
+)
+def test_a_dictionary_given_as_text_is_refused_by_name_where_it_cannot_be_read(name, text, words):
+    with pytest.raises(ValueError, match=words):
+        SFTConfig("out", use_cpu=True, **{name: text})
+
+
 def test_the_arguments_are_data():
     args = arguments("out", hub_token="secret")
     assert json.loads(args.to_json_string())["learning_rate"] == 0.1

@@ -240,12 +240,10 @@ def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) 
     problems = dict.fromkeys(_key_problems(root, path, ()))
     if problems:
         raise UserError(problems)
-    given: dict[str, Given] = {}
-    for key_node, value_node in _with_merged(root):
-        key = key_node.value
-        value = parsed[key] if parsed is not None else _written(value_node)
-        given.setdefault(key, Given(value, _line(path, key_node)))
-    return given
+    return {
+        key.value: Given(parsed[key.value] if parsed is not None else _written(value), _line(path, key))
+        for key, value in _pairs(root)
+    }
 
 
 def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) -> Iterator[Problem]:
@@ -278,12 +276,15 @@ def _line(path: Path, node: yaml.Node) -> str:
 _MERGE = "tag:yaml.org,2002:merge"
 
 
-def _with_merged(root: yaml.MappingNode) -> Iterable[tuple[yaml.Node, yaml.Node]]:
+def _pairs(mapping: yaml.MappingNode) -> Iterable[tuple[yaml.Node, yaml.Node]]:
     """The pairs of the mapping, then those of ``<<: *base`` and ``<<: [*base, *other]``: whoever has a key first, gives
     it (https://yaml.org/type/merge.html)."""
-    own = [pair for pair in root.value if pair[0].tag != _MERGE]
-    bases = [base for key, value in root.value if key.tag == _MERGE for base in _bases(value)]
-    return own + [pair for base in bases for pair in base.value]
+    own = [pair for pair in mapping.value if pair[0].tag != _MERGE]
+    bases = [base for key, value in mapping.value if key.tag == _MERGE for base in _bases(value)]
+    found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    for key, value in [*own, *(pair for base in bases for pair in _pairs(base))]:
+        found.setdefault(key.value, (key, value))
+    return found.values()
 
 
 def _bases(node: yaml.Node) -> list[yaml.Node]:
@@ -308,7 +309,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 def _nested(node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _nested(value) for key, value in node.value}
+        return {str(key.value): _nested(value) for key, value in _pairs(node)}
     if isinstance(node, yaml.SequenceNode):
         return [_nested(item) for item in node.value]
     assert isinstance(node, yaml.ScalarNode)

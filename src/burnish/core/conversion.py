@@ -132,7 +132,7 @@ def _list(raw: Any) -> list[Any]:
     if isinstance(raw, str):
         if raw.strip().startswith("["):
             try:
-                return list(json.loads(raw))
+                return list(json.loads(raw, object_pairs_hook=each_key_once))
             except json.JSONDecodeError:  # as a shell leaves it: [a, b]
                 raw = raw.strip()[1:].removesuffix("]")
         return [part.strip() for part in raw.split(",") if part.strip()]
@@ -150,7 +150,7 @@ def _dict(raw: Any) -> dict[str, Any]:
 
 
 class GivenTwice(ValueError):
-    """A half sentence: an object of JSON has a key twice, and JSON leaves open which of the two is meant."""
+    """A half sentence: an object of JSON or YAML has a key twice, and it is open which of the two is meant."""
 
 
 def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -162,6 +162,22 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         shown = json.dumps(found, ensure_ascii=False)
         raise GivenTwice(f'gives "{twice}" twice. Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}.')
     return found
+
+
+def loader_of_each_key_once(loader: Any) -> Any:
+    """``loader``, one of PyYAML's, made to raise GivenTwice; what ``<<`` takes up may be given again, as YAML has it."""
+
+    class Loader(loader):  # type: ignore[misc]
+        def compose_mapping_node(self, anchor: str | None) -> Any:
+            node = super().compose_mapping_node(anchor)
+            first: dict[str, Any] = {}
+            for key, _ in node.value:
+                if isinstance(key.value, str) and key.value != "<<" and first.setdefault(key.value, key) is not key:
+                    lines = " and ".join(f"line {one.start_mark.line + 1}" for one in (first[key.value], key))
+                    raise GivenTwice(f'gives "{key.value}" twice, in {lines}.')
+            return node
+
+    return Loader
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {

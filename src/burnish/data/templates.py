@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
+from burnish.core.conversion import GivenTwice, loader_of_each_key_once
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.options import option
 from burnish.data.chat_template import JinjaFormat
@@ -155,7 +156,9 @@ def _named_spec(options: Any) -> TemplateSpec | None:
 
 def _spec_from_file(path: Path) -> TemplateSpec:
     try:
-        row = yaml.safe_load(_read(path))
+        row = yaml.load(_read(path), loader_of_each_key_once(yaml.SafeLoader))
+    except GivenTwice as error:
+        raise UserError(Problem(f"The template file {error}", where=str(path))) from error
     except yaml.YAMLError as error:
         mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)

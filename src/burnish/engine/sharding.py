@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import Problem
 
 _SAYS_AGAIN = {
@@ -63,9 +64,15 @@ def _is_asked(value: Any) -> bool:
 def _problems_within(given: str | Mapping[str, Any], options: Any) -> Iterator[Problem]:
     where = f"deepspeed {given}" if isinstance(given, str) else "deepspeed"
     try:
-        settings = json.loads(Path(given).read_text(encoding="utf-8")) if isinstance(given, str) else given
+        settings = _read(Path(given)) if isinstance(given, str) else given
+    except GivenTwice as error:
+        yield Problem(f"the file of DeepSpeed's settings {error}", where)
+        return
     except ValueError as error:
         yield Problem(f"the file of DeepSpeed's settings is not JSON: {error}.", where)
+        return
+    if not isinstance(settings, Mapping):
+        yield Problem(f"DeepSpeed's settings are an object. Received: {settings!r}.", where)
         return
     for key, value in settings.items():
         if key in _SAYS_AGAIN:
@@ -76,6 +83,10 @@ def _problems_within(given: str | Mapping[str, Any], options: Any) -> Iterator[P
                 where,
                 remedy="Take it out of the file; optim, learning_rate and lr_scheduler_type take its place.",
             )
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
 
 
 def _difference(where: str, key: str, value: Any, options: Any) -> Iterator[Problem]:

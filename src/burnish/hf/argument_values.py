@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from transformers.trainer_pt_utils import AcceleratorConfig
+
+from burnish.core.conversion import GivenTwice, each_key_once
 
 
 def plain_options(args: Any) -> Any:
@@ -74,10 +77,24 @@ def accelerator_config_of(given: Any) -> AcceleratorConfig:
     return AcceleratorConfig(**given) if isinstance(given, dict) else AcceleratorConfig.from_json_file(given)
 
 
-def with_numbers(value: Any) -> Any:
+def dictionary_of(name: str, text: str) -> Any:
+    """The dictionary that a command line gives as text: ``'{"num_cycles": 2}'``.
+
+    Raises:
+        ValueError: where it is no JSON, or gives a key twice.
+    """
+    try:
+        return _with_numbers(json.loads(text, object_pairs_hook=each_key_once))
+    except GivenTwice as error:
+        raise ValueError(f"`{name}` {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`{name}` must be a dictionary, as JSON: {error}. Received: {text!r}.") from None
+
+
+def _with_numbers(value: Any) -> Any:
     """JSON in which numbers and truth values were quoted, as command lines do."""
     if isinstance(value, dict):
-        return {name: with_numbers(item) for name, item in value.items()}
+        return {name: _with_numbers(item) for name, item in value.items()}
     if isinstance(value, str):
         if value.lower() in {"true", "false"}:
             return value.lower() == "true"

@@ -40,7 +40,7 @@ from burnish.engine.base import EngineOptions, check_engine
 from burnish.engine.options import device_of
 from burnish.hf.argument_checks import check_arguments, say_what_has_no_effect
 from burnish.hf.argument_setters import Setters
-from burnish.hf.argument_values import accelerator_config_of, plain, trackers_of, with_numbers
+from burnish.hf.argument_values import accelerator_config_of, dictionary_of, plain, trackers_of
 from burnish.hf.old_names import FLAGS, former_value, todays_names
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 
@@ -199,11 +199,10 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         return former_value(self, name)
 
     def _read_json_texts(self) -> None:
-        """What a command line can only give as text: ``'{"num_cycles": 2}'``."""
         for name in _MAY_BE_JSON:
             value = getattr(self, name)
             if isinstance(value, str) and value.startswith("{"):
-                setattr(self, name, with_numbers(json.loads(value)))
+                setattr(self, name, dictionary_of(name, value))
 
     def _mirror_activation_checkpointing(self) -> None:
         """Two names of one thing, kept equal so that whoever reads either is right."""

@@ -5,7 +5,6 @@ Refuses what TRL refuses, in words that scripts and tests know. Names of older v
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from burnish.core.options import option
 from burnish.engine.options import device_of, has_fast_bfloat16
-from burnish.hf.argument_values import with_numbers
+from burnish.hf.argument_values import dictionary_of
 from burnish.hf.arguments import TrainingArguments, for_argument_parser
 
 RENAMED = {"max_seq_length": "max_length", "use_liger": "use_liger_kernel"}
@@ -93,12 +92,11 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
         self._lead_old_values()
 
     def _read_json_texts(self) -> None:
-        """What a command line can only give as text."""
         super()._read_json_texts()
         for name in ("model_init_kwargs", "dataset_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str):
-                setattr(self, name, with_numbers(json.loads(value)))
+                setattr(self, name, dictionary_of(name, value))
 
     def _lead_old_values(self) -> None:
         def warn(message: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from burnish.core.conversion import GivenTwice, loader_of_each_key_once
 from burnish.core.errors import Problem, UserError
 from burnish.models.load import meta_model
 from burnish.models.source import find_source, hub_arguments
@@ -104,7 +105,9 @@ def _read_descriptions(path: Path) -> Any:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8"), loader_of_each_key_once(yaml.SafeLoader))
+    except GivenTwice as error:
+        raise UserError(Problem(f"new_special_tokens_config {error}", where=str(path))) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(_no_descriptions(path, error)) from error
     return found if isinstance(found, dict) else {"": found}
