@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -336,12 +337,12 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/parity.md")
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    options = parser.parse_args()
-    if options.write and options.only:  # one line under the table says with which versions all of it was made
+    options = parser.parse_args(arguments)
+    if options.write and options.only:  # the versions under the table are those of all its lines
         parser.error("--write puts the whole table into docs/parity.md; leave --only out")
     torch.set_num_threads(1)
     quiet()
@@ -354,4 +355,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

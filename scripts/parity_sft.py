@@ -250,6 +250,9 @@ def table(names: list[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
+    names, writes = [name for name in arguments if not name.startswith("--")], "--write" in arguments
+    if names and writes:  # the versions above the table are those of all its lines
+        raise SystemExit("--write puts the whole table into docs/parity-sft.md; leave the names of cases out")
     try:
         import trl
     except ImportError:
@@ -260,8 +263,8 @@ def main(arguments: list[str]) -> None:
     datasets.disable_progress_bars()
     datasets.disable_caching()
     torch.set_num_threads(1)
-    lines = table([name for name in arguments if not name.startswith("--")])
-    if "--write" in arguments:
+    lines = table(names)
+    if writes:
         text = DOCUMENT.read_text(encoding="utf-8")
         before, after = text.split(BEGIN)[0], text.split(END)[1]
         said = f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}."

@@ -1,5 +1,6 @@
 """The Trainer: what it takes, what it refuses, what it trains, the order in which it reads, and its loss rule."""
 
+import importlib
 import warnings
 
 import datasets
@@ -51,6 +52,15 @@ def test_a_training_is_transformers_to_rounding(name):
     assert found.loss < 1e-5
     assert found.grad_norm < 1e-4
     assert found.learning_rate < 1e-12
+
+
+@pytest.mark.parametrize(("name", "words"), [("parity", ["--only", "LoRA"]), ("parity_sft", ["text"])])
+def test_the_table_of_a_page_is_written_whole_or_not_at_all(name, words, monkeypatch):
+    script = importlib.import_module(name)  # hf_toy has made them importable
+    monkeypatch.setattr(script, "table", lambda *_: pytest.fail("a part of the table was made"))
+    with pytest.raises(SystemExit) as refused:
+        script.main([*words, "--write"])
+    assert refused.value.code
 
 
 @pytest.mark.parametrize("name", [case.name for case in parity.CASES if case.differs and "ragged" not in case.name])

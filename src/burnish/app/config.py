@@ -276,7 +276,7 @@ def _line(path: Path, node: yaml.Node) -> str:
 _MERGE = "tag:yaml.org,2002:merge"
 
 
-def _pairs(mapping: yaml.MappingNode) -> Iterable[tuple[yaml.Node, yaml.Node]]:
+def _pairs(mapping: yaml.Node) -> Iterable[tuple[yaml.Node, yaml.Node]]:
     """The pairs of the mapping, then those of ``<<: *base`` and ``<<: [*base, *other]``: whoever has a key first, gives
     it (https://yaml.org/type/merge.html)."""
     own = [pair for pair in mapping.value if pair[0].tag != _MERGE]

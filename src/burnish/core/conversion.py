@@ -164,8 +164,9 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def loader_of_each_key_once(loader: Any) -> Any:
-    """``loader``, one of PyYAML's, made to raise GivenTwice; what ``<<`` takes up may be given again, as YAML has it."""
+def yaml_of_each_key_once(text: str, loader: Any) -> Any:
+    """What YAML that a user wrote holds, read by ``loader``, one of PyYAML's, if no key would be lost in it. What
+    ``<<`` takes up may be given again, as YAML has it."""
 
     class Loader(loader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> Any:
@@ -177,7 +178,7 @@ def loader_of_each_key_once(loader: Any) -> Any:
                     raise GivenTwice(f'gives "{key.value}" twice, in {lines}.')
             return node
 
-    return Loader
+    return Loader(text).get_single_data()
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {

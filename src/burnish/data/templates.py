@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from burnish.core.conversion import GivenTwice, loader_of_each_key_once
+from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.options import option
 from burnish.data.chat_template import JinjaFormat
@@ -156,7 +156,7 @@ def _named_spec(options: Any) -> TemplateSpec | None:
 
 def _spec_from_file(path: Path) -> TemplateSpec:
     try:
-        row = yaml.load(_read(path), loader_of_each_key_once(yaml.SafeLoader))
+        row = yaml_of_each_key_once(_read(path), yaml.SafeLoader)
     except GivenTwice as error:
         raise UserError(Problem(f"The template file {error}", where=str(path))) from error
     except yaml.YAMLError as error:

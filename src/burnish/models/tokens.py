@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from burnish.core.conversion import GivenTwice, loader_of_each_key_once
+from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.core.errors import Problem, UserError
 from burnish.models.load import meta_model
 from burnish.models.source import find_source, hub_arguments
@@ -105,7 +105,7 @@ def _read_descriptions(path: Path) -> Any:
     import yaml
 
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), loader_of_each_key_once(yaml.SafeLoader))
+        found = yaml_of_each_key_once(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except GivenTwice as error:
         raise UserError(Problem(f"new_special_tokens_config {error}", where=str(path))) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
