@@ -11,6 +11,7 @@ from burnish import cli
 from burnish.app.checks import trains
 from burnish.app.config import read_config
 from burnish.app.plan import Plan, plan
+from burnish.core.errors import UserError
 
 MODEL = Path(__file__).parents[1] / "src" / "burnish" / "demo" / "model"
 ROWS = [{"instruction": f"Say {word}.", "input": "", "output": word} for word in ("yes", "no", "maybe", "never")] * 6
@@ -113,6 +114,34 @@ def test_it_is_refused(wrong: Wrong, command: str, folder: Path, capsys: pytest.
     assert len(shown.err.splitlines()) <= 4
     assert "Traceback" not in shown.err
     assert sorted(path for path in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("template", "qwenn"), ("template", "llama3"), ("template", "mine.yaml"), ("template", "mine.jinja"),
+        ("dataset", "answerz"), ("dataset", "more/answers.json"), ("eval_dataset", "answerz"), ("dataset_dir", "dat"),
+        ("optim", "lomo"), ("optim_args", "speed=3"), ("adapter_name_or_path", "nowhere"),
+        ("tokenized_path", "run.yaml"), ("resume_from_checkpoint", "nowhere"),
+        ("new_special_tokens_config", "nowhere.yaml"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_found_wrong_after_the_file_was_read_names_its_line_too(
+    name: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(folder, **{name: value})
+    line = 1 + [text.split(":")[0] for text in path.read_text().splitlines()].index(name)
+    assert cli.main(["explain", "run.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: run.yaml, line {line}: ")
+
+
+def test_a_misspelled_optimizer_is_offered_only_those_that_can_be_had(folder: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        planned(folder, optim="adaloma")
+    assert "adalomo" not in str(refused.value)
+    assert "adam_mini" in str(refused.value)
+    with pytest.raises(UserError, match="adalomo is not part of burnish: it moves each weight inside the backward"):
+        planned(folder, optim="adalomo")
 
 
 def test_three_mistakes_of_three_kinds_are_said_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

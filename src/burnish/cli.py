@@ -97,7 +97,8 @@ def _train(words: Arguments) -> int:
     plan = _plan(words)
     from burnish.app.build import train_run
 
-    return train_run(plan).exit_code or 0
+    with plan.placing():
+        return train_run(plan).exit_code or 0
 
 
 def _explain_run(words: Arguments) -> int:
@@ -106,7 +107,8 @@ def _explain_run(words: Arguments) -> int:
     plan = _plan(words)
     from burnish.app.explain import explain
 
-    explain(plan)
+    with plan.placing():
+        explain(plan)
     return 0
 
 

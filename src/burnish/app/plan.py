@@ -14,7 +14,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -122,9 +123,13 @@ class Plan:
         """Who set an option; "" where it is at its default."""
         return self.provenance.get(name, "")
 
-    def placed(self, problems: Iterable[Problem]) -> list[Problem]:
-        """``problems`` with file and line of the option that each speaks of, where it says no place itself."""
-        return [_placed(problem, self.provenance) for problem in problems]
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """What is refused meanwhile names file and line of the option that it speaks of, where it says no place."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(_placed(problem, self.provenance) for problem in error.problems) from error
 
     def changed(self) -> Iterator[tuple[Spec, Any, str]]:
         """The options that are not at their default: declaration, value, who set it."""
@@ -148,7 +153,7 @@ def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
 
     def asked(checks: Sequence[Check]) -> list[Problem]:
         found = (problem for check in checks for problem in check(options))
-        return [_placed(problem, provenance) for problem in found if not doubtful & _options_named(problem)]
+        return [_placed(problem, provenance) for problem in found if doubtful.isdisjoint(_options_named(problem))]
 
     problems += [*wrong, *asked(component_checks())]
     if problems:
@@ -209,17 +214,18 @@ def _doubtful(present: Mapping[str, Given]) -> set[str]:
     return names
 
 
-def _options_named(problem: Problem) -> set[str]:
-    """The options that a problem speaks of. A name that is an English word too counts only where it is quoted."""
+def _options_named(problem: Problem) -> list[str]:
+    """The options that a problem speaks of, in the order in which it does. A name that is an English word too counts
+    only where it is quoted."""
     words = re.findall(r'"(\w+)"|(\w+_\w+)', problem.what)
-    return {quoted or plain for quoted, plain in words if (quoted or plain) in specs(RunOptions)}
+    return [quoted or plain for quoted, plain in words if (quoted or plain) in specs(RunOptions)]
 
 
 def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
     """``problem`` with the place of the first option it speaks of, where it has no place of its own."""
     if problem.where:
         return problem
-    places = [provenance[name] for name in sorted(_options_named(problem)) if name in provenance]
+    places = [provenance[name] for name in _options_named(problem) if name in provenance]
     return replace(problem, where=places[0]) if places else problem
 
 

@@ -76,7 +76,7 @@ def prepare(plan: Plan) -> Prepared:
     tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     shapes = fitted_shapes(config, tokenizer, options)
-    raise_if(plan.placed([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)]))
+    raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     if isinstance(sets.train, LazyExamples):
@@ -94,7 +94,7 @@ def prepare(plan: Plan) -> Prepared:
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
     problems += check_budget(options.max_tokens_per_batch, largest)
-    raise_if(plan.placed([*problems, *check_disk(options, config, sizes, formats, steps)]))
+    raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     fingerprints = cache(partial(fingerprints_of, plan, data, template.form_fingerprint, steps))
@@ -107,11 +107,11 @@ def prepare(plan: Plan) -> Prepared:
 def load_data(plan: Plan, tally: Tally) -> DataSets:
     """The data sets; what is wrong with them is said together with what is wrong with the model's files."""
     options = plan.options
-    problems = plan.placed(check_model(options))
+    problems = check_model(options)
     try:
         sets = load_datasets(options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems)
     except UserError as error:
-        raise UserError([*problems, *plan.placed(error.problems)]) from error
+        raise UserError([*problems, *error.problems]) from error
     raise_if(problems)
     return sets
 

@@ -30,6 +30,7 @@ def option(
     help: str,
     *,
     choices: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    refused: Callable[[], Iterable[Any]] = tuple,
     unit: str = "",
     aliases: Iterable[str] = (),
     ge: float | None = None,
@@ -44,6 +45,8 @@ def option(
         default: the value where none is given; lists and dicts are copied per instance.
         help: one sentence for a person who has not read the code.
         choices: the allowed values, or a function that lists them (a registry's names).
+        refused: lists values that others know: they are not offered, and pass, for a check that says why they are not
+            here.
         unit: "steps", "tokens", "s", "bytes", ... where it is not obvious.
         aliases: older or foreign names of the same option; used with one note.
         ge, gt, le, lt: bounds of a number.
@@ -52,6 +55,7 @@ def option(
     metadata = {
         "help": help,
         "choices": choices,
+        "refused": refused,
         "unit": unit,
         "aliases": list(aliases),
         "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt},
@@ -76,6 +80,7 @@ class Spec:
     ignored: str
     group: type  # the dataclass that declares it
     raw_choices: Any = None
+    refused: Callable[[], Iterable[Any]] = tuple
 
     @property
     def choices(self) -> list[Any] | None:
@@ -121,6 +126,7 @@ def specs(group: type) -> dict[str, Spec]:
             ignored=meta.get("ignored", ""),
             group=_declarer(group, f.name),
             raw_choices=meta.get("choices"),
+            refused=meta.get("refused", tuple),
         )
     return found
 
@@ -197,7 +203,7 @@ def convert(spec: Spec, raw: Any) -> Any:
     choices = spec.choices
     if choices and value is not None:
         for item in value if isinstance(value, list) else [value]:
-            if item not in choices and not (isinstance(item, str) and _open_text(spec)):
+            if item not in [*choices, *spec.refused()] and not (isinstance(item, str) and _open_text(spec)):
                 listed = ", ".join(str(c) for c in choices)
                 raise ValueError(
                     f'must be one of {listed}. Received: "{item}".{did_you_mean(str(item), map(str, choices))}'

@@ -60,9 +60,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> Member[T]:
         """The member of that name. Raises UserError with the nearest names where there is none."""
-        self._load_plugins()
-        if name not in self._members:
-            known = sorted(self._members)
+        if name not in self:
+            known = sorted(self.names())
             raise UserError(
                 Problem(
                     f'There is no {self.family} "{name}".{did_you_mean(name, known)}',
@@ -89,7 +88,8 @@ class Registry(Generic[T]):
         return iter(self._members.values())
 
     def names(self) -> list[str]:
-        return [member.name for member in self]
+        """Those that can be had; a member with the trait ``refused`` stands here to say why it cannot."""
+        return [member.name for member in self if "refused" not in member.traits]
 
     def option_groups(self) -> list[type]:
         """The option groups of all members, each once, in order of registration."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -64,11 +64,12 @@ class Source:
 
 
 def find_sources(
-    names: Sequence[str], dataset_dir: str | Info, fetch: Callable[[str], Path], bare: Mapping[str, Any]
+    names: Sequence[str], dataset_dir: str | Info, fetch: Callable[[str], Path], bare: Mapping[str, Any], asked: str
 ) -> list[Source]:
     """The data sets of these names.
 
     Args:
+        asked: the option that names them, for what is said of a name.
         dataset_dir: a folder, ONLINE (names are hub ids), REMOTE:repo (a hub repository with a dataset_info.json), or
             what that file would hold.
         fetch: the dataset_info.json of a hub repository -> a local file.
@@ -88,7 +89,7 @@ def find_sources(
             if info is not None and name in info:
                 sources.append(_described(name, info[name], where, folder))
             else:
-                sources.append(_bare(name, folder, info, where, bare))
+                sources.append(_bare(name, folder, info, where, bare, asked))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -220,17 +221,20 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
 # --- a bare path ------------------------------------------------------------------------------------------------------
 
 
-def _bare(name: str, folder: Path | None, info: Info | None, where: str, bare: Mapping[str, Any]) -> Source:
+def _bare(
+    name: str, folder: Path | None, info: Info | None, where: str, bare: Mapping[str, Any], asked: str
+) -> Source:  # fmt: skip
     """A name without an entry: a file or folder, as seen from here or from ``dataset_dir``."""
     for path in (Path(name), *([folder / name] if folder is not None else [])):
         if path.exists():
             return Source(name, "file", path, str(path), **bare)
     if Path(name).suffix.lower() in READERS:
-        raise UserError(missing_file(Path(name)))
-    raise UserError(_undefined(name, folder, info, where))
+        missing = missing_file(Path(name))
+        raise UserError(replace(missing, what=f'"{asked}": {missing.what}'))
+    raise UserError(_undefined(name, folder, info, where, asked))
 
 
-def _undefined(name: str, folder: Path | None, info: Info | None, where: str) -> Problem:
+def _undefined(name: str, folder: Path | None, info: Info | None, where: str, asked: str) -> Problem:
     hub = " For a data set of a hub, set dataset_dir: ONLINE." if "/" in name else ""
     names = list(info or ())
     files = (
@@ -240,12 +244,14 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str) ->
     guess = did_you_mean(name, candidates, limit=3) or did_you_mean(name, [Path(c).stem for c in candidates])
     if info is not None:
         known = f"Defined there: {_some(names)}." if names else "It defines no data set."
-        return Problem(f'"{name}" is not defined in {where}, and is no file or folder.{guess}', remedy=known + hub)
+        what = f'"{asked}": "{name}" is not defined in {where}, and is no file or folder.{guess}'
+        return Problem(what, remedy=known + hub)
     if folder is not None and not folder.is_dir():
         what = f'the folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is no file or folder.'
         return Problem(what, remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or give a path as dataset.{hub}")
     there = f"In that folder: {_some(files)}." if files else ""
-    return Problem(f'"{name}" is no file or folder, and {where} does not exist.{guess}', remedy=there + hub)
+    what = f'"{asked}": "{name}" is no file or folder, and {where} does not exist.{guess}'
+    return Problem(what, remedy=there + hub)
 
 
 def _some(names: Sequence[str], limit: int = 12) -> str:

@@ -88,8 +88,8 @@ def load_datasets(
     """
     raise_if(check_data(options))
     loading = _Loading(options, seed, tally, asks_hubs)
-    train = loading.named(options.dataset or [], may_run_ahead and (loading.stays or options.encode_ahead is not False))
-    others = loading.named(options.eval_dataset or [])
+    train = loading.named("dataset", may_run_ahead and (loading.stays or options.encode_ahead is not False))
+    others = loading.named("eval_dataset")
     raise_if(loading.problems)
 
     stays = (may_run_ahead and loading.stays) or any(isinstance(s, IndexedSet) for s in train.values())
@@ -140,16 +140,17 @@ class _Loading:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
-    def named(self, names: Sequence[str], may_stay: bool = False) -> dict[str, Any]:
-        """Name -> examples, in the order named; a path goes by the name of its file.
+    def named(self, option: str, may_stay: bool = False) -> dict[str, Any]:
+        """Name -> examples, in the order in which the option names them; a path goes by the name of its file.
 
         Args:
             may_stay: a large set may stay in its files, as an ``IndexedSet``.
         """
         found: dict[str, AnySet] = {}
+        names = getattr(self.options, option) or []
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             self.notes.append(f'The data set "{name}" is named {names.count(name)} times; its records count as often.')
-        for source in self._sources(names):
+        for source in self._sources(names, option):
             is_path = source.kind == "file" and not source.is_described
             name = Path(source.name).stem if is_path else source.name
             try:
@@ -160,13 +161,13 @@ class _Loading:
                 self.problems += error.problems
         return found
 
-    def _sources(self, names: Sequence[str]) -> list[Source]:
+    def _sources(self, names: Sequence[str], asked: str) -> list[Source]:
         options = self.options
         if not names or (not self.asks_hubs and str(options.dataset_dir).startswith(REMOTE)):
             return []
         bare = {"formatting": options.formatting, "columns": options.columns, "tags": options.tags}
         try:
-            found = find_sources(names, options.dataset_dir, partial(_remote_info, options), bare)
+            found = find_sources(names, options.dataset_dir, partial(_remote_info, options), bare, asked)
         except UserError as error:
             self.problems += error.problems
             return []

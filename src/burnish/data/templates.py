@@ -148,7 +148,7 @@ def _named_spec(options: Any) -> TemplateSpec | None:
         return _spec_from_file(Path(name))
     raise UserError(
         Problem(
-            f'There is no template "{name}".{did_you_mean(name, table(), limit=3)}',
+            f'"template": there is no template "{name}".{did_you_mean(name, table(), limit=3)}',
             remedy="Leave template out to use the tokenizer's own chat template, or name a .yaml or .jinja file.",
         )
     )
@@ -177,7 +177,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(Problem(f"The template file cannot be read: {error}.", where=str(path))) from error
+        raise UserError(Problem(f'"template" names a file that cannot be read: {error}.')) from error
 
 
 def _check_control_tokens(spec: TemplateSpec, options: Any, tokenizer: Any) -> None:
@@ -187,7 +187,7 @@ def _check_control_tokens(spec: TemplateSpec, options: Any, tokenizer: Any) -> N
     if missing and options.missing_control_tokens == "raise":
         raise UserError(
             Problem(
-                f'The tokenizer does not have these control tokens of template "{spec.name}": {", ".join(missing)}.',
+                f'"template" {spec.name} has control tokens that the tokenizer lacks: {", ".join(missing)}.',
                 why="The model would read each of them as several pieces of ordinary text.",
                 remedy="Name the template that the model was made with, or none; add the tokens with "
                 "add_special_tokens; or set missing_control_tokens: split.",

@@ -223,8 +223,10 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         self.save_strategy = SaveStrategy(self.save_strategy)
         self.hub_strategy = HubStrategy(self.hub_strategy)
         self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
-        if self.optim not in OPTIMIZERS or self.optim in [name.value for name in OptimizerNames]:
-            self.optim = OptimizerNames(self.optim)  # the others are burnish's own
+        if not isinstance(self.optim, OptimizerNames):
+            OPTIMIZERS.get(self.optim)  # refuses a name that there is not
+            if self.optim in [name.value for name in OptimizerNames]:  # the others are burnish's own
+                self.optim = OptimizerNames(self.optim)
         if not isinstance(self.debug, list):
             self.debug = [DebugOption(name) for name in (self.debug or "").split()]
 

@@ -105,10 +105,14 @@ def _read_descriptions(path: Path) -> Any:
     import yaml
 
     try:
-        found = yaml_of_each_key_once(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(Problem(f"new_special_tokens_config names a file that cannot be read: {error}.")) from error
+    try:
+        found = yaml_of_each_key_once(text, yaml.SafeLoader)
     except GivenTwice as error:
         raise UserError(Problem(f"new_special_tokens_config {error}", where=str(path))) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
         raise UserError(_no_descriptions(path, error)) from error
     return found if isinstance(found, dict) else {"": found}
 

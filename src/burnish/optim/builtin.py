@@ -37,7 +37,10 @@ EXTRA = "optimizers"
 class OptimOptions:
     """Which optimizer moves the weights, and how far."""
 
-    optim: str = option("adamw_torch_fused", "The optimizer, by transformers' name.", choices=OPTIMIZERS.names)
+    optim: str = option(
+        "adamw_torch_fused", "The optimizer, by transformers' name.", choices=OPTIMIZERS.names,
+        refused=lambda: [member.name for member in OPTIMIZERS if "refused" in member.traits],
+    )  # fmt: skip
     optim_args: str | None = option(None, "Further arguments of the optimizer, as name=value, comma separated.")
     learning_rate: float = option(5e-5, "The peak of the learning rate.", gt=0, lt=math.inf, aliases=("lr",))
     weight_decay: float = option(0.0, "Decoupled weight decay; not on biases and norms.", ge=0)
@@ -53,7 +56,7 @@ def check_optimizer(options: Any) -> list[Problem]:
     member = OPTIMIZERS.choose(options.optim, options)
     refused = member.traits.get("refused")
     if refused:
-        return [Problem(f'optim "{options.optim}" is not part of burnish: {refused[0]}.', remedy=refused[1])]
+        return [Problem(f'"optim" {options.optim} is not part of burnish: {refused[0]}.', remedy=refused[1])]
     asked = list(dict.fromkeys(m.traits.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
     if len(asked) > 1:
         return [Problem(f'"{asked[0]}" and "{asked[1]}" are two optimizers; set one of them.')]
@@ -81,7 +84,7 @@ def missing_library(name: str) -> list[Problem]:
     library = OPTIMIZERS.get(name).traits.get("library")
     if library is None or find_spec(library) is not None:
         return []
-    return list(MissingExtraError(library, f'optim "{name}"', EXTRA).problems)
+    return list(MissingExtraError(library, f'"optim" {name}', EXTRA).problems)
 
 
 def create_optimizer(
