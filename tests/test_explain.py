@@ -221,13 +221,14 @@ def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
     from burnish.app.explain import samples
     from burnish.app.prepare import prepare
 
-    prepared = prepare(made())
-    first, middle = samples(prepared)
+    run = made()
+    prepared = prepare(run)
+    first, middle = samples(run, prepared)
     row = prepared.rows[0]
     assert "".join(text for text, _ in first.pieces) == prepared.tokenizer.decode(row["input_ids"])
     learned = [token for token in row["labels"] if token != -100]
     assert "".join(text for text, trained in first.pieces if trained) == prepared.tokenizer.decode(learned)
-    assert middle.title == "Row 46 of 90"
+    assert middle.title == "Row 46 of 90, what is trained"
 
 
 def test_packs_are_told_by_how_full_they_are(made: Any) -> None:
@@ -312,3 +313,62 @@ def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
         assert word not in evaluated
     assert "x 2 bytes" in evaluated
     assert "nothing: the run only evaluates or predicts  (run.yaml, line" in evaluated
+
+
+def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from burnish.app.explain import explain
+
+    run = made(eval_dataset="demo_heldout", dataset=None, do_eval=True, per_device_eval_batch_size=4, max_samples=30)
+    lines = told(run)
+    assert lines["data sets"] == "demo_heldout"
+    assert lines["batches"] == "8 batches of 4 rows"
+    assert lines["evaluates"] == "the loss: eval_results.json"
+    assert "% of the tokens" in lines["measured"]
+    assert lines["trained"].startswith("nothing")
+    assert "activations" in lines
+    explain(run)
+    text = capsys.readouterr().out
+    assert "on_evaluate" in text
+    assert "Row 16 of 30, what is measured in" in text
+    for word in ("on_step_end", "on_train_begin", "on_save", "what is trained in", "Steps", "training set", "disk  "):
+        assert word not in text
+    assert (
+        "18 rows, which the run has no use for" in told(made(max_samples=20, val_size=2, do_eval=True))["training set"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "events"),
+    [
+        ({"do_eval": True}, {"on_init_end", "on_log", "on_prediction_step", "on_evaluate"}),
+        ({"do_predict": True}, {"on_init_end", "on_log", "on_prediction_step", "on_predict"}),
+        (
+            {"do_predict": True, "predict_with_generate": True, "predict_metrics": "exact_match"},
+            {"on_init_end", "on_prediction_step", "on_predict"},
+        ),
+    ],
+    ids=str,
+)
+def test_the_events_that_explain_lists_are_those_that_come(made: Any, asked: dict[str, bool], events: set[str]) -> None:
+    from burnish.app.build import train_run
+    from burnish.app.callbacks import events_of
+    from burnish.core.events import CallbackHandler
+
+    run = made(max_samples=8, eval_dataset="demo_heldout", dataset=None, max_new_tokens=2, use_cpu=True, **asked)
+    fired, fire = set(), CallbackHandler.fire
+
+    def watched(handler: CallbackHandler, event: str, **details: Any) -> Any:
+        fired.add(event)
+        return fire(handler, event, **details)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallbackHandler, "fire", watched)
+        train_run(run)
+    assert fired == set(events_of(run.options)) == events
+
+
+def test_packs_that_lie_flat_are_said_to_spare_tokens_as_rows_are(made: Any) -> None:
+    """The same rule decides in ``build.py``: packs lie flat whatever ``padding_free`` says."""
+    assert "spared" in told(made(packing=True, padding_free=False, cutoff_len=256))
+    assert "spared" not in told(made(padding_free=False, needed_tokens_only=True))
+    assert "spared" not in told(made(neftune_noise_alpha=5.0))

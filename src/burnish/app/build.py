@@ -245,7 +245,7 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> t
         said = apply_liger(model, options.liger_kernel_config, is_asked=options.enable_liger_kernel is not None)
     elif device.type == "cpu" and not options.torch_compile:  # a compiler fuses by itself
         fuse(model)
-    if options.padding_free or packs_rows(options, options.stage):
+    if wants_flat(options):
         layout = lay_flat(model, own_attention=asked_attention(options) is None)
     needed_only = layout.is_flat and computes_needed_only(objective, model, options)
     if options.needed_tokens_only and not needed_only:
@@ -255,12 +255,24 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> t
     return layout.is_flat, [sentence for sentence in (layout.note, *said, *notes) if sentence]
 
 
-def computes_needed_only(objective: Any, model: Any, options: Any) -> bool:
-    """Whether tokens are left out that nothing depends on: as asked or on a CPU, if loss and model allow it."""
-    is_usual = next(model.parameters()).device.type == "cpu" and not options.torch_compile
+def wants_flat(options: Any) -> bool:
+    """Whether rows are to be laid end to end; the model has the last word."""
+    return bool(options.padding_free or packs_rows(options, options.stage))
+
+
+def wants_needed_only(objective: Any, model: Any, options: Any, device: torch.device) -> bool:
+    """Whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it. ``model``
+    need have no weights."""
+    is_usual = device.type == "cpu" and not options.torch_compile
     wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
     allows = getattr(objective, "allows_needed_only", None)  # an objective of a plugin need not know of it
-    return bool(wanted and allows is not None and allows(model) and shares_prefixes(model))
+    return bool(wanted and allows is not None and allows(model))
+
+
+def computes_needed_only(objective: Any, model: Any, options: Any) -> bool:
+    """Whether they are left out: if the model, asked, is seen to allow it too."""
+    wanted = wants_needed_only(objective, model, options, next(model.parameters()).device)
+    return wanted and shares_prefixes(model)
 
 
 def load_dtype(options: Any, engine: Any) -> Any:

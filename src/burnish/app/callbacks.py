@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from burnish.app.checks import evaluates, trains
 from burnish.core.early_stopping import early_stopping_callbacks
 from burnish.core.events import CallbackHandler, DefaultFlowCallback
 from burnish.core.state import TrainerControl, TrainerState
@@ -42,7 +43,19 @@ def callbacks_of(options: Any, facts: RunFacts | None = None, added: Sequence[An
     ]
 
 
+def events_of(options: Any) -> Sequence[str]:
+    """The events of a run, in their order; a run that only evaluates or predicts has few of them."""
+    if trains(options):
+        return IN_ORDER
+    measures = evaluates(options) or not options.predict_with_generate
+    asked = {
+        "on_init_end": True, "on_prediction_step": True, "on_log": measures, "on_evaluate": evaluates(options),
+        "on_predict": options.do_predict,
+    }  # fmt: skip
+    return [event for event in IN_ORDER if asked.get(event)]
+
+
 def listeners_of(options: Any, added: Sequence[Any] = ()) -> dict[str, list[str]]:
     """Event -> the callbacks that do something on it, in their order; events that nobody listens to are left out."""
     handler = CallbackHandler(callbacks_of(options, None, added), options, TrainerState(), TrainerControl())
-    return {event: names for event in IN_ORDER if (names := handler.listeners(event))}
+    return {event: names for event in events_of(options) if (names := handler.listeners(event))}

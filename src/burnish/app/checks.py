@@ -34,6 +34,11 @@ def trains(options: Any) -> bool:
     return bool(options.do_train)
 
 
+def evaluates(options: Any) -> bool:
+    """Whether the run measures its loss on the evaluation set, at its end if not before."""
+    return bool(options.do_eval or options.eval_strategy != "no")
+
+
 def check_something_to_do(options: Any) -> list[Problem]:
     if trains(options) or options.do_eval or options.do_predict:
         return []

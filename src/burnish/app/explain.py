@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
+from burnish.app.build import wants_flat, wants_needed_only
 from burnish.app.callbacks import listeners_of
-from burnish.app.checks import trains
+from burnish.app.checks import evaluates, trains
 from burnish.app.estimate import shown_bytes
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.listing import shown
 from burnish.app.plan import Plan
+from burnish.app.predict import ANSWERS_NAME
 from burnish.app.prepare import Prepared, item_lengths, prepare
 from burnish.app.resources import (
     available_memory,
@@ -27,6 +29,7 @@ from burnish.app.resources import (
     disk_of,
     free_disk,
     memory_of,
+    rows_of_batch,
     tokens_of_largest_batch,
     trained_dtype,
 )
@@ -52,14 +55,13 @@ def explain(plan: Plan) -> None:
         UserError: where it would be refused.
     """
     prepared = prepare(plan)
-    show(list(sections(plan, prepared)), list(samples(prepared)))
+    show(list(sections(plan, prepared)), list(samples(plan, prepared)))
 
 
 def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     yield _model(plan, prepared)
     yield _data(plan, prepared)
-    if trains(plan.options):
-        yield _steps(plan, prepared)
+    yield _steps(plan, prepared) if trains(plan.options) else _measuring(plan, prepared)
     yield _events(plan)
     yield _options(plan)
     yield _resources(plan, prepared)
@@ -103,35 +105,45 @@ def _name(dtype: Any) -> str:
 
 
 def _data(plan: Plan, prepared: Prepared) -> Section:
-    options, rows = plan.options, prepared.sample
-    kind = _kind(options)
+    options, rows, is_trained = plan.options, _looked_at(plan, prepared), trains(plan.options)
+    kind = _kind(options, is_eval=not is_trained)
+    named = options.dataset if is_trained or options.val_size else options.eval_dataset
+    by = "dataset" if named is options.dataset else "eval_dataset"
+    also = ", for evaluation too" if is_trained and prepared.eval_rows else ""
     lines = [
-        Line("data sets", ", ".join(map(str, options.dataset or [])) or "none", plan.where("dataset")),
+        Line("data sets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
         Line("template", prepared.template.name, plan.where("template")),
-        Line("records", f"{prepared.tally.seen:,} read" + (", for evaluation too" if prepared.eval_rows else "")),
-        Line("training set", _size_of(prepared.rows, kind)),
+        Line("records", f"{prepared.tally.seen:,} read{also}"),
     ]
+    if is_trained or len(prepared.rows):
+        unread = "" if is_trained else ", which the run has no use for"
+        lines.append(Line("training set", _size_of(prepared.rows, _kind(options)) + unread))
     eval_kind = _kind(options, is_eval=True)
     lines += [Line("evaluation", f"{_size_of(found, eval_kind)} {name}") for name, found in prepared.eval_rows.items()]
     if len(rows):
         lengths = item_lengths(rows)
         mean = sum(lengths) / len(lengths)
-        is_all = rows is prepared.rows
+        is_all = rows is not prepared.sample or rows is prepared.rows
         known = f"{sum(lengths):,}; " if is_all else ""
         among = "" if is_all else f" of {len(rows):,} that were looked at; the rest is encoded while training"
         lines.append(Line("tokens", f"{known}{mean:.1f} in a {kind}, {max(lengths):,} in the longest{among}"))
-        lines.append(Line("trained", _trained_share(rows)))
+        lines.append(Line("trained" if is_trained else "measured", _labelled_share(rows)))
         if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f} %"
             lines.append(
                 Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
             )
-        if (spared := _spared_share(rows, options)) > 0:
+        if (spared := _spared_share(rows, prepared, options)) > 0:
             why = "no loss depends on them, or rows share them"
             text = f"{100 * spared:.3g} % of the tokens need not be computed: {why}; if the model has no dropout"
             lines.append(Line("spared", text, plan.where("needed_tokens_only")))
     lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
     return Section("Data", lines)
+
+
+def _looked_at(plan: Plan, prepared: Prepared) -> Sequence[Row]:
+    """The rows that the run goes through; the first evaluation set of one that does not train."""
+    return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ())
 
 
 def _kind(options: Any, is_eval: bool = False) -> str:
@@ -146,7 +158,7 @@ def _size_of(rows: Sequence[Row | None], kind: str) -> str:
     return f"{counted(len(rows), 'pack')} of {counted(num_rows, 'row')}"
 
 
-def _trained_share(rows: Sequence[Row]) -> str:
+def _labelled_share(rows: Sequence[Row]) -> str:
     """``38.2 % of the tokens, 12.3 in a row``."""
     looked_at = list(islice(rows, LOOKED_AT))
     tokens = sum(len(row["labels"]) for row in looked_at)
@@ -155,25 +167,27 @@ def _trained_share(rows: Sequence[Row]) -> str:
     return f"{100 * trained / tokens:.3g} % of the tokens, {trained / len(looked_at):.1f} in each{among}"
 
 
-def _spared_share(rows: Sequence[Row], options: Any) -> float:
-    """The share of tokens that need not be computed, if the first rows were the first micro-batches."""
-    is_usual = options.padding_free and device_of(options).type == "cpu" and not options.torch_compile
-    draws = options.neftune_noise_alpha is not None or (options.finetuning_type == "lora" and options.lora_dropout > 0)
-    if draws or not (is_usual if options.needed_tokens_only is None else options.needed_tokens_only):
+def _spared_share(rows: Sequence[Row], prepared: Prepared, options: Any) -> float:
+    """The share of tokens that need not be computed, if the first rows were the first micro-batches. Whether the model
+    draws at random is not asked, which takes weights; that an adapter does is known."""
+    shapes = meta_model(prepared.config, options.trust_remote_code)
+    draws = options.finetuning_type == "lora" and options.lora_dropout > 0
+    wanted = wants_flat(options) and wants_needed_only(prepared.objective, shapes, options, device_of(options))
+    if draws or not wanted:
         return 0.0
     looked_at = list(islice(rows, LOOKED_AT))
-    size = options.per_device_train_batch_size
+    size = rows_of_batch(options)
     batches = [collate_needed(looked_at[begin : begin + size]) for begin in range(0, len(looked_at), size)]
     computed: int = sum(batch["input_ids"].numel() for batch in batches)
     return 1 - computed / sum(map(num_tokens, batches))
 
 
-def samples(prepared: Prepared) -> Iterator[Sample]:
+def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     """The first row, and the one in the middle."""
-    count = len(prepared.sample)
-    for index in sorted({0, count // 2} if count else set()):
-        row = _first_of_pack(prepared.sample[index])
-        yield Sample(f"Row {index + 1:,} of {count:,}", pieces_of(row, prepared.tokenizer))
+    rows, marked = _looked_at(plan, prepared), "trained" if trains(plan.options) else "measured"
+    for index in sorted({0, len(rows) // 2} if len(rows) else set()):
+        title = f"Row {index + 1:,} of {len(rows):,}, what is {marked}"
+        yield Sample(title, pieces_of(_first_of_pack(rows[index]), prepared.tokenizer))
 
 
 def _first_of_pack(row: Row) -> Row:
@@ -280,6 +294,25 @@ def _times(verb: str, every: int, total: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
+def _measuring(plan: Plan, prepared: Prepared) -> Section:
+    """What a run does that does not train, and the files that it leaves."""
+    options, where = plan.options, plan.where("per_device_eval_batch_size")
+    across = options.per_device_eval_batch_size * plan.world_size
+    lines = []
+    for name, rows in prepared.eval_rows.items():
+        batches = counted(math.ceil(len(rows) / across), "batch", "batches")
+        lines.append(Line("batches", f"{batches} of {across:,} {_kind(options, is_eval=True)}s {name}".rstrip(), where))
+    if options.max_tokens_per_batch is not None:
+        text = f"more where they would hold over {options.max_tokens_per_batch:,} tokens"
+        lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
+    if evaluates(options):
+        lines.append(Line("evaluates", "the loss: eval_results.json", plan.where("do_eval")))
+    if options.do_predict:
+        does = f"answers in {ANSWERS_NAME}.jsonl" if options.predict_with_generate else "the loss"
+        lines.append(Line("predicts", f"{does}: predict_results.json", plan.where("do_predict")))
+    return Section("Evaluation", lines)
+
+
 def _events(plan: Plan) -> Section:
     found = listeners_of(plan.options, [InterruptCallback()])
     return Section("Events", [Line(event, ", ".join(names)) for event, names in found.items()])
@@ -299,17 +332,14 @@ def _options(plan: Plan) -> Section:
 
 def _resources(plan: Plan, prepared: Prepared) -> Section:
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
-    tokens = tokens_of_largest_batch(prepared.sample, options)
+    tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
     terms = memory_of(options, prepared.config, sizes, formats, tokens)
     total, free = sum(term.num_bytes for term in terms), available_memory(options)
     lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
     lines.append(
         Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {device_of(options)}")
     )
-    needed = disk_of(options, prepared.config, sizes, formats, prepared.steps)
-    free_bytes = free_disk(Path(options.output_dir))
-    lines.append(
-        Line("disk", f"{shown_bytes(needed):<10} in {options.output_dir}; {shown_bytes(free_bytes)} are free",
-             plan.where("output_dir"))
-    )  # fmt: skip
+    if needed := disk_of(options, prepared.config, sizes, formats, prepared.steps):
+        there = f"in {options.output_dir}; {shown_bytes(free_disk(Path(options.output_dir)))} are free"
+        lines.append(Line("disk", f"{shown_bytes(needed):<10} {there}", plan.where("output_dir")))
     return Section("Memory and disk, estimated", lines)

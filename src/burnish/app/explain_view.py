@@ -43,7 +43,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row. ``pieces``: text, and whether it is trained."""
+    """One row. ``title``: which, and what is marked in it; ``pieces``: text, and whether it is marked."""
 
     title: str
     pieces: list[tuple[str, bool]]
@@ -63,9 +63,7 @@ def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:
 def plain(sections: Sequence[Section], samples: Sequence[Sample], width: int = 100) -> str:
     """Without colours."""
     blocks = ["\n".join([section.title, *_section_lines(section, width)]) for section in sections]
-    blocks += [
-        f"{sample.title}, what is trained in {_OPEN} {_CLOSE}\n{_indented(_marked(sample))}" for sample in samples
-    ]
+    blocks += [f"{sample.title} in {_OPEN} {_CLOSE}\n{_indented(_marked(sample))}" for sample in samples]
     return "\n\n".join(blocks)
 
 
@@ -133,7 +131,7 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
         for line in section.lines:
             text.append_text(_drawn_line(line, width, label_width(section)))
     for sample in samples:
-        text.append(f"\n{sample.title}", style="bold").append(", what is trained in ")
+        text.append(f"\n{sample.title}", style="bold").append(" in ")
         text.append("green\n", style="bold green").append_text(_drawn_sample(sample, width)).append("\n")
     return text
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ModelState, trainable_summary
+from burnish.app.checks import evaluates
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
 from burnish.app.prepare import Prepared
@@ -44,7 +45,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
         save_metrics("train", results, folder)
-    if run.eval_sets and (options.do_eval or options.eval_strategy != "no"):
+    if run.eval_sets and evaluates(options):
         metrics = last_evaluation(run, options) or evaluate_all(run)
         metrics |= {"epoch": run.state.epoch} if run.state.epoch is not None else {}
         if run.engine.rank == 0:

@@ -123,10 +123,15 @@ def logits_of(options: Any, shape: Shape, tokens: int, compute_bytes: int) -> Te
     return Term("logits", num_bytes, f"the loss goes through them in chunks{'' if way == 'chunked' else f' ({way})'}")
 
 
+def rows_of_batch(options: Any) -> int:
+    """Rows of a micro-batch of the run, in training where it trains."""
+    return int(options.per_device_train_batch_size if trains(options) else options.per_device_eval_batch_size)
+
+
 def tokens_of_largest_batch(rows: Sequence[Any], options: Any) -> int:
     """The longest rows of the set side by side: an upper bound of a micro-batch."""
     lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
-    largest = sorted(lengths, reverse=True)[: options.per_device_train_batch_size]
+    largest = sorted(lengths, reverse=True)[: rows_of_batch(options)]
     if options.max_tokens_per_batch is not None:
         return int(min(sum(lengths), options.max_tokens_per_batch))
     if options.padding_free:
