@@ -9,12 +9,12 @@ from __future__ import annotations
 import compileall
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"trl": "trl", "transformers": "trl", "llamafactory": "llamafactory"}
-_making = Lock()  # two libraries share an environment, and processes of both begin at a time
 _REQUIRED = {
     "trl": ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"],
     "llamafactory": [
@@ -28,19 +28,30 @@ _REQUIRED = {
 }
 
 
-def interpreter(library: str) -> str:
-    """The Python that has ``library``; its environment is made where it is not there."""
-    with _making:
-        if library == "burnish":
-            compileall.compile_dir(ROOT / "src", quiet=1)
-            return sys.executable
-        folder = ROOT / ".bench" / _ENVIRONMENT[library]
-        ready = folder / "ready"
-        wanted = " ".join([pinned_torch(), *_REQUIRED[folder.name]])
+def interpreters(libraries: Iterable[str]) -> dict[str, Path | str]:
+    """The Python that has each library, or why there is none. Environments that are not there are made, all at once,
+    before anything is measured beside them."""
+    folders = {library: _ENVIRONMENT.get(library, "") for library in libraries}
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(set(folders.values()), pool.map(_interpreter, set(folders.values())), strict=True))
+    return {library: found[folder] for library, folder in folders.items()}
+
+
+def _interpreter(environment: str) -> Path | str:
+    """Args: environment: its name; none for burnish's own."""
+    if not environment:
+        compileall.compile_dir(ROOT / "src", quiet=1)
+        return Path(sys.executable)
+    folder = ROOT / ".bench" / environment
+    ready = folder / "ready"
+    wanted = " ".join([pinned_torch(), *_REQUIRED[environment]])
+    try:
         if not ready.exists() or ready.read_text() != wanted:
-            make(folder, _REQUIRED[folder.name])
+            make(folder, _REQUIRED[environment])
             ready.write_text(wanted)
-        return str(folder / "bin" / "python")
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        return f"{environment} is not to be had: {error}"
+    return folder / "bin" / "python"
 
 
 def make(folder: Path, required: list[str]) -> None:

@@ -24,7 +24,7 @@ from random import Random
 from shutil import rmtree
 from threading import Lock
 
-from environments import ROOT, interpreter
+from environments import ROOT, interpreters
 from figures import Figures, Round, fastest, whole
 from gauge import ENDS_AT_FIRST_STEP, MARK
 from host import Host
@@ -46,6 +46,7 @@ class Bench:
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
         self.process_cpu_s = 0.0  # of all processes so far
+        self._interpreters: dict[str, Path | str] = {}
         self._hosts: dict[str, Host | str] = {}
         self._locks: dict[str, Lock] = {}
 
@@ -62,6 +63,7 @@ class Bench:
     ) -> list[Round]:
         """Figures by the name of the setting, round by round; as many processes at a time as the bench has."""
         found: list[Round] = []
+        self._interpreters |= interpreters({setting.library for setting in settings} - set(self._interpreters))
         for number in range(count):
             order = [setting for setting in settings if number == 0 or setting.name in compared(found[0], settings)]
             Random(SEED + number).shuffle(order)
@@ -103,22 +105,28 @@ class Bench:
 
     def _host(self, library: str) -> Host | str:
         """The host of ``library``, or why there is none; who wants another library does not wait for it."""
+        python = self._interpreters[library]
+        if isinstance(python, str):
+            return python
         with self._locks.setdefault(library, Lock()):
             if library not in self._hosts:
                 try:
-                    self._hosts[library] = Host(library, interpreter(library), environment(library))
-                except (RuntimeError, subprocess.CalledProcessError) as error:
+                    self._hosts[library] = Host(library, str(python), environment(library))
+                except RuntimeError as error:
                     self._hosts[library] = f"{library} is not to be had: {error}"
             return self._hosts[library]
 
     def _alone(self, setting: Setting, words: list[str], told: dict[str, str]) -> str:
         """A process from its very start, imports and all."""
+        python = self._interpreters[setting.library]
+        if isinstance(python, str):
+            return python
         try:
-            command = [interpreter(setting.library), HERE / words[0], *words[1:]]
+            command = [python, HERE / words[0], *words[1:]]
             done = subprocess.run(
                 command, env=environment(setting.library) | told, capture_output=True, text=True, timeout=TIMEOUT_S
             )
-        except (RuntimeError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
             return str(error)
         return f"{done.stderr}\n{done.stdout}"
 
