@@ -53,7 +53,15 @@ def kept_bytes(model):
     return sum(size for place, size in seen.items() if place not in weights)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"selective": True}, {"use_reentrant": True}, {"every_n_layers": 2}])
+SOME_LAYERS = pytest.mark.skipif(
+    not hasattr(LlamaForCausalLM, "activation_checkpointing_enable"), reason="needs transformers 5.23"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"selective": True}, {"use_reentrant": True}, pytest.param({"every_n_layers": 2}, marks=SOME_LAYERS)],
+)
 def test_what_is_computed_again_gives_the_same_gradient(arguments):
     plain = trained(llama())
     model = llama()

@@ -178,6 +178,14 @@ def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
     assert compare_fingerprints(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 
 
+def test_of_several_versions_those_that_changed_are_said(tmp_path):
+    before = {"burnish": "0.1.0", "torch": "2.13.0", "transformers": "5.17.0"}
+    (tmp_path / "checkpoint-1").mkdir()
+    write_manifest(tmp_path / "checkpoint-1", 1, {"versions": before})
+    (said,) = compare_fingerprints(tmp_path / "checkpoint-1", {"versions": {**before, "transformers": "5.23.0"}})
+    assert said == 'versions was {"transformers": "5.17.0"} in checkpoint-1 and is {"transformers": "5.23.0"} now.'
+
+
 def test_two_runs_cannot_write_into_one_folder(tmp_path):
     with only_writer(tmp_path):
         code = (

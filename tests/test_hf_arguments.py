@@ -221,6 +221,8 @@ def test_the_flags_are_those_of_transformers(name):
         return {action.dest: action for action in actions if action.dest != "help"}
 
     ours, theirs = flags(burnish), flags(transformers)
+    if "activation_checkpointing" not in theirs:  # before 5.23: this is its name, and False by default
+        del theirs["gradient_checkpointing"]
     for flag, action in theirs.items():
         own = ours[flag]
         assert set(action.option_strings) <= set(own.option_strings), flag

