@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
-from environments import interpreter
 from figures import GB, Figures, Round, amount, beside, line, named, peak, ratios, table
 from measuring import environment
 from pack import CAPACITIES
@@ -20,7 +20,7 @@ from settings import OURS
 
 def help_seconds(count: int = 9) -> float:
     """Median wall time of ``burnish --help``."""
-    taken, command, told = [], [interpreter("burnish"), "-m", "burnish", "--help"], environment("burnish")
+    taken, command, told = [], [sys.executable, "-m", "burnish", "--help"], environment("burnish")
     for _ in range(count):
         begin = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True, env=told)
