@@ -129,6 +129,67 @@ def test_what_does_not_go_together_is_refused_in_known_words(given, words):
         arguments("out", **given)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("per_device_train_batch_size", 0, "at least 1 row. Received: 0"),
+        ("per_device_eval_batch_size", 0, "at least 1 row"),
+        ("gradient_accumulation_steps", 0, "at least 1"),
+        ("gradient_accumulation_steps", 1.5, "a whole number. Received: 1.5"),
+        ("learning_rate", -1e-3, "at least 0"),
+        ("learning_rate", float("nan"), "a number"),
+        ("learning_rate", "fast", "a number. Received: 'fast'"),
+        ("num_train_epochs", -1, "at least 0 epochs"),
+        ("weight_decay", -0.1, "at least 0"),
+        ("adam_beta1", 1.5, "less than 1"),
+        ("label_smoothing_factor", 1.5, "at most 1"),
+        ("neftune_noise_alpha", -5, "at least 0"),
+        ("eval_accumulation_steps", 0, "at least 1"),
+        ("dataloader_num_workers", -1, "at least 0"),
+        ("logging_steps", -1, "greater than 0 steps"),
+        ("max_length", 0, "at least 1 token"),
+        ("dataset_num_proc", 0, "at least 1"),
+        ("pad_to_multiple_of", 0, "at least 1 token"),
+        ("pad_to_multiple_of", "-8", "at least 1 token"),
+    ],
+)
+def test_a_number_with_which_no_run_could_be_made_is_refused(name, value, words):
+    with pytest.raises(ValueError, match=f"`{name}` must be .*{words}"):
+        SFTConfig("out", use_cpu=True, **{name: value})
+
+
+def test_a_setter_and_a_subclass_refuse_what_the_constructor_refuses():
+    with pytest.raises(ValueError, match="`per_device_train_batch_size` must be at least 1 row"):
+        arguments("out").set_training(batch_size=0)
+
+    @dataclasses.dataclass
+    class Mine(TrainingArguments):
+        depth: int = -3
+
+    assert Mine("out", use_cpu=True).depth == -3
+    with pytest.raises(ValueError, match="`gradient_accumulation_steps`"):
+        Mine("out", gradient_accumulation_steps=0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"save_steps": -1}, {"save_total_limit": 0}, {"max_grad_norm": -1.0}, {"max_steps": -7}, {"learning_rate": 0.0},
+     {"num_train_epochs": -1, "max_steps": 5}, {"num_train_epochs": 0}, {"eval_steps": 0},
+     {"logging_strategy": "no", "logging_steps": 0}],
+    ids=str,
+)  # fmt: skip
+def test_a_number_that_means_none_to_transformers_is_taken(given):
+    args = arguments("out", **given)
+    assert all(getattr(args, name) == value for name, value in given.items())
+
+
+def test_a_number_may_come_as_a_text():
+    """A YAML file that a script reads says 1e-4 in a way that YAML takes for text."""
+    args = arguments("out", learning_rate="1e-4", per_device_train_batch_size="4", max_steps=1e3)
+    assert (args.learning_rate, args.per_device_train_batch_size, args.max_steps) == (1e-4, 4, 1000)
+    assert type(args.max_steps) is int
+
+
 def test_shares_of_steps_may_be_multiples_of_each_other():
     arguments("out", eval_strategy="steps", eval_steps=0.1, save_strategy="steps", save_steps=0.3,
               load_best_model_at_end=True)  # fmt: skip
@@ -254,6 +315,14 @@ def test_a_script_may_read_an_old_name():
     assert not args.overwrite_output_dir
     with pytest.raises(AttributeError, match="evaluation_strategi"):
         args.evaluation_strategi  # noqa: B018
+
+
+def test_all_steps_are_a_share_of_them_and_one_is_a_number():
+    with pytest.warns(FutureWarning, match="warmup_ratio"):
+        assert arguments("out", warmup_ratio=1.0).get_warmup_steps(50) == 50
+    assert arguments("out", warmup_steps=1.0).get_warmup_steps(50) == 1
+    with pytest.warns(FutureWarning, match="warmup_ratio"):
+        assert arguments("out", warmup_ratio=1.0, warmup_steps=7).get_warmup_steps(50) == 7
 
 
 def test_a_share_of_the_steps_is_no_number_of_them(tmp_path):

@@ -301,6 +301,12 @@ def test_a_limit_of_one_leaves_the_best_alone(tmp_path):
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+def test_a_limit_of_none_by_any_number_keeps_all(tmp_path):
+    """transformers takes 0 and less for no limit."""
+    trained(tmp_path, save_steps=1, save_total_limit=0, max_steps=3)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+
+
 def test_only_the_model_is_saved_where_that_is_asked_for(tmp_path):
     trained(tmp_path, save_only_model=True)
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}

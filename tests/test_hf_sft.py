@@ -487,6 +487,8 @@ def test_older_names_of_the_constructor_work_with_one_warning(tmp_path):
         trainer = SFTTrainer(llama(), arguments(tmp_path), train_dataset=rows, **old)
     assert len([w for w in caught if "SFTTrainer takes" in str(w.message)]) == 1
     assert len(trainer.train_dataset[0]["input_ids"]) == 5
+    with pytest.raises(ValueError, match="`max_length` must be at least 1 token"), pytest.warns(FutureWarning):
+        SFTTrainer(llama(), arguments(tmp_path), train_dataset=rows, max_seq_length=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_thing'"):
         SFTTrainer(llama(), arguments(tmp_path), train_dataset=rows, no_such_thing=1)
 

@@ -209,7 +209,7 @@ def convert(spec: Spec, raw: Any) -> Any:
                     f'must be one of {listed}. Received: "{item}".{did_you_mean(str(item), map(str, choices))}'
                 )
     if isinstance(value, int | float) and not isinstance(value, bool):
-        _check_bounds(spec, value)
+        check_bounds(spec, value)
     return value
 
 
@@ -251,7 +251,8 @@ def _open_text(spec: Spec) -> bool:
     return str in members(spec.type) and spec.raw_choices is None
 
 
-def _check_bounds(spec: Spec, value: float) -> None:
+def check_bounds(spec: Spec, value: float) -> None:
+    """Raises ValueError, with a half sentence, where a number lies outside of what the option declares."""
     limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
     if not all(holds(value, bound) for (holds, _), bound in limits):
         words = " and ".join(_bound_in_words(word, bound, spec.unit) for (_, word), bound in limits)

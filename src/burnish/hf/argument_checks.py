@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from burnish.core.options import check_bounds
 from burnish.engine.options import engine_notes
 
 LARGE = 1_000_000  # shares are compared as whole numbers of millionths
@@ -31,6 +32,28 @@ def check_arguments(args: Any) -> None:
         )
     if args.parallelism_config is not None:
         raise ValueError("`parallelism_config` is not part of burnish: each process has the whole model. Leave it out.")
+    check_numbers(args)
+
+
+def check_numbers(args: Any) -> None:
+    """Numbers with which no run could be what it is called. Raises ValueError at the first."""
+    for name, spec in args.declared.items():
+        value = getattr(args, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or (value <= 0 and _asks_for_none(args, name)):
+            continue
+        try:
+            check_bounds(spec, value)
+        except ValueError as error:
+            raise ValueError(f"`{name}` {error}") from None
+
+
+def _asks_for_none(args: Any, name: str) -> bool:
+    """Whether 0 or less means "none" here: no limit, no clipping, never; or is not looked at."""
+    if name in ("logging_steps", "eval_steps"):
+        return bool(getattr(args, name.replace("steps", "strategy")) != "steps")
+    if name == "num_train_epochs":
+        return bool(args.max_steps > 0)
+    return name in ("save_steps", "save_total_limit", "max_grad_norm", "max_steps")
 
 
 def _check_intervals(args: Any) -> None:

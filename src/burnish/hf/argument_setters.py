@@ -10,6 +10,8 @@ from typing import Any
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from burnish.hf.argument_checks import check_numbers
+
 
 class Setters:
     """Names, defaults and effects are transformers'."""
@@ -17,6 +19,7 @@ class Setters:
     def _set(self, **values: Any) -> Any:
         for name, value in values.items():
             setattr(self, name, value)
+        check_numbers(self)
         return self
 
     def set_training(

@@ -17,7 +17,24 @@ from typing import Any
 import torch
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from burnish.core.conversion import GivenTwice, each_key_once
+from burnish.core.conversion import GivenTwice, as_type, each_key_once, members
+
+
+def take_numbers(args: Any) -> None:
+    """Numbers as their fields have them: YAML hands over 1e-4 as a text, and 1e3 steps are a thousand.
+
+    Raises:
+        ValueError: where a field of whole numbers was given half of one, or a text is no number.
+    """
+    for name, spec in args.declared.items():
+        value, kinds = getattr(args, name), members(spec.type)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not {int, float} & set(kinds) or not (is_number or (isinstance(value, str) and str not in kinds)):
+            continue
+        try:
+            setattr(args, name, as_type(spec.type, value))
+        except ValueError as error:
+            raise ValueError(f"`{name}` {error}") from None
 
 
 def plain_options(args: Any) -> Any:

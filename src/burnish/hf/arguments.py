@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -33,14 +34,14 @@ from transformers.utils import logging
 from burnish.core.checkpoint import CheckpointOptions
 from burnish.core.events import FlowOptions
 from burnish.core.loop import LoopOptions
-from burnish.core.options import option, raise_if, union
+from burnish.core.options import option, raise_if, specs, union
 from burnish.core.schedule import CurveOptions, StepOptions, warmup_steps_of
 from burnish.data.stream import StreamOptions
 from burnish.engine.base import EngineOptions, check_engine
 from burnish.engine.options import device_of
 from burnish.hf.argument_checks import check_arguments, say_what_has_no_effect
 from burnish.hf.argument_setters import Setters
-from burnish.hf.argument_values import accelerator_config_of, dictionary_of, plain, trackers_of
+from burnish.hf.argument_values import accelerator_config_of, dictionary_of, plain, take_numbers, trackers_of
 from burnish.hf.old_names import FLAGS, former_value, todays_names
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 
@@ -107,16 +108,20 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     deepspeed: dict | str | None = option(None, "Its settings; taken, and weights are not sharded.")  # type: ignore[type-arg]
     accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
 
+    # --- bounds that differ: with a 0 a script looks at a run that learns nothing, or has no step
+    learning_rate: float = option(5e-5, "The peak of the learning rate.", ge=0, lt=math.inf)
+    num_train_epochs: float = option(3.0, "Passes over the training set.", unit="epochs", ge=0, lt=math.inf)
+
     # --- fields that are the face's own
     optim_target_modules: None | str | list[str] = option(None, "Layers of an optimizer that takes some (GaLore).")
     average_tokens_across_devices: bool = option(True, "The mean of a step is over the items of all processes.")
-    label_smoothing_factor: float = option(0.0, "The share of probability spread over all labels.")
+    label_smoothing_factor: float = option(0.0, "The share of probability spread over all labels.", ge=0, le=1)
     activation_checkpointing: bool | None = option(None, "Keep layer inputs only; compute the rest again backwards.")
     activation_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "Its arguments.")
     use_liger_kernel: bool = option(False, "Replace layers by Liger's kernels.")
     liger_kernel_config: dict[str, bool] | None = option(None, "Which of them.")
     use_cache: bool = option(False, "What model.config.use_cache is set to.")
-    neftune_noise_alpha: float | None = option(None, "Strength of the noise on embeddings in training (NEFTune).")
+    neftune_noise_alpha: float | None = option(None, "Strength of the noise on embeddings in training (NEFTune).", ge=0)
     torch_empty_cache_steps: int | None = option(None, "Steps between two calls of torch's empty_cache.")
     auto_find_batch_size: bool = option(False, "Halve the micro-batch where memory runs out; the step stays the same.")
     include_num_input_tokens_seen: str | bool = option("no", "Log the tokens seen: no, all, non_padding.")
@@ -133,7 +138,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     prediction_loss_only: bool = option(False, "Evaluate the loss alone.")
     eval_do_concat_batches: bool = option(True, "Predictions of all batches in one array; else a list of arrays.")
     eval_use_gather_object: bool = option(False, "Gather nested objects between processes.")
-    eval_accumulation_steps: int | None = option(None, "Batches whose predictions stay on the device.")
+    eval_accumulation_steps: int | None = option(None, "Batches whose predictions stay on the device.", ge=1)
     include_for_metrics: list[str] = option([], 'What compute_metrics gets besides: "inputs", "loss".')
     batch_eval_metrics: bool = option(False, "Call compute_metrics batch by batch.")
     save_on_each_node: bool = option(False, "Save on the first process of every node.")
@@ -173,6 +178,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
             logger.info("No output_dir was given: trainer_output.")
         self.output_dir = os.path.expanduser(self.output_dir)
         self._read_json_texts()
+        take_numbers(self)
         self._mirror_activation_checkpointing()
         if self.disable_tqdm is None:
             self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
@@ -366,10 +372,13 @@ _MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp"
 
 
 def for_argument_parser(cls: Any) -> None:
-    """Reduce each field's metadata to what transformers' ``HfArgumentParser`` hands on to argparse."""
+    """Reduce each field's metadata to what transformers' ``HfArgumentParser`` hands on to argparse. What was declared
+    stays in ``cls.declared``."""
+    declared = dict(getattr(cls, "declared", {}))
     for name, field in list(cls.__dataclass_fields__.items()):
         if "unit" not in field.metadata:  # done already, in the class that declares it
             continue
+        declared[name] = specs(cls)[name]
         own, choices = copy.copy(field), field.metadata["choices"]
         rest: dict[str, Any] = {"choices": list(choices)} if choices and not callable(choices) else {}
         if name in _MAY_STAND_ALONE and field.type != "bool":
@@ -378,6 +387,7 @@ def for_argument_parser(cls: Any) -> None:
             rest["aliases"] = FLAGS[name]
         own.metadata = MappingProxyType({"help": field.metadata["help"].replace("%", "%%"), **rest})
         cls.__dataclass_fields__[name] = own
+    cls.declared = declared
 
 
 for_argument_parser(TrainingArguments)

@@ -83,6 +83,9 @@ def _warn(message: str) -> None:
 def _warmup_ratio(value: float, arguments: Arguments) -> str:
     if not 0 <= value <= 1:  # as `warmup_steps` it would be a number of steps
         raise ValueError(f"`warmup_ratio` must lie in [0, 1]. Received: {value}.")
+    if value == 1 and not arguments.get("warmup_steps"):  # which would be one step
+        arguments["warmup_ratio"] = value
+        return "`warmup_steps`, as a number below 1, or as the number of all steps, which it is for this run"
     arguments["warmup_steps"] = arguments.get("warmup_steps") or value
     return "`warmup_steps`, as a number below 1"
 

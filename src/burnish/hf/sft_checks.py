@@ -10,6 +10,7 @@ from typing import Any
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import logging
 
+from burnish.hf.argument_checks import check_numbers
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.sft_config import SFTConfig
 from burnish.hf.sft_rows import is_conversational, is_from_value
@@ -45,6 +46,7 @@ def with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, An
     for name, field in _OLD_ARGUMENTS.items():
         if old.get(name) is not None:
             setattr(args, field, old[name])
+    check_numbers(args)
     return args, old.get("tokenizer") if processing_class is None else processing_class
 
 

@@ -5,6 +5,7 @@ Refuses what TRL refuses, in words that scripts and tests know. Names of older v
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -45,29 +46,35 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
     """The arguments of an ``SFTTrainer``, as in TRL 1."""
 
     # --- defaults that differ from those of TrainingArguments
-    learning_rate: float = option(2e-5, "The first learning rate.")
-    logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.")
+    learning_rate: float = option(2e-5, "The first learning rate.", ge=0, lt=math.inf)
+    logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.", unit="steps", gt=0)
     gradient_checkpointing: bool = option(True, "Keep layer inputs only; compute the rest again backwards.")
     bf16: bool | None = option(None, "Forward and backward in bfloat16; by default where the device is made for it.")
 
     # --- the model
     model_init_kwargs: dict[str, Any] | str | None = option(None, "For from_pretrained, where the model is a name.")
     trust_remote_code: bool = option(False, "Run code that comes with a model or tokenizer.")
-    router_aux_loss_coef: float | None = option(None, "Weight of the load-balancing loss of a mixture of experts.")
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of the load-balancing loss of a mixture of experts.", ge=0
+    )
     chat_template_path: str | None = option(None, "A Jinja file, or a tokenizer whose chat template is taken.")
 
     # --- the data
     dataset_text_field: str = option("text", "The column of plain text.")
     dataset_kwargs: dict[str, Any] | str | None = option(None, "skip_prepare_dataset: the rows are ready as they are.")
-    dataset_num_proc: int | None = option(None, "Processes that prepare the data.")
+    dataset_num_proc: int | None = option(None, "Processes that prepare the data.", ge=1)
     eos_token: str | None = option(None, "The token that ends a text; the tokenizer's own by default.")
-    max_length: int | None = option(1024, "Rows are cut to it, and packs filled up to it; None cuts nothing.")
+    max_length: int | None = option(
+        1024, "Rows are cut to it, and packs filled up to it; None cuts nothing.", unit="tokens", ge=1
+    )
     truncation_mode: str = option("keep_start", "Which part of a long row is kept.", choices=("keep_start", "keep_end"))
     shuffle_dataset: bool = option(False, "Shuffle the data once, when it is prepared.")
     packing: bool = option(False, "Put several rows into one of max_length tokens.")
     packing_strategy: str = option("bfd", "How packs are filled.", choices=("bfd", "bfd_split", "wrapped"))
     padding_free: bool = option(False, "Lay the rows of a micro-batch end to end instead of padding them.")
-    pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of it; auto pads no further than needed.")
+    pad_to_multiple_of: int | str | None = option(
+        "auto", "Pad to a multiple of it; auto pads no further than needed.", unit="tokens", ge=1
+    )
     eval_packing: bool | None = option(None, "Pack evaluation sets; as packing by default.")
 
     # --- what is learned
@@ -87,8 +94,8 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.bf16 is None:
             self.bf16 = not self.fp16 and is_made_for_bfloat16(device_of(self))
-        super().__post_init__()
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+        super().__post_init__()
         self._lead_old_values()
 
     def _read_json_texts(self) -> None:

@@ -173,8 +173,8 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
             parts = {name: parts[name] for name in ("model", "state")}
         self._checkpoints = FaceCheckpoints(
             self, Path(self._get_output_dir(self._trial)), fingerprints=self._fingerprints(plan),
-            write_extras=self._write_extras, limit=args.save_total_limit, in_background=args.save_in_background,
-            rank=self._engine.rank, barrier=self._engine.barrier,
+            write_extras=self._write_extras, limit=max(args.save_total_limit or 0, 0) or None,
+            in_background=args.save_in_background, rank=self._engine.rank, barrier=self._engine.barrier,
         )  # fmt: skip
         run = Run(
             model=model, objective=TrainerObjective(self), engine=self._engine, stream=stream,
