@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from burnish.models.fused import fuse
 from burnish.ops.cast_linear import cast_linear
@@ -36,6 +37,22 @@ def test_it_is_autocasts_linear_layer_to_the_bit_and_so_are_its_gradients(shape,
         assert torch.equal(mine, plain)
 
 
+@pytest.mark.parametrize("shape", [(1, 64), (3, 7, 64), (300, 2048)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_lie_the_other_way_round_are_autocasts_to_the_bit_too(shape, dtype):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[-1], 1100), torch.randn(1100)
+    layer = Conv1D(1100, shape[-1])
+
+    def theirs(x, weight, bias):
+        return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+
+    ours = outcome(lambda x, w, b: cast_linear(x, w, b, torch.bfloat16, is_transposed=True), x, weight, bias)
+    for mine, plain in zip(ours, outcome(theirs, x, weight, bias), strict=True):
+        assert mine.dtype == plain.dtype
+        assert torch.equal(mine, plain)
+
+
 def test_frozen_weights_get_no_gradient_and_nothing_is_kept_for_one():
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
     kept = []
@@ -62,12 +79,13 @@ def kept_of(model, ids):
     return shapes, [weight.grad for weight in model.parameters()]
 
 
-def test_a_model_keeps_no_copy_of_its_weights_and_learns_the_same():
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_keeps_no_copy_of_its_weights_and_learns_the_same(family):
     ids = torch.arange(3, 33).view(2, 15)
-    plain, fused = tiny_model("llama"), tiny_model("llama")
+    plain, fused = tiny_model(family), tiny_model(family)
     fuse(plain)
     for module in plain.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | Conv1D):
             del module.forward
     fuse(fused)
     of_weights = {tuple(sorted(weight.shape)) for weight in fused.parameters() if weight.ndim == 2}
@@ -85,3 +103,20 @@ def test_without_autocast_and_without_a_backward_pass_it_is_torchs_own(monkeypat
     assert torch.equal(layer(x), plain)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
+
+
+def test_a_layer_that_only_looks_like_gpt2s_runs_its_own_code():
+    class Scaled(Conv1D):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Frozen(Conv1D):
+        pass
+
+    frozen, zero = Frozen(6, 8).requires_grad_(False), Conv1D(6, 8)
+    nn.init.zeros_(zero.weight)
+    assert [fuse(layer) for layer in (Scaled(6, 8), frozen, zero, Conv1D(6, 8), Conv1D(8, 8))] == [0, 0, 0, 1, 1]
+    layer, x = Conv1D(6, 8), torch.randn(5, 8)
+    plain = layer(x)
+    fuse(layer)
+    assert torch.equal(layer(x), plain)

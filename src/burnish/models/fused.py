@@ -8,7 +8,7 @@ function get the same random input and must answer the same. Weights, names of w
 read one input share their products (``ops.lora_siblings``).
 """
 
-# H hidden size
+# H hidden size, I size of an input, O size of an output
 
 from __future__ import annotations
 
@@ -145,17 +145,45 @@ def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _linear_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The forward pass of torch's own linear layer, which needs not be asked what it computes; where its weights train,
-    since frozen ones are loaded in the format of the products."""
-    return _projected if type(module) is nn.Linear and module.weight.requires_grad else None
+    """The forward pass of torch's own linear layer, which needs not be asked what it computes, or of one whose weights
+    lie the other way round (GPT-2's); where its weights train, since frozen ones are loaded in the format of the
+    products."""
+    if type(module) is nn.Linear:
+        return _projected if module.weight.requires_grad else None
+    return _projected_by_transposed if _is_transposed(module) else None
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is a weight (I, O) that trains and a bias (O,), and answers what they make: x W + b. It is asked with
+    its own weights; where these are zero the answer says nothing."""
+    own = dict(module.named_parameters())
+    if list(own) != ["weight", "bias"] or own["weight"].ndim != 2 or own["weight"].shape[1:] != own["bias"].shape:
+        return False
+    weight, bias = own["weight"].detach(), own["bias"].detach()
+    x = torch.randn(3, len(weight)).to(weight)
+    is_telling = weight.device.type == "cpu" and own["weight"].requires_grad and bool(weight.any())
+    return is_telling and _same(lambda: module(x), torch.addmm(bias, x, weight))
 
 
 def _projected(module: Any, input: Tensor) -> Tensor:
-    """Without a backward pass nothing is kept for it, and autocast's copies serve all tokens of an answer."""
-    is_cast = input.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-    if is_cast and module.weight.dtype != (dtype := torch.get_autocast_dtype("cpu")):
+    if (dtype := _narrower(module, input)) is not None:
         return cast_linear(input, module.weight, module.bias, dtype)
     return F.linear(input, module.weight, module.bias)
+
+
+def _projected_by_transposed(module: Any, x: Tensor) -> Tensor:
+    if (dtype := _narrower(module, x)) is not None:
+        return cast_linear(x, module.weight, module.bias, dtype, is_transposed=True)
+    return type(module).forward(module, x)  # type: ignore[no-any-return]
+
+
+def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
+    """The format into which autocast on a CPU would copy the weights, to be kept for a backward pass. Without one
+    nothing is kept, and autocast's copies serve all tokens of an answer."""
+    if not (input.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()):
+        return None
+    dtype = torch.get_autocast_dtype("cpu")
+    return dtype if module.weight.dtype != dtype else None
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ In:  inputs and weights. Out: what ``torch.nn.functional.linear`` gives under au
 
     Y = X Wᵀ + b,  dX = dY W,  dW = dYᵀ X,  db = Σ dY
 
+The weights may lie the other way round, as GPT-2's do, whose layers multiply by W itself.
+
 Autocast makes a copy of the weights in the narrow format and autograd keeps it for the backward pass, so that at the
 end of a forward pass there is one of every weight of the model: two bytes for each, a gigabyte for half a billion. Here
 the copy is made when it is wanted, twice, into memory that the next layer uses again.
@@ -23,23 +25,28 @@ from torch.autograd.function import once_differentiable
 from burnish.ops import kept
 
 
-def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def cast_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_transposed: bool = False
+) -> Tensor:
     """(..., O) in ``dtype``, in which the products are made.
 
     Args:
-        x: (..., I); weight: (O, I); bias: (O,); of any float types.
+        x: (..., I); weight: (O, I), or (I, O) where it ``is_transposed``; bias: (O,); of any float types.
     """
-    projected: Tensor = _CastLinear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
+    projected: Tensor = _CastLinear.apply(x, weight, bias, dtype, is_transposed)  # type: ignore[no-untyped-call]
     return projected
 
 
 class _CastLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        narrow = x.to(dtype)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_transposed: bool
+    ) -> Tensor:
+        narrow, copied = x.to(dtype), kept.cast(weight, dtype)
         ctx.save_for_backward(narrow if ctx.needs_input_grad[1] else None, weight)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-        return F.linear(narrow, kept.cast(weight, dtype), None if bias is None else bias.to(dtype))
+        ctx.is_transposed = is_transposed
+        return F.linear(narrow, copied.t() if is_transposed else copied, None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -48,9 +55,14 @@ class _CastLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         of_x, of_weight, of_bias = None, None, None
         if ctx.needs_input_grad[0]:
-            of_x = (rows @ kept.cast(weight, grad.dtype)).view(*grad.shape[:-1], -1).to(ctx.dtypes[0])
+            copied = kept.cast(weight, grad.dtype)
+            of_x = rows @ (copied.t() if ctx.is_transposed else copied)
+            of_x = of_x.view(*grad.shape[:-1], -1).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            of_weight = (rows.t() @ narrow.reshape(-1, narrow.shape[-1])).to(weight.dtype)
+            left, right = rows, narrow.reshape(-1, narrow.shape[-1])
+            if ctx.is_transposed:
+                left, right = right, left
+            of_weight = (left.t() @ right).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0).to(ctx.dtypes[1])
-        return of_x, of_weight, of_bias, None
+        return of_x, of_weight, of_bias, None, None
