@@ -98,6 +98,20 @@ REFUSED = [
     Wrong("an interval of one and a half", ["logging_steps", "1.5"], {"logging_steps": "1.5"}),
     Wrong("a schedule's argument", ["cosine", "lr_scheduler_kwargs"],
           {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{cycles: 2}"}),
+    Wrong("a value of a schedule's argument", ["warmup_stable_decay", "lr_scheduler_kwargs", "line"],
+          {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": "{decay_type: slow}"}),
+    Wrong("a rate that falls upwards", ["min_lr 1 is above learning_rate 5e-05"],
+          {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": "{min_lr: 1}"}),
+    Wrong("an argument of a schedule that follows a metric", ["greedy", "lr_scheduler_kwargs", "run.yaml, line"],
+          {"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": "{calm: 2}", "eval_strategy": "steps",
+           "val_size": "4"}),
+    Wrong("a value of one", ["reduce_lr_on_plateau", "lr_scheduler_kwargs", "< 1.0"],
+          {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": "{factor: 2.0}",
+           "eval_strategy": "steps", "val_size": "4"}),
+    Wrong("a metric that must be asked for", ["eval_accuracy", "compute_accuracy: true", "run.yaml, line"],
+          {"metric_for_best_model": "accuracy", "eval_strategy": "steps", "val_size": "4", "save_strategy": "best"}),
+    Wrong("a metric that there is not", ["eval_f1", "There are: eval_aux_loss, eval_loss"],
+          {"metric_for_best_model": "f1", "eval_strategy": "steps", "val_size": "4"}),
 ]  # fmt: skip
 
 

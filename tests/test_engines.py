@@ -380,6 +380,14 @@ def test_settings_of_sharding_that_would_change_the_numbers_are_refused(tmp_path
     assert "without" in problems(fsdp_config={"min_num_params": 1})[0]
 
 
+@pytest.mark.parametrize(("name", "value", "near"), [("backend", "inducter", "inductor"), ("mode", "fast", "default")])
+def test_a_compiler_that_torch_does_not_have_is_refused_with_those_it_has(name, value, near):
+    (problem,) = problems(torch_compile=True, **{f"torch_compile_{name}": value})
+    assert f'"torch_compile_{name}": there is no "{value}"' in problem
+    assert near in problem
+    assert not problems(torch_compile=True, torch_compile_backend="aot_eager", torch_compile_mode="reduce-overhead")
+
+
 def test_one_engine_for_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "4 processes" in problems(engine="single")[0]

@@ -101,3 +101,26 @@ def test_every_curve_is_the_one_of_transformers(name, arguments, warmup):
 def test_an_argument_that_a_curve_does_not_take_is_named():
     with pytest.raises(UserError, match="num_cycle_s"):
         lr_factor(CurveOptions(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycle_s": 2}), 10, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("warmup_stable_decay", {"decay_type": "slow"}),
+        ("cosine_with_min_lr", {"min_lr": "low"}),
+        ("cosine_with_min_lr", {"min_lr": 1.0}),
+        ("polynomial", {"power": -1}),
+        ("polynomial", {"lr_end": 1.0}),
+        ("inverse_sqrt", {"timescale": -5}),
+    ],
+    ids=str,
+)
+def test_a_value_that_a_curve_cannot_be_made_with_is_refused(name, arguments):
+    options = CurveOptions(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
+    with pytest.raises(UserError, match=f'"{name}" does not take all of lr_scheduler_kwargs: '):
+        lr_factor(options, 100, 1e-3)
+
+
+def test_a_warm_up_over_all_steps_leaves_no_step_to_fall_in():
+    factor = lr_factor(CurveOptions(lr_scheduler_type="polynomial", warmup_ratio=1.0), 10, 1e-3)
+    assert [factor(0), factor(5), factor(10)] == [0.0, 0.5, 1.0]

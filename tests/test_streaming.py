@@ -99,6 +99,12 @@ def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, u
     assert "file_name" in said
 
 
+def test_a_stream_from_which_nothing_is_learned_says_why(tmp_path, user, capsys):
+    (tmp_path / "data.json").write_text(json.dumps([{**record, "output": ""} for record in records()]))
+    assert run(user) == 2
+    assert "No row is left to learn from: dropped: " in capsys.readouterr().err
+
+
 def test_workers_that_would_have_nothing_to_do_are_said(user, capsys):
     assert main(["explain", *as_words({**user, "dataloader_num_workers": 2})]) == 0
     assert '"dataloader_num_workers" has no effect' in " ".join("".join(capsys.readouterr()).split())

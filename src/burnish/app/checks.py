@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+
 from burnish.app.failure import TRACEBACK_NAME
+from burnish.core.early_stopping import metric_name, missing_metric
 from burnish.core.errors import Problem, UserError
-from burnish.core.schedule import FOLLOWS_METRIC, StepPlan, lr_factor
+from burnish.core.meter import RATES
+from burnish.core.schedule import StepPlan
 from burnish.core.state import STATE_NAME
 from burnish.data.batching import packs_rows
 from burnish.engine.options import autocast_dtype, device_of
 from burnish.models.attention_choice import asked_attention, is_flash
+from burnish.optim.builtin import create_scheduler
 from burnish.report.jsonl import LOG_NAME
 
 FINISHED_NAME = ".finished.json"
@@ -174,13 +182,30 @@ def _check_meeting_steps(options: Any, cause: str) -> list[Problem]:
 
 def check_curve_arguments(options: Any) -> list[Problem]:
     """Whether the curve takes what it is given; it is asked for a run of any length."""
-    if options.lr_scheduler_type in FOLLOWS_METRIC:
+    if not options.lr_scheduler_kwargs:
         return []
     try:
-        lr_factor(options, 100, options.learning_rate)
+        optimizer = SGD([Parameter(torch.zeros(1))], lr=options.learning_rate)
+        create_scheduler(optimizer, options, 100, options.learning_rate)
     except UserError as error:
         return list(error.problems)
     return []
+
+
+def check_deciding_metric(options: Any, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
+    """A metric that no evaluation will have, which would be noticed by the first of them only.
+
+    Args:
+        metrics: of a set, as the objective calls them; None where it does not say.
+        sets: names of the evaluation sets; "" of the only one.
+    """
+    name = metric_name(options)
+    known = [f"eval_{one}_{metric}".replace("__", "_") for one in sets for metric in (*(metrics or ()), *RATES)]
+    if not metrics or not options.metric_for_best_model or not known or name in known or not trains(options):
+        return []
+    switch = f"compute_{name.removeprefix('eval_')}"
+    problem = missing_metric(name, known)
+    return [replace(problem, remedy=f"Set {switch}: true.") if hasattr(options, switch) else problem]
 
 
 def step_notes(options: Any, steps: StepPlan) -> list[str]:

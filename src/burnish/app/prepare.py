@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
-from burnish.app.checks import may_run_ahead, step_notes, trains
+from burnish.app.checks import check_deciding_metric, may_run_ahead, step_notes, trains
 from burnish.app.estimate import Formats
 from burnish.app.fingerprints import fingerprints_of
 from burnish.app.plan import Plan
@@ -87,11 +87,14 @@ def prepare(plan: Plan) -> Prepared:
         rows = sample = encode(sets.train, objective, tally, options, data=sets.fingerprint)
     eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
+        if isinstance(rows, AheadRows):
+            tally.merge(rows.counted())
         raise UserError(nothing_to_learn(tally, options))
     longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     sizes, formats = sizes_of(adapter, shapes), formats_of(options, config)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
+    problems += check_deciding_metric(options, getattr(objective, "metrics", None), eval_rows)
     largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
     problems += check_budget(options.max_tokens_per_batch, largest)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])

@@ -8,10 +8,11 @@ Meaning and names are transformers' ``EarlyStoppingCallback``; the option is LLa
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.errors import MissingMetricError, Problem, did_you_mean
 from burnish.core.events import TrainerCallback
 from burnish.core.options import option, raise_if
 from burnish.core.state import TrainerControl, TrainerState
@@ -78,16 +79,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         """``state.best_metric`` is still that of the evaluations before this one."""
-        name, metrics = metric_name(args), metrics or {}
-        if name not in metrics:
-            guess = did_you_mean(name, metrics)
-            raise UserError(
-                Problem(
-                    f'metric_for_best_model "{name}" is not among the metrics of the evaluation.{guess}',
-                    remedy=f"Known: {', '.join(sorted(metrics))}.",
-                )
-            )
-        if self._is_improvement(metrics[name], state.best_metric, is_higher_better(args)):
+        value = deciding_metric(args, metrics or {})
+        if self._is_improvement(value, state.best_metric, is_higher_better(args)):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1
@@ -115,6 +108,26 @@ def metric_name(options: Any) -> str:
     """The metric that decides which evaluation is the best, as evaluations call it."""
     name: str = options.metric_for_best_model or "loss"
     return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def deciding_metric(options: Any, metrics: Mapping[str, float]) -> float:
+    """The metric of one evaluation by which evaluations are compared.
+
+    Raises:
+        MissingMetricError: where the evaluation has none of that name.
+    """
+    name = metric_name(options)
+    if name not in metrics:
+        raise MissingMetricError(missing_metric(name, metrics))
+    return metrics[name]
+
+
+def missing_metric(name: str, metrics: Iterable[str]) -> Problem:
+    """Args: metrics: those that there are."""
+    return Problem(
+        f'metric_for_best_model "{name}" is not among the metrics of the evaluation.{did_you_mean(name, metrics)}',
+        remedy=f"There are: {', '.join(sorted(metrics))}.",
+    )
 
 
 def is_higher_better(options: Any) -> bool:

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from burnish.core.checkpoint import load_part
-from burnish.core.early_stopping import is_higher_better, metric_name
-from burnish.core.errors import MissingMetricError, NonFiniteError, Problem
+from burnish.core.early_stopping import deciding_metric, is_higher_better
+from burnish.core.errors import NonFiniteError
 from burnish.core.events import EVENTS
 from burnish.core.meter import Clock, Totals
 from burnish.core.options import option
@@ -141,7 +141,7 @@ def answer(run: Run, options: Any) -> None:
         metrics = evaluate_all(run)
         is_new_best = remember_best(run, metrics, options)
         if follows_metric(run.scheduler):
-            run.scheduler.step(metrics[metric_name(options)])
+            run.scheduler.step(deciding_metric(options, metrics))
     if run.control.should_save or (options.save_strategy == "best" and is_new_best):
         save(run)
 
@@ -205,15 +205,7 @@ def remember_best(run: Run, metrics: dict[str, float], options: Any) -> bool:
     """Whether this evaluation is the best so far; ``state`` keeps it if so."""
     if not (options.load_best_model_at_end or options.save_strategy == "best" or options.metric_for_best_model):
         return False
-    name = metric_name(options)
-    if name not in metrics:
-        raise MissingMetricError(
-            Problem(
-                f'metric_for_best_model "{name}" is not among the metrics of the evaluation.',
-                remedy=f"There are: {', '.join(sorted(metrics))}.",
-            )
-        )
-    value, best = metrics[name], run.state.best_metric
+    value, best = deciding_metric(options, metrics), run.state.best_metric
     if best is not None and not (value > best if is_higher_better(options) else value < best):
         return False
     if value != value:  # NaN would stay the best for ever, because nothing compares with it

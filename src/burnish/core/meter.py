@@ -174,6 +174,10 @@ class Totals:
         return {name: value / weight for name, value in totals.items()}
 
 
+RATES = ("runtime", "samples_per_second", "steps_per_second")
+"""What is said of the time of an evaluation, behind its prefix."""
+
+
 class Clock:
     """The time since it was made, and the rates that follow from it."""
 
@@ -182,8 +186,6 @@ class Clock:
 
     def rates(self, prefix: str, num_rows: int | None, num_steps: int) -> dict[str, float]:
         runtime_s = time.perf_counter() - self.started_s
-        rates = {f"{prefix}_runtime": runtime_s}
-        if num_rows is not None:
-            rates[f"{prefix}_samples_per_second"] = num_rows / runtime_s
-        rates[f"{prefix}_steps_per_second"] = num_steps / runtime_s
-        return rates
+        rows_per_second = None if num_rows is None else num_rows / runtime_s
+        values = (runtime_s, rows_per_second, num_steps / runtime_s)
+        return {f"{prefix}_{name}": value for name, value in zip(RATES, values, strict=True) if value is not None}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +173,7 @@ def _polynomial(step: int, warmup: int, total: int, lr_init: float, lr_end: floa
         return step / max(1, warmup)
     if step > total:
         return lr_end / lr_init
-    left: float = (1 - (step - warmup) / (total - warmup)) ** power
+    left: float = (1 - (step - warmup) / max(1, total - warmup)) ** power
     return ((lr_init - lr_end) * left + lr_end) / lr_init
 
 
@@ -245,24 +246,38 @@ def lr_factor(options: CurveOptions, max_steps: int, learning_rate: float) -> Ca
     Args:
         learning_rate: the peak, which curves that end at an absolute ``min_lr`` or ``lr_end`` need.
     Raises:
-        UserError: where ``lr_scheduler_kwargs`` has a name that the curve does not take.
+        UserError: where ``lr_scheduler_kwargs`` has a name or a value that the curve does not take.
     """
-    name, warmup = options.lr_scheduler_type, warmup_steps_of(options, max_steps)
-    arguments = dict(options.lr_scheduler_kwargs or {})
-    if "min_lr" in arguments:
-        arguments["min_lr_rate"] = arguments.pop("min_lr") / learning_rate
+    warmup, curve = warmup_steps_of(options, max_steps), _FACTORS[options.lr_scheduler_type]
+    with refused_by_curve(options):
+        arguments = _curve_arguments(options, max_steps, warmup, learning_rate)
+        for step in (0, warmup, (warmup + max_steps) // 2, max_steps):
+            curve(step, warmup, max_steps, **arguments)
+    return lambda step: curve(step, warmup, max_steps, **arguments)
+
+
+def _curve_arguments(options: CurveOptions, max_steps: int, warmup: int, learning_rate: float) -> dict[str, Any]:
+    """``lr_scheduler_kwargs`` as the curve takes them, with rates as shares of the peak."""
+    name, arguments = options.lr_scheduler_type, dict(options.lr_scheduler_kwargs or {})
     if name == "polynomial":
         arguments["lr_init"] = learning_rate
     if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
         # LLaMA-Factory's split where none is given: a third of what follows the warm-up is stable, the rest decays.
         stable = arguments.setdefault("num_stable_steps", (max_steps - warmup) // 3)
         arguments["num_decay_steps"] = max_steps - warmup - stable
-    curve = _FACTORS[name]
+    for lowest in ("min_lr", "lr_end"):
+        if arguments.get(lowest, 0) > learning_rate:
+            raise ValueError(f"{lowest} {arguments[lowest]:g} is above learning_rate {learning_rate:g}")
+    if "min_lr" in arguments:
+        arguments["min_lr_rate"] = arguments.pop("min_lr") / learning_rate
+    return arguments
+
+
+@contextmanager
+def refused_by_curve(options: CurveOptions) -> Iterator[None]:
+    """What a curve says of arguments that are not its own, as a UserError."""
     try:
-        curve(0, warmup, max_steps, **arguments)
-        curve(max_steps, warmup, max_steps, **arguments)
-    except TypeError as error:
-        raise UserError(
-            Problem(f'lr_scheduler_type "{name}" does not take all of lr_scheduler_kwargs: {error}.')
-        ) from error
-    return lambda step: curve(step, warmup, max_steps, **arguments)
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        what = f'lr_scheduler_type "{options.lr_scheduler_type}" does not take all of lr_scheduler_kwargs: {error}'
+        raise UserError(Problem(f"{what.rstrip('.')}.")) from error

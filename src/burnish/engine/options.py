@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from burnish.core.errors import Problem
+from burnish.core.errors import Problem, did_you_mean
 from burnish.core.options import option
 from burnish.engine.checkpointing import checkpointing_problems
 from burnish.engine.sharding import sharding_notes, sharding_problems
@@ -83,7 +83,27 @@ class EngineOptions:
 
 def check_engine(options: Any) -> list[Problem]:
     """What the options ask for and this machine, or any machine, cannot give."""
-    return [*_formats(options), *checkpointing_problems(options), *sharding_problems(options), *_processes(options)]
+    return [
+        *_formats(options), *checkpointing_problems(options), *sharding_problems(options), *_processes(options),
+        *_compiling(options),
+    ]  # fmt: skip
+
+
+def _compiling(options: Any) -> Iterator[Problem]:
+    """A backend or a mode that torch does not have; it is loaded to be asked where one is given."""
+    given = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
+    if not options.torch_compile or set(given.values()) <= {None, "inductor"}:
+        return
+    import torch._dynamo
+    import torch._inductor
+
+    known = {"backend": torch._dynamo.list_backends(exclude_tags=()), "mode": [*torch._inductor.list_mode_options()]}
+    for name, value in given.items():
+        if value is not None and value not in known[name]:
+            yield Problem(
+                f'"torch_compile_{name}": there is no "{value}".{did_you_mean(value, known[name])}',
+                remedy=f"Known: {', '.join(known[name])}.",
+            )
 
 
 def _formats(options: Any) -> Iterator[Problem]:

@@ -114,6 +114,12 @@ class LmObjective:
     def fingerprint(self) -> str:
         return f"{type(self).__name__} {self.template.fingerprint}"
 
+    @property
+    def metrics(self) -> list[str]:
+        """What an evaluation says of a set; the last is there where the model has a router."""
+        accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
+        return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
+
     def fit(self, model: nn.Module, collate: Collate) -> list[str]:
         """Learn how the model makes its logits.
 

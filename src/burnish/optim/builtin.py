@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from burnish.core.errors import MissingExtraError, Problem, UserError
 from burnish.core.options import changed, option, raise_if
 from burnish.core.registry import Registry
-from burnish.core.schedule import CurveOptions, lr_factor
+from burnish.core.schedule import CurveOptions, lr_factor, refused_by_curve
 
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")
@@ -231,10 +231,11 @@ def rmsprop(groups: Groups, options: Any) -> Optimizer:
 
 def create_scheduler(optimizer: Optimizer, options: CurveOptions, max_steps: int, learning_rate: float) -> Any:
     """What moves the learning rate: a ``LambdaLR`` over ``core.schedule``'s curve, or one that follows a metric."""
-    if options.lr_scheduler_type == "reduce_lr_on_plateau":
-        return ReduceLROnPlateau(optimizer, **(options.lr_scheduler_kwargs or {}))
-    if options.lr_scheduler_type == "greedy":
-        from transformers.optimization import GreedyLR
+    with refused_by_curve(options):
+        if options.lr_scheduler_type == "reduce_lr_on_plateau":
+            return ReduceLROnPlateau(optimizer, **(options.lr_scheduler_kwargs or {}))
+        if options.lr_scheduler_type == "greedy":
+            from transformers.optimization import GreedyLR
 
-        return GreedyLR(optimizer, **(options.lr_scheduler_kwargs or {}))
+            return GreedyLR(optimizer, **(options.lr_scheduler_kwargs or {}))
     return LambdaLR(optimizer, lr_factor(options, max_steps, learning_rate))

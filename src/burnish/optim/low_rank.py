@@ -198,7 +198,8 @@ class LowRank(Delegating):
         if not projected:
             raise UserError(
                 Problem(
-                    f"no matrix that trains has a name with {method.targets}, so there is nothing to project.",
+                    "optim_target_modules, galore_target or apollo_target names no matrix that trains. "
+                    f"Received: {method.targets}.",
                     remedy='Set the target to "all" for the linear layers.',
                 )
             )
