@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -11,7 +12,7 @@ import transformers
 from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
 
-from burnish import Trainer
+from burnish import Trainer, TrainingArguments
 from burnish.hf import reporting
 from hf_toy import (
     Regression,
@@ -25,6 +26,7 @@ from hf_toy import (
     parity,
     points,
     same,
+    smooths_a_whole_step,
     text_rows,
     weights,
 )  # fmt: skip
@@ -35,10 +37,12 @@ BY_NAME = {case.name: case for case in parity.CASES}
 @pytest.mark.parametrize(
     "name",
     [
-        "causal LM, no dropout", "causal LM, accumulation, ragged last group", "causal LM, label smoothing",
+        "causal LM, no dropout", "causal LM, accumulation, ragged last group",
+        pytest.param("causal LM, label smoothing", marks=smooths_a_whole_step),
         "causal LM, compute_loss_func",
         "causal LM, evaluation in between", "causal LM, rows without a length", "LoRA through peft",
-        "classification, label smoothing", "several labels", "token classification", "question answering",
+        pytest.param("classification, label smoothing", marks=smooths_a_whole_step),
+        "several labels", "token classification", "question answering",
         "sequence to sequence", "a plain nn.Module", "schedule polynomial", "optimizer sgd, not clipped",
     ],
 )  # fmt: skip
@@ -67,13 +71,24 @@ def test_the_table_of_a_page_is_written_whole_or_not_at_all(name, words, monkeyp
 def test_accumulation_gives_what_one_large_batch_gives_where_transformers_does_not(name):
     case = BY_NAME[name]
     whole = parity.Case(name, case.model, case.rows, {"per_device_train_batch_size": 6}, case.trainer)
-    from burnish import TrainingArguments
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cut = parity.train(with_model(case), Trainer, TrainingArguments, 6)[0]
         large = parity.train(with_model(whole), Trainer, TrainingArguments, 6)[0]
     assert [entry["loss"] for entry in cut] == pytest.approx([entry["loss"] for entry in large], rel=1e-4)
+
+
+def test_smoothing_in_accumulated_batches_is_that_of_one_large_batch():
+    """Whether or not the smoother of the transformers that is installed counts the labels of a step."""
+    case = BY_NAME["causal LM, label smoothing"]
+    large = {**case.arguments, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
+    made = [
+        parity.train(with_model(replace(case, arguments=given)), Trainer, TrainingArguments, 6)[0]
+        for given in (case.arguments, large)
+    ]
+    cut, whole = ([entry["loss"] for entry in entries] for entries in made)
+    assert cut == pytest.approx(whole, rel=1e-4)
+    assert case.arguments["gradient_accumulation_steps"] * case.arguments["per_device_train_batch_size"] == 6
 
 
 def without_dropout(make):

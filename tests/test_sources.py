@@ -280,10 +280,22 @@ STRATEGIES = {
 }
 
 
+def each_once():
+    """Whether the datasets that is installed deals each row once where it is asked to, which it did not before 4.8."""
+    sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate((2, 1))]
+    try:
+        dealt = datasets.interleave_datasets(sets, stopping_strategy=STRATEGIES["interleave_once"])
+    except ValueError:
+        return False
+    return len(dealt) == 3
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("probabilities", [None, [0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
 @pytest.mark.parametrize("lengths", [[3, 4, 5], [700, 40, 2000], [5, 5, 1]])
 def test_interleaved_sets_come_in_the_order_of_datasets(strategy, probabilities, lengths):
+    if strategy == "interleave_once" and not each_once():
+        pytest.skip("needs a datasets that deals each row once")
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate(lengths)]
     expected = datasets.interleave_datasets(sets, probabilities, seed=11, stopping_strategy=STRATEGIES[strategy])
     found = [f"{index}.{row}" for index, row in merged(lengths, strategy, probabilities, seed=11)]

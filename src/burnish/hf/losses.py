@@ -93,9 +93,10 @@ class LossMethods(Face):
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         elif labels is not None:
-            loss = self.label_smoother(
-                outputs, labels, shift_labels=self._is_causal_lm(model), num_items_in_batch=num_items_in_batch
-            )
+            # Before transformers 5.16 it counts the labels by itself.
+            smoothed = takes(self.label_smoother.__call__, "num_items_in_batch")
+            shifts = self._is_causal_lm(model)
+            loss = smoothed(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch)
         else:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss

@@ -27,6 +27,8 @@ _live: Live | None = None
 
 def is_terminal(stream: TextIO | None = None) -> bool:
     """Whether a person looks at ``stream`` (standard output): one that can move its cursor."""
+    if _live is not None:  # drawn nowhere else, and the stream that rich before 14.1 lays over it does not say so
+        return True
     stream = stream or sys.stdout
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
@@ -48,7 +50,7 @@ def problem(found: Problem | str) -> None:
 
 
 def _print(text: str, label: str, colour: str, stream: TextIO) -> None:
-    if _live is None and not is_terminal(stream):
+    if not is_terminal(stream):
         print(f"{label}: {text}" if label else text, file=stream, flush=True)
         return
     from rich.text import Text
