@@ -347,7 +347,7 @@ def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: py
             {"on_init_end", "on_prediction_step", "on_predict"},
         ),
     ],
-    ids=str,
+    ids=["evaluates", "predicts", "scores answers"],  # a set has no order, and processes would not agree on its name
 )
 def test_the_events_that_explain_lists_are_those_that_come(made: Any, asked: dict[str, bool], events: set[str]) -> None:
     from burnish.app.build import train_run

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
-from inspect import signature
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -279,9 +278,12 @@ def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
     return _flash_attn if _has("kernels") and _flash_of_hub() is not None else None
 
 
-@cache
+_FOUND = {name: find_spec(name) is not None for name in ("flash_attn", "kernels", "torch.nn.attention.varlen")}
+"""Looked for here, because torch.compile breaks a layer in two where it comes upon find_spec (torch 2.11)."""
+
+
 def _has(module: str) -> bool:
-    return find_spec(module) is not None
+    return _FOUND[module]
 
 
 def _window(scores: Scores) -> tuple[int, int]:
@@ -344,9 +346,8 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores:
     return mixed
 
 
-@cache
 def _varlen_attn() -> tuple[Callable[..., Any], bool]:
     """torch's kernel, and whether it lets query heads share a key head (torch 2.12 and later)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, "enable_gqa" in signature(varlen_attn).parameters
+    return varlen_attn, "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
