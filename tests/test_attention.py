@@ -166,6 +166,20 @@ def test_torchs_kernel_is_asked_for_the_same_attention(monkeypatch, shares_keys,
     assert (made - flat_attention(*tensors, alone(), scores)).abs().max() < 1e-5
 
 
+def test_a_compiled_layer_stays_whole_where_it_calls_torchs_kernel(monkeypatch):
+    """Graphs that break there, one more per layer, make a layer slower and say nothing."""
+
+    def stand_in(query, key, value, *where, enable_gqa=False, **given):
+        return query * key.mean() + value.mean()
+
+    monkeypatch.setattr(attention, "_WITH_KERNELS", {"cpu"})
+    monkeypatch.setitem(attention._FOUND, "flash_attn", False)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+    tensors = [tensor.bfloat16() for tensor in inputs()]
+    compiled = torch.compile(flat_attention, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*tensors, alone(), Scores()), stand_in(*tensors))
+
+
 # --- transformers' models ---------------------------------------------------------------------------------------------
 
 KEEPS_APART = [
