@@ -50,6 +50,7 @@ from burnish.models.quantize import is_quantised
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
+from burnish.ops.kernels import kernel_notes
 from burnish.ops.probe import shares_prefixes
 from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
 from burnish.report.console import note, set_log_levels, warn
@@ -243,8 +244,9 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> t
     layout, device, said = Layout(False), next(model.parameters()).device, []
     if takes_liger(options, device) and not (options.torch_compile and options.enable_liger_kernel is None):
         said = apply_liger(model, options.liger_kernel_config, is_asked=options.enable_liger_kernel is not None)
-    elif device.type == "cpu" and not options.torch_compile:  # a compiler fuses by itself
+    if not options.torch_compile:  # a compiler fuses by itself
         fuse(model)
+        said = [*said, *kernel_notes(device)]
     if wants_flat(options):
         layout = lay_flat(model, own_attention=asked_attention(options) is None)
     needed_only = layout.is_flat and computes_needed_only(objective, model, options)

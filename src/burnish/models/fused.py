@@ -1,11 +1,12 @@
-"""Lets a model's norms, gated layers and activations go through ``ops.elementwise`` on a CPU, and its linear layers
-through ``ops.cast_linear``.
+"""Lets a model's norms and gated layers go through ``ops.elementwise``, and on a CPU its activations too, and its
+linear layers through ``ops.cast_linear``.
 
 In: a loaded model. Out: the same model; the modules that were proven to compute what burnish's functions compute do so
 through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
 function get the same random input and must answer the same. Weights, names of weights, hooks and wrapped linear layers
-(LoRA, quantised) stay as they are; a module on another device than a CPU runs its own code. Adapters over layers that
-read one input share their products (``ops.lora_siblings``).
+(LoRA, quantised) stay as they are; a module on a device for which there is nothing faster runs its own code, and what
+was replaced before, by Liger say, stays replaced. On a CPU adapters over layers that read one input share their
+products (``ops.lora_siblings``).
 """
 
 # H hidden size, I size of an input, O size of an output
@@ -23,6 +24,7 @@ from torch.func import functional_call
 
 from burnish.ops.cast_linear import cast_linear
 from burnish.ops.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
+from burnish.ops.kernels import kernels_of
 from burnish.ops.lora_siblings import together
 from burnish.ops.probe import REFUSALS
 
@@ -32,11 +34,16 @@ _EPSILONS = ("variance_epsilon", "eps")
 
 def fuse(model: nn.Module) -> int:
     """Replace the forward passes that can be; how many were."""
-    found = 0
+    device, found = next(model.parameters()).device, 0
+    if device.type != "cpu" and kernels_of(device) is None:
+        return 0
+    of_device = (_norm_of, _gated_of, *((_attention_of, _activation_of, _linear_of) if device.type == "cpu" else ()))
     for module in model.modules():
-        ways = (way(module) for way in (_norm_of, _gated_of, _attention_of, _activation_of, _linear_of))
+        if "forward" in vars(module):
+            continue
+        ways = (way(module) for way in of_device)
         forward = next((way for way in ways if way is not None), None)
-        if forward is not None and "forward" not in vars(module):
+        if forward is not None:
             module.forward = MethodType(forward, module)
             found += 1
     return found

@@ -21,6 +21,7 @@ model's own probabilities, as if it were a constant: no gradient goes through it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,12 +30,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burnish.ops import kept
+from burnish.ops.kernels import kernels_of
 
 CHUNK_BYTES = 2**26
 _CHUNK_BYTES_OF_GPU = 2**29
 """Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time. On a GPU
 each chunk reads and writes the whole gradient of the head: 110 tokens, the 64 MiB of a vocabulary of 152,000, are too
 few for that."""
+
+_OF_KERNEL = 4
+"""As many times more logits on a GPU whose kernel makes the slope of 16-bit logits in their place: in plain torch their
+probabilities in float32, and a product with those, stand beside them."""
 
 _FEWEST_TOKENS = 256
 """Of a chunk on a CPU, however wide the vocabulary: a product first brings the whole head into the order it reads it
@@ -154,11 +160,15 @@ def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Te
     return (entropy / _EAFT_SCALE).pow(rules.eaft_alpha)
 
 
-def chunk_length(vocabulary: int, device: torch.device) -> int:
-    """The most tokens whose logits exist at a time."""
+def chunk_length(vocabulary: int, device: torch.device, in_place: bool = False) -> int:
+    """The most tokens whose logits exist at a time.
+
+    Args:
+        in_place: whether a kernel makes their slope, and nothing else of their size.
+    """
     if device.type == "cpu":
         return max(_FEWEST_TOKENS, CHUNK_BYTES // (4 * vocabulary))
-    return max(1, _CHUNK_BYTES_OF_GPU // (4 * vocabulary))
+    return max(1, _CHUNK_BYTES_OF_GPU * (_OF_KERNEL if in_place else 1) // (4 * vocabulary))
 
 
 def _even(count: int, most: int) -> int:
@@ -178,7 +188,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = None if token_weights is None else token_weights.float()
             sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
             gradients = _Gradients.zero(hidden, weight, bias, needs)
-            size = _even(len(h), chunk_length(len(w), h.device))
+            in_place = dtype.itemsize == 2 and _kernels(rules, h.device) is not None
+            size = _even(len(h), chunk_length(len(w), h.device, in_place))
             whole = kept.empty((min(size, len(h)), len(w)), dtype, h.device)
             for begin in range(0, len(h), size):
                 part = slice(begin, begin + size)
@@ -217,8 +228,15 @@ def _chunk(
 ) -> tuple[TokenSums, Tensor | None]:
     """The sums of some tokens, and (n, V) the derivative of their total by their logits, written over the logits.
 
-    On a CPU a few rows at a time; what a row gives does not depend on its neighbours, and the sums are made once.
+    On a CPU a few rows at a time, which gives each row what it gets among others, and the sums are made once. On a GPU
+    one kernel, where no more than the loss is asked for.
     """
+    if kernels := _kernels(rules, logits.device):
+        losses = kernels.token_losses(logits, targets, weights, rules.label_smoothing, rules.softcap, needs_slope)
+        none = losses.new_zeros(())
+        return TokenSums(
+            losses.sum() if weights is None else losses @ weights, none, none
+        ), logits if needs_slope else None
     height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
     parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
     counts = [None] * len(parts) if weights is None else torch.split(weights, height)
@@ -226,6 +244,11 @@ def _chunk(
     of_tokens = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
     sums = TokenSums(*(values.sum() if weights is None else values @ weights for values in of_tokens))
     return sums, logits if needs_slope else None
+
+
+def _kernels(rules: TokenLoss, device: torch.device) -> ModuleType | None:
+    """The kernels that make the sums: on a GPU, of losses alone."""
+    return None if rules.accuracy or rules.entropy or rules.factor else kernels_of(device)
 
 
 def _rows(

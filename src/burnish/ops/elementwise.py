@@ -1,4 +1,4 @@
-"""The parts of a layer between its matrix products, on a CPU: the norm, and the product of a gate and what it lets by.
+"""The parts of a layer between its matrix products: the norm, and the product of a gate and what it lets by.
 
 In:  hidden states. Out: what the formulas below say, in the dtype in which the next product is made.
 
@@ -9,20 +9,23 @@ Written with one torch operation after another, each step of a formula is a tens
 written to memory and, where a gradient is wanted, kept; under autocast every linear layer behind a norm casts its
 float32 output anew. Here a formula is gone through a few rows at a time, whose intermediate values stay in the
 processor's cache, and what is kept is the input: the rest is computed again in the backward pass. The output is rounded
-once, to the dtype that the next product would cast it to.
+once, to the dtype that the next product would cast it to. On a GPU a kernel does the same for all rows
+(``ops.triton_kernels``).
 """
 
 # N rows (all leading dimensions, flattened), H hidden size, I size of the gate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from burnish.ops.kernels import kernels_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -57,8 +60,12 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def gains(x: Tensor) -> bool:
     """Whether (..., H) hidden states are gone through faster, or in less memory, by the functions above than by one
-    operation after another: on a CPU, and not a few rows of which nothing is kept, as when a model answers."""
-    return x.device.type == "cpu" and (torch.is_grad_enabled() or 4 * x.numel() > _BLOCK_BYTES)
+    operation after another: on a GPU by a kernel; on a CPU, unless they are a few rows of which nothing is kept, as
+    when a model answers."""
+    if x.device.type != "cpu":
+        kernels = kernels_of(x.device)
+        return kernels is not None and x.shape[-1] <= kernels.WIDEST
+    return torch.is_grad_enabled() or 4 * x.numel() > _BLOCK_BYTES
 
 
 def _next_dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
@@ -76,16 +83,24 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _norm_by_blocks(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(..., H) what ``rms_norm`` gives, and (N, 1) one over the root mean square of each row."""
+    normed = torch.empty(x.shape, dtype=dtype)
+    scale = weight.float() + offset
+    inverse = torch.empty(x.numel() // x.shape[-1], 1)
+    for some, inverses, into in _blocks(_rows(x), inverse, _rows(normed)):
+        length = torch.linalg.vector_norm(some, dim=-1, keepdim=True, dtype=torch.float32)
+        torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps), out=inverses)
+        into.copy_((some * inverses).mul_(scale))
+    return normed, inverse
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
-        normed = torch.empty(x.shape, dtype=dtype)
-        scale = weight.float() + offset
-        inverse = torch.empty(x.numel() // x.shape[-1], 1)  # (N, 1) one over the root mean square
-        for some, inverses, into in _blocks(_rows(x), inverse, _rows(normed)):
-            length = torch.linalg.vector_norm(some, dim=-1, keepdim=True, dtype=torch.float32)
-            torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps), out=inverses)
-            into.copy_((some * inverses).mul_(scale))
+        kernels = kernels_of(x.device)
+        way: Callable[..., tuple[Tensor, Tensor]] = kernels.rms_norm if kernels else _norm_by_blocks
+        normed, inverse = way(x, weight, eps, offset, dtype)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
         return normed
@@ -95,6 +110,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """With y = x * inverse and m = grad * scale: d weight = Σ grad * y, d x = inverse * (m - y * mean(m * y))."""
         x, weight, inverse = ctx.saved_tensors
+        if kernels := kernels_of(x.device):
+            of_x, of_weight = kernels.rms_norm_backward(grad, x, weight, inverse, ctx.offset, ctx.needs_input_grad[1])
+            return of_x, of_weight, None, None, None
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_scale = torch.zeros_like(weight, dtype=torch.float32)
         scale = weight.float() + ctx.offset
@@ -111,9 +129,12 @@ class _RmsNorm(torch.autograd.Function):
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        product = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-        for g, u, into in _blocks(_rows(gate), _rows(up), _rows(product)):
-            torch.mul(activated(g, activation), u, out=into)
+        if kernels := kernels_of(gate.device):
+            product: Tensor = kernels.gated(gate, up, activation)
+        else:
+            product = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+            for g, u, into in _blocks(_rows(gate), _rows(up), _rows(product)):
+                torch.mul(activated(g, activation), u, out=into)
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return product
@@ -122,6 +143,8 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        if kernels := kernels_of(gate.device):
+            return *kernels.gated_backward(grad, gate, up, ctx.activation), None
         grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
         for g, u, some, of_gate, of_up in _blocks(*map(_rows, (gate, up, grad, grad_gate, grad_up))):
             torch.mul(some, activated(g, ctx.activation), out=of_up)

@@ -71,12 +71,18 @@ def head_loss(
 
 
 def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> int:
-    """Bytes of the logits that exist at a time, for ``tokens`` learned tokens; ``liger`` holds about N x H of them."""
+    """Bytes of the logits that exist at a time, for ``tokens`` learned tokens; ``liger`` holds about N x H of them.
+
+    On a GPU whichever is more, in 16 bits with a kernel for their slope, or without one in float32.
+    """
     if way == "cut_cross_entropy":
         return 0
     if way == "liger":
         return 4 * tokens * min(hidden, vocabulary)
-    return 4 * vocabulary * min(tokens, chunk_length(vocabulary, device))
+    if device.type == "cpu":
+        return 4 * vocabulary * min(tokens, chunk_length(vocabulary, device))
+    ways = ((2, chunk_length(vocabulary, device, in_place=True)), (4, chunk_length(vocabulary, device)))
+    return max(size * vocabulary * min(tokens, most) for size, most in ways)
 
 
 def _counts(targets: Tensor, token_weights: Tensor | None) -> Tensor | None:

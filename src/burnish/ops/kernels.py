@@ -1,0 +1,89 @@
+"""Where burnish's own kernels for a GPU run: found out by trying them.
+
+In: a device. Out: the module of kernels (``ops.triton_kernels``), or None and the reason why not. A kernel is compiled
+on the machine that runs it, which takes a C compiler and a Triton that knows the device; so before anyone relies on
+them each is compiled once and held against the formula in plain torch, on numbers drawn at random. A device on which
+they do not run computes the same without them, in more time and memory, and a run says so.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from subprocess import SubprocessError
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_KINDS = {"cuda"}
+"""Devices that kernels are compiled for, by torch's names; AMD's GPUs are called so too."""
+
+_TOLERANCE = 1e-4  # of the greatest value, in float32
+_ROWS, _WIDTH = 33, 70
+
+
+def kernels_of(device: torch.device) -> ModuleType | None:
+    """The kernels, where they run."""
+    if device.type not in _KINDS or obstacle(device):
+        return None
+    from burnish.ops import triton_kernels
+
+    return triton_kernels
+
+
+@cache
+def obstacle(device: torch.device) -> str:
+    """Why kernels do not run on a GPU, as the rest of a sentence; "" where they do."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        from triton.errors import TritonError
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    try:
+        return "" if _computes_the_formulas(device) else "they do not compute there what they are to compute"
+    except (TritonError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, OSError,
+            SubprocessError) as error:  # fmt: skip
+        return f"{type(error).__name__}: {str(error).strip()[:300]}"
+
+
+def kernel_notes(device: torch.device) -> list[str]:
+    """What a person should know: a GPU on which there might be kernels, and are none."""
+    reason = obstacle(device) if device.type in _KINDS else ""
+    return [f"Norms, gated layers and the loss go without kernels of their own here: {reason}."] if reason else []
+
+
+def _computes_the_formulas(device: torch.device) -> bool:
+    """Each kernel on a few rows, against torch and its gradients, in float32 and without autocast."""
+    from burnish.ops import triton_kernels as kernels
+
+    drawn = torch.Generator().manual_seed(0)
+    x, up, upstream = (torch.randn(_ROWS, _WIDTH, generator=drawn).to(device) for _ in range(3))
+    weight, targets = torch.rand(_WIDTH, generator=drawn).to(device), torch.arange(_ROWS, device=device)
+
+    with torch.autocast(device.type, enabled=False), torch.enable_grad():
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, up)]
+        plain = (
+            leaves[0] * torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + 1e-6) * (1 + leaves[1]),
+            F.silu(leaves[0]) * leaves[2],
+            F.cross_entropy(leaves[0], targets, reduction="none"),
+        )
+        wanted = [
+            plain[0], *torch.autograd.grad(plain[0], leaves[:2], upstream),
+            plain[1], *torch.autograd.grad(plain[1], [leaves[0], leaves[2]], upstream),
+            plain[2], *torch.autograd.grad(plain[2].sum(), leaves[:1]),
+        ]  # fmt: skip
+    normed, inverses = kernels.rms_norm(x, weight, 1e-6, 1.0, torch.float32)
+    logits = x.clone()
+    found = [
+        normed, *kernels.rms_norm_backward(upstream, x, weight, inverses, 1.0, True),
+        kernels.gated(x, up, "silu"), *kernels.gated_backward(upstream, x, up, "silu"),
+        kernels.token_losses(logits, targets, None, 0.0, None, True), logits,
+    ]  # fmt: skip
+    return all(_is_near(mine, theirs.detach()) for mine, theirs in zip(found, wanted, strict=True))
+
+
+def _is_near(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and bool((a - b).abs().max() <= _TOLERANCE * b.abs().max())

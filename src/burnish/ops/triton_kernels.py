@@ -1,0 +1,273 @@
+"""The elementwise parts of a step on a GPU, one kernel each: norms, gated layers, and the loss over its logits.
+
+In:  tensors on a GPU. Out: what ``ops.elementwise`` and ``ops.cross_entropy`` compute on a CPU, by the same formulas:
+sums and what leads to them in float32, each result rounded once. A formula written with one torch operation after
+another reads and writes its tensors at each step, and a GPU waits for its memory then; here every number is read once
+or twice and each result written once.
+
+``ops.kernels`` says where these can run, and has tried them before anyone relies on them. Written for Triton
+(Tillet et al. 2019, https://doi.org/10.1145/3315508.3329973), which comes with torch for NVIDIA and AMD GPUs; its
+interpreter (TRITON_INTERPRET=1) runs the same kernels on a CPU, for tests.
+"""
+
+# N rows (all leading dimensions, flattened), H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST = 2**15
+"""Numbers of a row of a norm: they lie in the registers of one program, all at once."""
+
+_NUMBERS = 1024  # of a program that goes through numbers one by one
+_LOGITS = 4096  # of a row, looked at together
+_PROGRAMS_EACH = 4  # programs that sum up a gradient, for each multiprocessor
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_forward(x, weight, normed, inverses, width, eps, offset, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    is_inside = columns < width
+    some = tl.load(x + row * width + columns, mask=is_inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32) + offset
+    inverse = 1.0 / tl.sqrt(tl.sum(some * some, 0) / width + eps)
+    y = (some * inverse * scale).to(normed.dtype.element_ty)
+    tl.store(normed + row * width + columns, y, mask=is_inside)
+    tl.store(inverses + row, inverse)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_backward(  # type: ignore[no-untyped-def]
+    grad, x, weight, inverses, grad_x, sums, rows, height, width, offset, WIDTH: tl.constexpr, LEARNS: tl.constexpr
+):
+    """Each program goes through ``height`` rows, and sums up what they give to the gradient of the weight."""
+    program = tl.program_id(0).to(tl.int64)
+    first = program * height
+    columns = tl.arange(0, WIDTH)
+    is_inside = columns < width
+    scale = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32) + offset
+    of_scale = tl.zeros((WIDTH,), tl.float32)
+    for number in range(tl.minimum(height, rows - first)):
+        place = (first + number) * width + columns
+        inverse = tl.load(inverses + first + number)
+        y = tl.load(x + place, mask=is_inside, other=0.0).to(tl.float32) * inverse
+        g = tl.load(grad + place, mask=is_inside, other=0.0).to(tl.float32)
+        of_scale += g * y
+        m = g * scale
+        of_x = inverse * (m - y * (tl.sum(m * y, 0) / width))
+        tl.store(grad_x + place, of_x.to(grad_x.dtype.element_ty), mask=is_inside)
+    if LEARNS:
+        tl.store(sums + program * width + columns, of_scale, mask=is_inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``ops.elementwise.rms_norm``.
+
+    Args:
+        x: (..., H), H at most ``WIDEST``. weight: (H,).
+    Returns:
+        (..., H) in ``dtype``, and (N,) one over the root mean square of each row, in float32.
+    """
+    x, width = x.contiguous(), x.shape[-1]
+    normed = torch.empty(x.shape, dtype=dtype, device=x.device)
+    inverses = torch.empty(x.numel() // width, dtype=torch.float32, device=x.device)
+    if len(inverses):
+        with _on(x):
+            _norm_forward[(len(inverses),)](x, weight, normed, inverses, width, eps, offset, **_for_rows(width))
+    return normed, inverses
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, offset: float, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of ``rms_norm`` by x (..., H) and weight (H,), each in the format of what it belongs to.
+
+    Args:
+        learns: whether the weight's is wanted.
+    """
+    grad, x, width = grad.contiguous(), x.contiguous(), x.shape[-1]
+    rows = len(inverses)
+    height = max(1, -(-rows // _programs(x.device)))
+    programs = -(-rows // height)
+    grad_x = torch.empty_like(x)
+    sums = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=x.device)
+    if rows:
+        with _on(x):
+            _norm_backward[(programs,)](
+                grad, x, weight, inverses, grad_x, sums, rows, height, width, offset, LEARNS=learns, **_for_rows(width)
+            )
+    return grad_x, sums.sum(0).to(weight.dtype) if learns else None
+
+
+# --- gated layers -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation at x, and its derivative there; x in float32."""
+    if ACTIVATION == "silu":
+        share = tl.sigmoid(x)
+        value, slope = x * share, share * (1 + x * (1 - share))
+    elif ACTIVATION == "gelu":
+        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+        value, slope = x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)  # 1 / sqrt(2 pi)
+    else:
+        # 0.5 (1 + tanh(u)) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x³): https://arxiv.org/abs/1606.08415
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        value = x * share
+        slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    return value, slope
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_forward(gate, up, product, count, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    is_inside = places < count
+    value, _ = _activated(tl.load(gate + places, mask=is_inside, other=0.0).to(tl.float32), ACTIVATION)
+    value *= tl.load(up + places, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(product + places, value.to(product.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_backward(  # type: ignore[no-untyped-def]
+    grad, gate, up, grad_gate, grad_up, count, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr
+):
+    places = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    is_inside = places < count
+    value, slope = _activated(tl.load(gate + places, mask=is_inside, other=0.0).to(tl.float32), ACTIVATION)
+    some = tl.load(grad + places, mask=is_inside, other=0.0).to(tl.float32)
+    by = tl.load(up + places, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(grad_up + places, (some * value).to(grad_up.dtype.element_ty), mask=is_inside)
+    tl.store(grad_gate + places, (some * by * slope).to(grad_gate.dtype.element_ty), mask=is_inside)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``ops.elementwise.gated`` of two tensors of one shape."""
+    gate, up = gate.contiguous(), up.contiguous()
+    product = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    if count := gate.numel():
+        with _on(gate):
+            _gated_forward[(triton.cdiv(count, _NUMBERS),)](
+                gate, up, product, count, ACTIVATION=activation, NUMBERS=_NUMBERS
+            )
+    return product
+
+
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The gradients of ``gated`` by gate and up."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    if count := gate.numel():
+        with _on(gate):
+            _gated_backward[(triton.cdiv(count, _NUMBERS),)](
+                grad, gate, up, grad_gate, grad_up, count, ACTIVATION=activation, NUMBERS=_NUMBERS
+            )
+    return grad_gate, grad_up
+
+
+# --- the loss over its logits -----------------------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _capped(logits, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """softcap * tanh(logit / softcap) in float32; tanh(u) = 2 sigmoid(2 u) - 1."""
+    logits = logits.to(tl.float32)
+    if HAS_CAP:
+        logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
+    return logits
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _loss(  # type: ignore[no-untyped-def]
+    logits, targets, weights, losses, stride, vocabulary, smoothing, softcap,
+    HAS_CAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, NEEDS_SLOPE: tl.constexpr, LOGITS: tl.constexpr,
+):  # fmt: skip
+    """One row: first the logarithm of the sum of its exponentials, as it grows
+    (https://arxiv.org/abs/1805.02867, algorithm 3), then the derivative, written over the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    here = logits + row * stride
+    target = tl.load(targets + row)
+    at_target = _capped(tl.load(here + target), softcap, HAS_CAP)  # before anything is written over
+    greatest = -float("inf")
+    exponentials = 0.0
+    total = 0.0
+    for start in range(0, vocabulary, LOGITS):
+        columns = start + tl.arange(0, LOGITS)
+        is_inside = columns < vocabulary
+        some = _capped(tl.load(here + columns, mask=is_inside, other=0.0), softcap, HAS_CAP)
+        total += tl.sum(tl.where(is_inside, some, 0.0), 0)
+        some = tl.where(is_inside, some, -float("inf"))
+        higher = tl.maximum(greatest, tl.max(some, 0))
+        exponentials = exponentials * tl.exp(greatest - higher) + tl.sum(tl.exp(some - higher), 0)
+        greatest = higher
+    log_sum = greatest + tl.log(exponentials)
+    loss = (1 - smoothing) * (log_sum - at_target) + smoothing * (log_sum - total / vocabulary)
+    tl.store(losses + row, loss)
+    if NEEDS_SLOPE:
+        weight = 1.0
+        if HAS_WEIGHTS:
+            weight = tl.load(weights + row)
+        for start in range(0, vocabulary, LOGITS):
+            columns = start + tl.arange(0, LOGITS)
+            is_inside = columns < vocabulary
+            some = _capped(tl.load(here + columns, mask=is_inside, other=0.0), softcap, HAS_CAP)
+            slope = tl.exp(some - log_sum) - smoothing / vocabulary
+            slope = tl.where(columns == target, slope - (1 - smoothing), slope)
+            if HAS_CAP:
+                slope *= 1 - (some / softcap) * (some / softcap)
+            tl.store(here + columns, (slope * weight).to(logits.dtype.element_ty), mask=is_inside)
+
+
+def token_losses(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, smoothing: float, softcap: float | None, needs_slope: bool
+) -> Tensor:
+    """The loss of each token, as ``ops.cross_entropy`` defines it.
+
+    Args:
+        logits: (N, V), each row of them end to end; with ``needs_slope`` they become the derivative of the losses,
+            times ``weights``, by them.
+        targets: (N,) token ids. weights: (N,) float32; None is 1.
+    Returns:
+        (N,) float32, not multiplied with ``weights``.
+    """
+    rows, vocabulary = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        with _on(logits):
+            _loss[(rows,)](
+                logits, targets, losses if weights is None else weights.contiguous(), losses, logits.stride(0),
+                vocabulary, smoothing, softcap or 1.0, HAS_CAP=bool(softcap), HAS_WEIGHTS=weights is not None,
+                NEEDS_SLOPE=needs_slope, LOGITS=_LOGITS, num_warps=8,
+            )  # fmt: skip
+    return losses
+
+
+# --- how kernels are started ------------------------------------------------------------------------------------------
+
+
+def _for_rows(width: int) -> dict[str, int]:
+    """How a program takes a row of a norm: a power of two of numbers, and more threads for more of them."""
+    numbers = triton.next_power_of_2(width)
+    return {"WIDTH": numbers, "num_warps": min(16, max(1, numbers // 512))}
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    """A kernel runs on the device that is the current one, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _PROGRAMS_EACH
+    return _PROGRAMS_EACH * int(torch.cuda.get_device_properties(device).multi_processor_count)
