@@ -1,5 +1,5 @@
-"""Lets a model's norms and gated layers go through ``ops.elementwise``, and on a CPU its activations too, and its
-linear layers through ``ops.cast_linear``.
+"""Lets a model's norms and gated layers go through ``ops.elementwise``; on a CPU its activations too, and its linear
+layers through ``ops.cast_linear``; on a GPU its rotary positions through ``ops.rotary``.
 
 In: a loaded model. Out: the same model; the modules that were proven to compute what burnish's functions compute do so
 through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
@@ -13,6 +13,8 @@ products (``ops.lora_siblings``).
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -27,6 +29,7 @@ from burnish.ops.elementwise import ACTIVATIONS, activated, gains, gated, rms_no
 from burnish.ops.kernels import kernels_of
 from burnish.ops.lora_siblings import together
 from burnish.ops.probe import REFUSALS
+from burnish.ops.rotary import rotate, turns_alike
 
 _TOLERANCE = 1e-5  # of the greatest value, in float32
 _EPSILONS = ("variance_epsilon", "eps")
@@ -37,7 +40,7 @@ def fuse(model: nn.Module) -> int:
     device, found = next(model.parameters()).device, 0
     if device.type != "cpu" and kernels_of(device) is None:
         return 0
-    of_device = (_norm_of, _gated_of, *((_attention_of, _activation_of, _linear_of) if device.type == "cpu" else ()))
+    of_device = _OF_CPU if device.type == "cpu" else _OF_GPU
     for module in model.modules():
         if "forward" in vars(module):
             continue
@@ -193,6 +196,42 @@ def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
     return dtype if module.weight.dtype != dtype else None
 
 
+# --- rotary positions -------------------------------------------------------------------------------------------------
+
+_ROTATE = "apply_rotary_pos_emb"
+"""What transformers calls the function that turns queries and keys, in each of its model files that has one."""
+
+
+def _rotating_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward pass of a module that calls the function of that name in its class's file: its own, during which the
+    name means burnish's."""
+    kind = type(module)
+    names = vars(sys.modules[kind.__module__])
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    own = names.get(_ROTATE)
+    if own is None or code is None or _ROTATE not in code.co_names:
+        return None
+    try:
+        return _rotating_with(own, names) if turns_alike(own) else None
+    except REFUSALS:
+        return None
+
+
+def _rotating_with(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *arguments: Any, **named: Any) -> Any:
+        made = None if arguments or named else rotate(q, k, cos, sin)
+        return own(q, k, cos, sin, *arguments, **named) if made is None else made
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        names[_ROTATE] = turn
+        try:
+            return type(module).forward(module, *args, **kwargs)
+        finally:
+            names[_ROTATE] = own
+
+    return forward
+
+
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +260,10 @@ def _activated_with(activation: str) -> Callable[..., Tensor]:
 
 
 _ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
+
+
+_OF_CPU = (_norm_of, _gated_of, _attention_of, _activation_of, _linear_of)
+_OF_GPU = (_norm_of, _gated_of, _rotating_of)
 
 
 def _same(plain: Callable[[], Any], ours: Tensor) -> bool:

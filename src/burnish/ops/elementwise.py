@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     Returns:
         (..., H) in autocast's dtype where that is on, else in the dtype of ``x``, or of the weight where that is wider.
     """
-    dtype = _next_dtype(x, torch.promote_types(x.dtype, weight.dtype) if not offset else x.dtype)
+    dtype = next_dtype(x, torch.promote_types(x.dtype, weight.dtype) if not offset else x.dtype)
     normed: Tensor = _RmsNorm.apply(x, weight, eps, offset, dtype)  # type: ignore[no-untyped-call]
     return normed
 
@@ -68,7 +68,8 @@ def gains(x: Tensor) -> bool:
     return torch.is_grad_enabled() or 4 * x.numel() > _BLOCK_BYTES
 
 
-def _next_dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
+def next_dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
+    """What the next product would cast its input to: autocast's dtype where that is on, else ``own``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
 

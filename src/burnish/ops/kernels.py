@@ -74,6 +74,7 @@ def _computes_the_formulas(device: torch.device) -> bool:
             plain[0], *torch.autograd.grad(plain[0], leaves[:2], upstream),
             plain[1], *torch.autograd.grad(plain[1], [leaves[0], leaves[2]], upstream),
             plain[2], *torch.autograd.grad(plain[2].sum(), leaves[:1]),
+            *_turned_there_and_back(x, up),
         ]  # fmt: skip
     normed, inverses = kernels.rms_norm(x, weight, 1e-6, 1.0, torch.float32)
     logits = x.clone()
@@ -81,8 +82,18 @@ def _computes_the_formulas(device: torch.device) -> bool:
         normed, *kernels.rms_norm_backward(upstream, x, weight, inverses, 1.0, True),
         kernels.gated(x, up, "silu"), *kernels.gated_backward(upstream, x, up, "silu"),
         kernels.token_losses(logits, targets, None, 0.0, None, True), logits,
+        *(kernels.turned(x[None, None], up[None], up[None].flip(-1), x.dtype, back)[0, 0] for back in (False, True)),
     ]  # fmt: skip
     return all(_is_near(mine, theirs.detach()) for mine, theirs in zip(found, wanted, strict=True))
+
+
+def _turned_there_and_back(x: Tensor, cos: Tensor) -> list[Tensor]:
+    """(N, W) a head of each token, turned as ``ops.rotary`` says, and what x gets of a gradient that is x itself; its
+    sines are the cosines backwards."""
+    sin, half = cos.flip(-1), x.shape[-1] // 2
+    a, b = x[:, :half], x[:, half:]
+    back = torch.cat((b * sin[:, half:], -a * sin[:, :half]), -1)
+    return [x * cos + torch.cat((-b, a), -1) * sin, x * cos + back]
 
 
 def _is_near(a: Tensor | None, b: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""The elementwise parts of a step on a GPU, one kernel each: norms, gated layers, and the loss over its logits.
+"""The elementwise parts of a step on a GPU, one kernel each: norms, gated layers, rotary positions, and the loss over
+its logits.
 
 In:  tensors on a GPU. Out: what ``ops.elementwise`` and ``ops.cross_entropy`` compute on a CPU, by the same formulas:
 sums and what leads to them in float32, each result rounded once. A formula written with one torch operation after
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = 2**15
+WIDEST = 2**14
 """Numbers of a row of a norm: they lie in the registers of one program, all at once."""
 
 _NUMBERS = 1024  # of a program that goes through numbers one by one
@@ -175,6 +176,59 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> t
     return grad_gate, grad_up
 
 
+# --- rotary positions -------------------------------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(  # type: ignore[no-untyped-def]
+    x, cos, sin, into, of_row, of_head, of_token, of_angles, tokens, heads, half,
+    IS_BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token. Args: of_row, of_head, of_token: strides of x; of_angles: of a row of cos and sin."""
+    place = tl.program_id(0).to(tl.int64)
+    row, token = place // tokens, place % tokens
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    is_inside = (head < heads) & (column < half)
+    first = x + row * of_row + token * of_token + head * of_head + column
+    a = tl.load(first, mask=is_inside, other=0.0).to(tl.float32)
+    b = tl.load(first + half, mask=is_inside, other=0.0).to(tl.float32)
+    angle = row * of_angles + token * (2 * half) + column
+    is_angle = column < half
+    cos_a = tl.load(cos + angle, mask=is_angle, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + angle + half, mask=is_angle, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + angle, mask=is_angle, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + angle + half, mask=is_angle, other=0.0).to(tl.float32)
+    if IS_BACK:
+        of_a, of_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+    else:
+        of_a, of_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    there = into + place * (heads * 2 * half) + head * (2 * half) + column
+    tl.store(there, of_a.to(into.dtype.element_ty), mask=is_inside)
+    tl.store(there + half, of_b.to(into.dtype.element_ty), mask=is_inside)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool) -> Tensor:
+    """``ops.rotary.turned``, or what it gives back to x of the gradient x of its result.
+
+    Args:
+        x: (B, H, T, D). cos, sin: (B or 1, T, D).
+    Returns:
+        (B, H, T, D) in ``dtype``; in memory the heads of a token lie beside each other.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    rows, heads, tokens, size = x.shape
+    into = torch.empty(rows, tokens, heads, size, dtype=dtype, device=x.device)
+    if into.numel():
+        with _on(x):
+            _turned[(rows * tokens,)](
+                x, cos, sin, into, x.stride(0), x.stride(1), x.stride(2), cos.stride(0) if len(cos) > 1 else 0,
+                tokens, heads, size // 2, IS_BACK=is_back,
+                HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(size // 2),
+            )  # fmt: skip
+    return into.transpose(1, 2)
+
+
 # --- the loss over its logits -----------------------------------------------------------------------------------------
 
 
@@ -258,7 +312,7 @@ def token_losses(
 def _for_rows(width: int) -> dict[str, int]:
     """How a program takes a row of a norm: a power of two of numbers, and more threads for more of them."""
     numbers = triton.next_power_of_2(width)
-    return {"WIDTH": numbers, "num_warps": min(16, max(1, numbers // 512))}
+    return {"WIDTH": numbers, "num_warps": min(32, max(1, numbers // 256))}
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
