@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from burnish.models.fused import fuse
+from burnish.models.fused import fuse, give_back
 from burnish.ops.elementwise import ACTIVATIONS, gated, rms_norm
 from tiny_models import tiny_model
 
@@ -93,7 +93,7 @@ def test_under_autocast_a_norm_gives_what_the_next_layer_would_cast_it_to() -> N
 )
 def test_a_fused_model_gives_the_losses_and_gradients_of_the_plain_one(family: str, count: int) -> None:
     plain, fused = tiny_model(family), tiny_model(family)
-    assert fuse(fused) == count
+    assert len(fuse(fused)) == count
     assert list(fused.state_dict()) == list(plain.state_dict())
     ids = torch.arange(3, 33).view(2, 15)
     for model in (plain, fused):
@@ -186,3 +186,15 @@ def test_a_few_rows_of_which_nothing_is_kept_go_through_the_models_own_code(monk
         assert len(called) == 1
     model(input_ids=answered)
     assert len(called) == 6
+
+
+def test_what_was_replaced_can_be_given_back() -> None:
+    model = tiny_model("gpt2")
+    give_back(fuse(model))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_modules_are_asked_without_a_random_number_of_the_run() -> None:
+    model, before = tiny_model("qwen3"), torch.get_rng_state()
+    assert fuse(model)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -234,7 +234,7 @@ def test_a_model_gives_the_same_loss_and_gradients_through_kernels(monkeypatch, 
     def trained(is_fused):
         monkeypatch.setattr(kernels, "_KINDS", {"cpu"} if is_fused else set())
         model = tiny_model(family)
-        assert not is_fused or fuse(model) == count
+        assert not is_fused or len(fuse(model)) == count
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         return [loss, *(weight.grad for weight in model.parameters())]

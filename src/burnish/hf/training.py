@@ -40,7 +40,9 @@ from burnish.hf.losses import LossMethods, TrainerObjective
 from burnish.hf.reporting import FaceMeter
 from burnish.hf.saving import FaceCheckpoints, ModelPart, SavingMethods
 from burnish.hf.stream import LoaderStream, num_batches
+from burnish.models.fused import fuse, give_back
 from burnish.models.liger import apply_liger, liger_problems
+from burnish.ops.kernels import kernel_notes
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
@@ -141,9 +143,13 @@ class TrainingMethods(LossMethods, SavingMethods, Face):
             DebugUnderflowOverflow(model)
         alpha = self.neftune_noise_alpha
         noise = activate_neftune(model, alpha, self.accelerator) if alpha is not None else None
+        fused = [] if args.torch_compile else fuse(model)  # a compiler fuses by itself
+        for note in kernel_notes(self._engine.device):
+            logger.warning(note)
         try:
             yield
         finally:
+            give_back(fused)
             if noise is not None:
                 deactivate_neftune(model, noise, self.accelerator)
 

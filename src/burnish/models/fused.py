@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -35,21 +35,27 @@ _TOLERANCE = 1e-5  # of the greatest value, in float32
 _EPSILONS = ("variance_epsilon", "eps")
 
 
-def fuse(model: nn.Module) -> int:
-    """Replace the forward passes that can be; how many were."""
-    device, found = next(model.parameters()).device, 0
+def fuse(model: nn.Module) -> list[nn.Module]:
+    """Replace the forward passes that can be; the modules whose were. No random number of the run is drawn for it."""
+    found: list[nn.Module] = []
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     if device.type != "cpu" and kernels_of(device) is None:
-        return 0
+        return found
     of_device = _OF_CPU if device.type == "cpu" else _OF_GPU
-    for module in model.modules():
-        if "forward" in vars(module):
-            continue
-        ways = (way(module) for way in of_device)
-        forward = next((way for way in ways if way is not None), None)
-        if forward is not None:
-            module.forward = MethodType(forward, module)
-            found += 1
+    with torch.random.fork_rng(devices=[]):
+        for module in model.modules():
+            ways = (way(module) for way in of_device if "forward" not in vars(module))
+            forward = next((way for way in ways if way is not None), None)
+            if forward is not None:
+                module.forward = MethodType(forward, module)
+                found.append(module)
     return found
+
+
+def give_back(modules: Iterable[nn.Module]) -> None:
+    """Undo ``fuse``."""
+    for module in modules:
+        del module.forward
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
