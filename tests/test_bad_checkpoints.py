@@ -140,6 +140,17 @@ def test_another_run_than_the_checkpoints_is_refused_and_leaves_it_alone(
     }
 
 
+@pytest.mark.parametrize("words", [["optim=sgd"], ["use_badam=true"], ["optim=adafactor"]], ids=str)
+def test_another_optimizer_does_not_take_over_the_state_of_this_one(
+    words: list[str], again: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *words]) == 2
+    err = told(capsys)[1]
+    assert f"{NEWEST}: this checkpoint holds the state of another optimizer than this run's." in err
+    assert Path(NEWEST).is_dir()
+    assert cli.main(["train", "run.yaml", "resume_despite_changes=true", "optim=adamw_torch"]) == 0
+
+
 def test_a_finished_run_is_not_taken_for_another(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R15, and the same folder with another seed."""
     assert cli.main(["train", "run.yaml"]) == 0
@@ -186,6 +197,24 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_c
     assert Path("out/model.safetensors").is_file()
     (trained,) = [entry["train_loss"] for entry in history(Path("out")) if "train_loss" in entry][-1:]
     assert trained > 0
+
+
+def test_half_a_model_does_not_stand_in_the_way_of_the_same_command(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the model nor a checkpoint can be written, as on a full disk; then they can."""
+
+    def is_full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    words = ["train", "run.yaml", "save_strategy=no"]
+    with monkeypatch.context() as patched:
+        patched.setattr("burnish.models.save.save_config", is_full)  # once the weights are there
+        patched.setattr("burnish.core.checkpoint._write_part", is_full)
+        assert cli.main(words) == 1
+    assert "The disk is full" in told(capsys)[1]
+    assert not list(Path("out").glob("*.safetensors")) + list(Path("out").glob("*config.json"))
+    assert cli.main(words) == 0
 
 
 def test_fewer_steps_than_were_done_are_nothing_to_do(again: Path, capsys: pytest.CaptureFixture[str]) -> None:

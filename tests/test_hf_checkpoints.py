@@ -72,6 +72,12 @@ def test_a_user_s_own_shuffled_loader_resumes_where_it_stood(tmp_path):
     assert same(weights(whole), weights(resumed))
 
 
+def test_another_optimizer_does_not_take_over_the_state_of_this_one(tmp_path):
+    trained(tmp_path)
+    with pytest.raises(UserError, match="holds the state of another optimizer than this run's"):
+        trained(tmp_path, resume=True, optim="sgd", max_steps=8)
+
+
 def test_rows_without_a_length_resume_where_they_stood(tmp_path):
     class Rows(IterableDataset):
         def __iter__(self):

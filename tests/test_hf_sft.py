@@ -477,6 +477,42 @@ def test_a_chat_template_comes_from_a_file_or_from_another_tokenizer(tmp_path):
     trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"text": "a"}, {"text": None}], "`text` must be a text in every row of a dataset. Received: None"),
+        ([*PAIRS, {"prompt": "Add", "completion": None}], "`completion` must be a text in every row"),
+        ([*CHATS, {"messages": None}], "`messages` must be a list of messages in every row"),
+    ],
+)
+def test_a_row_of_another_kind_than_the_others_is_shown(tmp_path, rows, words):
+    with pytest.raises(ValueError, match=words):
+        make(tmp_path, rows)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_set_of_which_max_length_leaves_nothing_to_learn_is_refused_packed_or_not(tmp_path, packing):
+    long = [{"prompt": "word " * 50, "completion": "end"}] * 3
+    with pytest.raises(ValueError, match=r"No row of the train dataset is left to learn from\. Raise `max_length`"):
+        make(tmp_path, long, max_length=20, packing=packing)
+    assert len(make(tmp_path, [*long, *PAIRS], max_length=20, packing=packing).train_dataset)
+
+
+def test_a_chat_template_that_cannot_be_had_or_cannot_write_is_said(tmp_path):
+    with pytest.raises(ValueError, match=r"`chat_template_path` names a file that does not exist: /.*nowhere\.jinja"):
+        make(tmp_path, CHATS, chat_template_path=str(tmp_path / "nowhere.jinja"))
+    for name, text in {"cut": "{% for m in messages ", "other": "{{ messages[0].author.name }}"}.items():
+        (tmp_path / f"{name}.jinja").write_text(text)
+        with pytest.raises(ValueError, match=r"The chat template cannot write a row: .*The row: .*Say 1"):
+            make(tmp_path, CHATS, chat_template_path=str(tmp_path / f"{name}.jinja"))
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
+    with pytest.raises(ValueError, match=r"is an adapter, not a model. Give the model .* \(the/base\)"):
+        SFTTrainer(str(tmp_path), arguments(tmp_path), train_dataset=Dataset.from_list(TEXTS))
+
+
 # --- what is accepted, and what is refused ----------------------------------------------------------------------------
 
 

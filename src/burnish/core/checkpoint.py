@@ -245,7 +245,7 @@ def load(folder: Path, parts: Mapping[str, Stateful], rank: int = 0) -> None:
     """Give every part its state back. The generators come last, so that nothing draws from them in between.
 
     Raises:
-        UserError: where the folder is damaged, or lacks a part of this run.
+        UserError: where the folder is damaged, or lacks a part of this run, or holds another optimizer's state.
     """
     wrong = faults(folder)
     if wrong:
@@ -256,7 +256,10 @@ def load(folder: Path, parts: Mapping[str, Stateful], rank: int = 0) -> None:
         stem = _stem(name, part)
         if not _has_part(folder, stem):
             raise UserError(_missing(folder, name, stem))
-        part.load_state_dict(_read_part(folder, stem))
+        state = _read_part(folder, stem)
+        if name == "optimizer" and _is_of_another_optimizer(part.state_dict(), state):
+            raise UserError(_other_optimizer(folder))
+        part.load_state_dict(state)
     if "rng" in parts and _has_part(folder, f"rng_state_{rank}"):
         parts["rng"].load_state_dict(_read_part(folder, f"rng_state_{rank}"))
 
@@ -347,6 +350,22 @@ def _missing(folder: Path, name: str, stem: str) -> Problem:
         f'this checkpoint has no "{name}" ({stem}), so the run cannot be continued from it.',
         where=str(folder),
         remedy=others_beside(folder),
+    )
+
+
+def _is_of_another_optimizer(own: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether ``given`` lacks what ``own`` has, or has settings of another kind: each of the two some that the other
+    has not. Settings that one of them alone has beyond the other are those of a newer torch."""
+    groups, others = own.get("param_groups", []), given.get("param_groups", [])
+    apart = ((set(mine) - set(theirs), set(theirs) - set(mine)) for mine, theirs in zip(groups, others, strict=False))
+    return not own.keys() <= given.keys() or len(groups) != len(others) or any(map(all, apart))
+
+
+def _other_optimizer(folder: Path) -> Problem:
+    return Problem(
+        "this checkpoint holds the state of another optimizer than this run's.",
+        where=str(folder),
+        remedy="Set optim and what belongs to it as they were, or begin a new run in another output_dir.",
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers.utils import logging
 
 from burnish.core.types import IGNORE_INDEX
@@ -123,7 +124,7 @@ class Preparation:
                 f"learned of them (max_length is {limit})."
             )
         if len(dataset) and not len(kept):
-            raise ValueError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
+            raise _nothing_left(name)
         return kept
 
     def _packed(self, dataset: Any, name: str) -> Any:
@@ -135,10 +136,17 @@ class Preparation:
         drop = [column for column in column_names(dataset) if column not in ("input_ids", "labels")]
         if drop:
             dataset = dataset.remove_columns(drop)
+        kept = limit if strategy == "bfd" else None  # of a row
+        if is_datasets_set(dataset) and not any(learns_something(row["labels"][:kept]) for row in dataset):
+            raise _nothing_left(name)
         if self.args.shuffle_dataset:
             dataset = dataset.shuffle(seed=self.args.seed)
         dataset = self._mapped(dataset, Pack(limit, strategy), f"Packing {name} dataset", ["input_ids", "labels"])
         return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
+
+
+def _nothing_left(name: str) -> ValueError:
+    return ValueError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
 
 
 # --- steps: columns of a batch -> new columns. Classes, because ``datasets`` pickles what it caches. -----------------
@@ -181,6 +189,7 @@ class Encode:
 
     def __call__(self, columns: Columns) -> Columns:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        self._refuse_hollow(rows)
         if self.has_prompts:
             return self._completions(rows)
         if not self.is_chat:
@@ -189,6 +198,18 @@ class Encode:
             return {"input_ids": [self._chat_ids(row, plain(row["messages"])) for row in rows]}
         found = [self.masks(plain(row["messages"]), template_arguments(row)) for row in rows]
         return {"input_ids": [ids for ids, _ in found], "assistant_masks": [mask for _, mask in found]}
+
+    def _refuse_hollow(self, rows: list[Any]) -> None:
+        """A row of another kind than the first one has None where arrow had nothing to put."""
+        kind, kind_in_words = (list, "a list of messages") if self.is_chat else (str, "a text")
+        own = "messages" if self.is_chat else self.field
+        for row in rows:
+            for column in ("prompt", "completion") if self.has_prompts else (own,):
+                if not isinstance(row[column], kind):
+                    raise ValueError(
+                        f"`{column}` must be {kind_in_words} in every row of a dataset. Received: {row[column]!r}, in "
+                        f"the row {str(row)[:200]}"
+                    )
 
     def _completions(self, rows: list[Any]) -> Columns:
         made: Columns = {}
@@ -231,9 +252,13 @@ class Encode:
         return self.tokenizer(text=texts)["input_ids"]  # type: ignore[no-any-return]
 
     def _chat_ids(self, row: Any, chat: list[Any], **more: Any) -> list[int]:
-        found = self.tokenizer.apply_chat_template(
-            chat, tokenize=True, return_dict=True, **{**template_arguments(row), **more}
-        )
+        try:
+            found = self.tokenizer.apply_chat_template(
+                chat, tokenize=True, return_dict=True, **{**template_arguments(row), **more}
+            )
+        except TemplateError as error:
+            what = f"The chat template cannot write a row: {error}".rstrip(".")
+            raise ValueError(f"{what}. The row: {str(chat)[:200]}") from error
         return list(found["input_ids"])
 
 

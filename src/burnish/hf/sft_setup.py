@@ -6,6 +6,7 @@ adapter around the model. Refused, in TRL's words: what does not fit together.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,13 @@ def load_model(name: str, args: SFTConfig, quantization_config: Any) -> Any:
                 "it in only one place, preferably as a trainer argument."
             )
         given["quantization_config"] = quantization_config
+    adapter = Path(name) / "adapter_config.json"
+    if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise ValueError(
+            f"`{name}` is an adapter, not a model. Give the model that it was trained on ({base}), and the adapter "
+            "with peft's `PeftModel.from_pretrained(model, folder, is_trainable=True)`, or to `resume_from_checkpoint`."
+        )
     given.setdefault("trust_remote_code", args.trust_remote_code)
     given["dtype"] = _dtype(given.pop("torch_dtype", None) if "dtype" not in given else given["dtype"])
     where = {key: given[key] for key in ("revision", "trust_remote_code", "subfolder", "token") if key in given}
@@ -155,7 +163,9 @@ def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int
     Returns:
         the ids of tokens that were added to the vocabulary; the embeddings have grown with them.
     """
-    if path.endswith((".jinja", ".j2")) and Path(path).is_file():
+    if path.endswith((".jinja", ".j2")):
+        if not Path(path).is_file():
+            raise ValueError(f"`chat_template_path` names a file that does not exist: {Path(path).absolute()}")
         processing_class.chat_template = Path(path).read_text(encoding="utf-8")
         return []
     tokenizer, source = tokenizer_of(processing_class), AutoTokenizer.from_pretrained(path)

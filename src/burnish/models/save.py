@@ -11,7 +11,8 @@ Checkpoints are another matter: they hold the weights in the precision in which 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +41,30 @@ def save_model(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if adapter is not None:
-        adapter.save(model, str(folder))
-    else:
+    with whole_or_nothing(folder):
+        if adapter is not None:
+            adapter.save(model, str(folder))
+        else:
+            if tokenizer is not None:
+                align_special_tokens(model, tokenizer, stop_token_ids)
+            _save_whole(model, folder, dtype, max_shard_size)
         if tokenizer is not None:
-            align_special_tokens(model, tokenizer, stop_token_ids)
-        _save_whole(model, folder, dtype, max_shard_size)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def whole_or_nothing(folder: Path) -> Iterator[None]:
+    """Files that were new in ``folder`` go again where not all can be written: half a model is of no use, and would
+    stand in the way of the same command."""
+    there, is_whole = set(folder.iterdir()), False
+    try:
+        yield
+        is_whole = True
+    finally:
+        if not is_whole:
+            for path in set(folder.iterdir()) - there:
+                if path.is_file():
+                    path.unlink()
 
 
 def save_config(model: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
