@@ -228,6 +228,18 @@ def test_a_recognised_path_uses_the_optional_columns_it_has_and_names_the_rest(t
     assert "not used: id" in sets.notes[0]
 
 
+@pytest.mark.parametrize("before", [1, 30])
+def test_an_optional_column_that_only_a_later_record_has_is_read_too(tmp_path, before):
+    """Also behind the records that the format is recognised by."""
+    records = [qa(number) for number in range(before)]
+    path = write(tmp_path / "a.json", [*records, {**qa(1), "system": "s", "history": [["a", "b"]]}])
+    train = load(dataset=str(path)).train
+    assert [example.system for example in train] == [None] * before + ["s"]
+    assert len(train[-1].messages) == 4
+    write(path, [*records, {**qa(1), "images": ["a.png"]}])
+    assert '"images" is not empty' in refusal(dataset=str(path))
+
+
 def test_unknown_columns_are_refused_with_a_proposal_that_works(tmp_path):
     path = write(tmp_path / "a.json", [{"prompt_text": "q", "answer_text": "a"}])
     message = refusal(dataset=str(path))

@@ -174,8 +174,8 @@ def _check_meeting_steps(options: Any, cause: str) -> list[Problem]:
     return [
         Problem(
             f"{cause} needs save_steps to be a multiple of eval_steps. "
-            f"Received: save_steps {options.save_steps}, eval_steps {every_eval}.",
-            remedy=f"Set save_steps: {every_eval}.",
+            f"Received: save_steps {options.save_steps:g}, eval_steps {every_eval:g}.",
+            remedy=f"Set save_steps: {every_eval:g}.",
         )
     ]
 

@@ -78,7 +78,8 @@ def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1) -> S
     if steps_per_epoch == 0:
         raise UserError(
             Problem(
-                f"No step would run: {rows} rows do not fill a batch of {per_batch}, and dataloader_drop_last is set.",
+                f"No step would run: the {rows} of the training set do not fill a batch of {per_batch} rows, and "
+                "dataloader_drop_last is set.",
                 remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
             )
         )

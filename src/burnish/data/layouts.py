@@ -132,7 +132,7 @@ def _recognised(records: Sequence[Values], where: str, source: Source) -> Layout
         if len(claims) > 1:
             raise UserError(_ambiguous(where, values, claims))
         for name, columns in claims.items():
-            return _with_optional(name, columns, source.tags, values)
+            return _with_optional(name, columns, source.tags, records)
     if source.formatting is not None:
         layout = named_layout(source.formatting, None, source.tags)
         _check(layout, records, where, is_given=False)
@@ -152,15 +152,16 @@ def _claim(traits: Mapping[str, Any], values: Values) -> Mapping[str, str] | Non
 
 
 def _with_optional(
-    name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, values: Values
+    name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values]
 ) -> Layout:
-    """The layout with the optional columns that the record has, and a note of what was made of it."""
-    traits = FORMATS.get(name).traits
-    known = {**traits["columns"], **traits.get("optional", {}), **{column: column for column in MEDIA}, **columns}
-    layout = named_layout(name, {part: column for part, column in known.items() if column in values}, tags)
-    unused = [column for column in values if column not in (*layout.columns.values(), *layout.media)]
+    """The layout with all optional columns, which any record may have, and a note of what was made of the first."""
+    traits, found = FORMATS.get(name).traits, _columns_of(records)
+    optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
+    layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)
+    unused = [column for column in found if column not in (*layout.columns.values(), *layout.media)]
     rest = f"; not used: {listed(unused)}" if unused else ""
-    layout.notes[f"read as {name} ({listed(layout.columns.values())}){rest}"] = None
+    read = [column for column in layout.columns.values() if column in found]
+    layout.notes[f"read as {name} ({listed(read)}){rest}"] = None
     return layout
 
 
