@@ -202,6 +202,17 @@ def test_the_command_exports_from_the_file_that_trained(made, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_a_value_that_cannot_be_exported_is_refused_with_its_line(made, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model_name_or_path: {made / 'base'}\nexport_dir: {made / 'base'}\nadapter_name_or_path: nowhere\n"
+    )
+    assert cli.main(["export", str(file)]) == 2
+    assert f"{file}, line 3: adapter_name_or_path" in capsys.readouterr().err
+    assert cli.main(["export", str(file), "adapter_name_or_path=none"]) == 2
+    assert f"{file}, line 2: export_dir" in capsys.readouterr().err
+
+
 def test_another_text_is_an_error_and_another_cut_of_the_same_text_a_sentence(made):
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     cut = tokenizer("river", add_special_tokens=False)["input_ids"]

@@ -96,8 +96,9 @@ def _train(words: Arguments) -> int:
         return _list_options("train", words)
     plan = _plan(words)
     from burnish.app.build import train_run
+    from burnish.app.plan import placing
 
-    with plan.placing():
+    with placing(plan.provenance):
         return train_run(plan).exit_code or 0
 
 
@@ -106,8 +107,9 @@ def _explain_run(words: Arguments) -> int:
         return _list_options("explain", words)
     plan = _plan(words)
     from burnish.app.explain import explain
+    from burnish.app.plan import placing
 
-    with plan.placing():
+    with placing(plan.provenance):
         explain(plan)
     return 0
 
@@ -119,9 +121,11 @@ def _export(words: Arguments) -> int:
 
     file, flags = read_arguments(words)
     from burnish.app.export import export
-    from burnish.app.plan import aliases
+    from burnish.app.plan import aliases, placing, provenance_of
 
-    export(merge(file, flags, aliases()))
+    given = merge(file, flags, aliases())
+    with placing(provenance_of(given)):
+        export(given)
     return 0
 
 

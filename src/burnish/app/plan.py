@@ -123,14 +123,6 @@ class Plan:
         """Who set an option; "" where it is at its default."""
         return self.provenance.get(name, "")
 
-    @contextmanager
-    def placing(self) -> Iterator[None]:
-        """What is refused meanwhile names file and line of the option that it speaks of, where it says no place."""
-        try:
-            yield
-        except UserError as error:
-            raise UserError(_placed(problem, self.provenance) for problem in error.problems) from error
-
     def changed(self) -> Iterator[tuple[Spec, Any, str]]:
         """The options that are not at their default: declaration, value, who set it."""
         declared = specs(RunOptions)
@@ -148,7 +140,7 @@ def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
     """
     present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
-    provenance = {aliases().get(key, key): item.where for key, item in present.items()}
+    provenance = provenance_of(present)
     doubtful = _doubtful(present)
 
     def asked(checks: Sequence[Check]) -> list[Problem]:
@@ -170,6 +162,20 @@ def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
 def aliases() -> dict[str, str]:
     """Other name -> name of an option."""
     return {alias: spec.name for spec in specs(RunOptions).values() for alias in spec.aliases}
+
+
+def provenance_of(given: Mapping[str, Given]) -> dict[str, str]:
+    """Option -> who set it."""
+    return {aliases().get(key, key): item.where for key, item in given.items()}
+
+
+@contextmanager
+def placing(provenance: Mapping[str, str]) -> Iterator[None]:
+    """What is refused meanwhile names file and line of the option that it speaks of, where it says no place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(_placed(problem, provenance) for problem in error.problems) from error
 
 
 @cache
