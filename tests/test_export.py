@@ -205,7 +205,7 @@ def test_the_command_exports_from_the_file_that_trained(made, tmp_path):
 def test_a_value_that_cannot_be_exported_is_refused_with_its_line(made, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(
-        f"model_name_or_path: {made / 'base'}\nexport_dir: {made / 'base'}\nadapter_name_or_path: nowhere\n"
+        f"model_name_or_path: {made / 'model'}\nexport_dir: {made / 'model'}\nadapter_name_or_path: nowhere\n"
     )
     assert cli.main(["export", str(file)]) == 2
     assert f"{file}, line 3: adapter_name_or_path" in capsys.readouterr().err
