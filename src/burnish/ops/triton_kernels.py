@@ -189,7 +189,7 @@ def _turned(  # type: ignore[no-untyped-def]
     row, token = place // tokens, place % tokens
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     is_inside = (head < heads) & (column < half)
-    first = x + row * of_row + token * of_token + head * of_head + column
+    first = x + row * of_row + token * of_token + head.to(tl.int64) * of_head + column
     a = tl.load(first, mask=is_inside, other=0.0).to(tl.float32)
     b = tl.load(first + half, mask=is_inside, other=0.0).to(tl.float32)
     angle = row * of_angles + token * (2 * half) + column
@@ -312,7 +312,8 @@ def token_losses(
 def _for_rows(width: int) -> dict[str, int]:
     """How a program takes a row of a norm: a power of two of numbers, and more threads for more of them."""
     numbers = triton.next_power_of_2(width)
-    return {"WIDTH": numbers, "num_warps": min(32, max(1, numbers // 256))}
+    most = 16 if torch.version.hip else 32  # 1,024 threads, in warps of 64 on a GPU of AMD
+    return {"WIDTH": numbers, "num_warps": min(most, max(1, numbers // 256))}
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
