@@ -37,6 +37,7 @@ DOORS = {
     "transformers": {"models", "hf", "optim/adafactor.py", "optim/builtin.py", "report/trackers.py", "app/demo.py"},
     "peft": {"adapters/peft.py"},
     "bitsandbytes": {"models", "optim", "ops/quantised.py"},
+    "triton": {"ops/kernels.py", "ops/triton_kernels.py"},
     "yaml": {"app/config.py", "data/templates.py", "models/tokens.py"},
     "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},

@@ -265,7 +265,9 @@ def test_on_a_device_where_they_do_not_compile_a_run_goes_without_them_and_says_
     try:
         assert kernels.kernels_of(CPU) is None
         (said,) = kernels.kernel_notes(CPU)
-        assert said.startswith("Norms, gated layers and the loss go without kernels of their own here: ")
+        assert said.startswith(
+            "Norms, gated layers, rotary positions and the loss go without kernels of their own here: "
+        )
         assert cross_entropy.chunk_length(1000, CPU, in_place=True) == cross_entropy.chunk_length(1000, CPU)
     finally:
         kernels.obstacle.cache_clear()

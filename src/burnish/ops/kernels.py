@@ -52,7 +52,11 @@ def obstacle(device: torch.device) -> str:
 def kernel_notes(device: torch.device) -> list[str]:
     """What a person should know: a GPU on which there might be kernels, and are none."""
     reason = obstacle(device) if device.type in _KINDS else ""
-    return [f"Norms, gated layers and the loss go without kernels of their own here: {reason}."] if reason else []
+    return (
+        [f"Norms, gated layers, rotary positions and the loss go without kernels of their own here: {reason}."]
+        if reason
+        else []
+    )
 
 
 def _computes_the_formulas(device: torch.device) -> bool:
