@@ -164,7 +164,7 @@ PARTS = {
     "checkpoint": Part(beside(report_beside.checkpoint, CHECKPOINT), SHORT, at_once=1),
     "resume": Part(beside(report_beside.resume, RESUME)),
     "evaluation": Part(beside(report_beside.evaluation, EVALUATION), FEWER),
-    "generation": Part(beside(report_beside.generation, GENERATION), SHORT),
+    "generation": Part(beside(report_beside.generation, GENERATION), SHORT, rounds=3),  # a second or two each
 }
 
 
