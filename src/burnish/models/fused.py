@@ -5,8 +5,8 @@ In: a loaded model. Out: the same model; the modules that were proven to compute
 through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
 function get the same random input and must answer the same. Weights, names of weights, hooks and wrapped linear layers
 (LoRA, quantised) stay as they are; a module on a device for which there is nothing faster runs its own code, and what
-was replaced before, by Liger say, stays replaced. On a CPU adapters over layers that read one input share their
-products (``ops.lora_siblings``).
+was replaced before, by Liger say, stays replaced. Adapters over gate and up share their products
+(``ops.lora_siblings``), on a CPU those over queries, keys and values too.
 """
 
 # H hidden size, I size of an input, O size of an output
