@@ -1,6 +1,12 @@
 # make demo    set up, then fine-tune the carried model on the carried data and watch it learn
-# make test    set up, then the whole suite but the slow tests
+# make test    set up, then the whole suite but the slow tests; test-fast: what neither starts a process nor trains,
+#              under a minute; test-slow: all of it
+# make test-kills fuzz     a campaign that kills a real process at drawn instants and goes on: KILLS=300 SEED=0, ten minutes
+# make fuzz          inputs that nobody wrote, through every reader: INPUTS=100000 SEED=0
+# make test-distributed  runs of four processes: DDP, FSDP2, and DeepSpeed where it is installed
+# make test-web  the page in a browser
 # make check   format, lint, types, architecture: seconds
+# make wheel   build the wheel, install it into an empty environment elsewhere, run the demo from there
 # make bench   burnish beside its peers, into docs/benchmarks.md; WHAT="train start" for parts, WHAT=all for all
 VENV   := .venv
 PYTHON ?= python3
@@ -11,7 +17,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-slow check format bench clean
+.PHONY: test-web demo test test-kills test-fast test-slow check format wheel bench clean
 
 demo: $(READY)
 	@$(BIN)/burnish demo
@@ -19,14 +25,34 @@ demo: $(READY)
 test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-fast: $(DEV)
+	$(BIN)/python -m pytest -m "not slow and not run" -n 2 --dist worksteal
+
+test-distributed: $(DEV)
+	$(BIN)/python -m pytest -m distributed tests/engine
+
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -m "slow or not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "slow or not slow and not distributed" -n 2 --dist loadfile
+
+# The page in Chromium, as the system's packages have it; BURNISH_BROWSER=required fails where there is none.
+test-web: $(DEV)
+	@$(BIN)/pip install --quiet -c constraints.txt -e ".[browser]"
+	$(BIN)/python -m pytest tests/web tests/browser -m "slow or not slow"
+
+test-kills: $(DEV)
+	$(BIN)/python tests/kills.py --kills $(or $(KILLS),300) --seed $(or $(SEED),0)
+
+fuzz: $(DEV)
+	$(BIN)/python tests/fuzz.py --inputs $(or $(INPUTS),100000) --seed $(or $(SEED),0)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+wheel: $(DEV)
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py
 
 bench: $(READY)
 	$(BIN)/python bench/run.py $(WHAT)

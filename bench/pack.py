@@ -34,7 +34,7 @@ def lengths(count: int, median: int, longest: int) -> list[int]:
 
 
 def burnish(rows: list[dict[str, Any]], capacity: int) -> Callable[[], int]:
-    from burnish.data.batching import pack
+    from burnish.data.batches.batching import pack
 
     return lambda: len(pack(rows, capacity))  # type: ignore[arg-type]
 

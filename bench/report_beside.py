@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from figures import GB, Figures, Round, amount, beside, line, named, peak, ratios, table
 from measuring import environment
@@ -154,8 +154,32 @@ def generation(rounds: Sequence[Round]) -> str:
     return (
         "Two steps of eight rows, then the prompts of all rows answered in bfloat16, eight at a time, with 32 tokens "
         "each, the likeliest: transformers' `generate` on the prompts in their order, and burnish's "
-        "`do_predict`, which puts prompts of like length together and uses the same `generate`. On a processor nothing "
-        f"is compiled for the static cache.\n\n{lines}"
+        "`do_predict`, over seats; with a static cache it uses `generate`, for prompts of like length together. On a "
+        f"processor nothing is compiled for the static cache.\n\n{lines}"
+    )
+
+
+def answers(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
+    """How fast answers are made at once; the ratio is of one round, and shown from the lowest to the highest."""
+    first = next(iter(rounds[0]))
+
+    def cells(way: str, kind: str) -> list[str]:
+        rates = sorted(found[way][kind] for found in rounds)
+        ratios = sorted(found[first][kind] / found[way][kind] for found in rounds)
+        beside = "1" if way == first else f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        same = min(found[way][f"{kind}, same ids"] for found in rounds)
+        return [f"{rates[len(rates) // 2]:.0f}", beside, f"{100 * same:.0f} %"]
+
+    columns = [
+        f"{kind}: {name}" for kind in ("even", "uneven") for name in ("tokens / s", "burnish's rate", "same ids")
+    ]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * 7 + "|"]
+    lines += [f"| {way} | {' | '.join([*cells(way, 'even'), *cells(way, 'uneven')])} |" for way in rounds[0]]
+    table_ = "\n".join(lines)
+    return (
+        "A random Llama of 31 million weights in float32, one thread, 8 at once, the likeliest token. Even: 8 answers "
+        "of 48 tokens. Uneven: 32 answers whose lengths vary tenfold. Rates are of processor seconds, and the ratio is "
+        f"burnish's to that way; ids are held against each prompt alone.\n\n{table_}"
     )
 
 

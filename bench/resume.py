@@ -36,10 +36,10 @@ class Rows(Sequence[Any]):
 
 
 def burnish(rows: Rows, step: int) -> Any:
-    from burnish.data.batching import collate_flat
-    from burnish.data.stream import Cut, RowStream
+    from burnish.data.batches.batching import collate_padding_free
+    from burnish.data.batches.stream import RowStream, StepPartition
 
-    stream = RowStream(rows, collate_flat, Cut(ROWS_PER_STEP, accumulation=1), seed=17)
+    stream = RowStream(rows, collate_padding_free, StepPartition(ROWS_PER_STEP, accumulation=1), seed=17)
     stream.load_state_dict({"epoch": 0, "position": step * ROWS_PER_STEP})
     return next(iter(stream.groups()))
 

@@ -16,7 +16,9 @@ which order. What is compared is a ratio of two figures of one round; its spread
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -148,6 +150,13 @@ def beside(report: Callable[[Sequence[Round]], str], settings: Sequence[Setting]
     return lambda asked: report(asked.measured(settings))
 
 
+def answers(asked: Asked) -> str:
+    """A child of its own measures all ways by turns, in one process and on one thread."""
+    words = [sys.executable, str(Path(__file__).parent / "answer.py"), str(asked.count)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return report_beside.answers([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+
+
 PARTS = {
     "train": Part(partial(training, "full", USUAL), rounds=2),
     "lora": Part(partial(training, "lora", USUAL)),
@@ -164,6 +173,7 @@ PARTS = {
     "checkpoint": Part(beside(report_beside.checkpoint, CHECKPOINT), SHORT, at_once=1),
     "resume": Part(beside(report_beside.resume, RESUME)),
     "evaluation": Part(beside(report_beside.evaluation, EVALUATION), FEWER),
+    "answers": Part(answers, rounds=3),
     "generation": Part(beside(report_beside.generation, GENERATION), SHORT, rounds=3),  # a second or two each
 }
 

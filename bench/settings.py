@@ -103,16 +103,19 @@ BEST = ("TRL, packing, no checkpointing", "transformers, bf16, grouped by length
 
 
 def ways() -> tuple[Setting, ...]:
-    """burnish without its own ways, and then with one after the other: those that are options, and those that
-    ``ways.py`` can take out."""
+    """burnish without its own ways, and then with one after the other: options, patches that are left out, and
+    what ``ways.py`` takes out."""
     options: dict[str, Any] = {"padding_free": False, "attn_implementation": "sdpa", "fused_loss": False}
     options |= {"optim": "adamw_torch", "needed_tokens_only": False}
-    without = ["elementwise", "copies", "attention", "memory", "tied", "last_layer"]
+    without = ["attention", "memory"]
+    left_out = ["norm", "gated layer", "activation", "linear layer", "tied embedding", "last feed-forward part"]
     found = []
     for name, *there in WAYS:
         options = {option: value for option, value in options.items() if option not in there}
         without = [way for way in without if way not in there]
-        found.append(training(name, "burnish", bf16=True, num_train_epochs=1.01, without=",".join(without), **options))
+        left_out = [kind for kind in left_out if kind not in there]
+        more = options | ({"leave_out": ",".join(left_out)} if left_out else {})
+        found.append(training(name, "burnish", bf16=True, num_train_epochs=1.01, without=",".join(without), **more))
     return tuple(found)
 
 
@@ -124,10 +127,10 @@ WAYS = (
     ("+ attention of its own for short and for long sequences", "attention"),
     ("+ AdamW in one kernel", "optim"),
     ("+ freed memory kept", "memory"),
-    ("+ norms, gated layers and activations by blocks", "elementwise"),
-    ("+ no copies of the weights kept", "copies"),
-    ("+ one gradient for embedding and head", "tied"),
-    ("+ the last feed-forward part where something is learned", "last_layer"),
+    ("+ norms, gated layers and activations by blocks", "norm", "gated layer", "activation"),
+    ("+ no copies of the weights kept", "linear layer"),
+    ("+ one gradient for embedding and head", "tied embedding"),
+    ("+ the last feed-forward part where something is learned", "last feed-forward part"),
     ("+ no token that nothing depends on, and what rows share once", "needed_tokens_only"),
 )  # fmt: skip
 

@@ -26,13 +26,13 @@ from gauge import Gauge, common
 from material import facts_of
 
 from burnish.app import predict
-from burnish.app.build import assemble
+from burnish.app.build import build_run
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
 from burnish.app.prepare import prepare
 from burnish.core.collection import collect_from_here
 from burnish.core.loop import evaluate_all, train
-from burnish.data.ahead import going_ahead
+from burnish.data.rows.ahead import going_ahead
 from burnish.engine.base import create_engine
 from burnish.models.attention import NAME as OWN_ATTENTION
 from burnish.ops.probe import causal_lm, find_head
@@ -58,7 +58,7 @@ class Stopwatch:
 def listen(gauge: Gauge, made: Any) -> None:
     """Give ``gauge`` the events. Not by a callback: one of someone else's makes the loop wait for the whole checkpoint,
     because it may read it. What an update waits for a checkpoint's copies is added to the wait."""
-    fire, settle = made.callbacks.fire, made.checkpoints.settle
+    fire, settle = made.callbacks.fire, made.checkpoints.wait_for_copies
 
     def heard(event: str, **details: Any) -> Any:
         if event == "on_step_begin":
@@ -82,7 +82,7 @@ def listen(gauge: Gauge, made: Any) -> None:
         if gauge.save_waits_s:
             gauge.save_waits_s[-1] += time.perf_counter() - begin
 
-    made.callbacks.fire, made.checkpoints.settle = heard, settled
+    made.callbacks.fire, made.checkpoints.wait_for_copies = heard, settled
 
 
 def run(material: Path, output: str, words: list[str]) -> None:
@@ -98,7 +98,7 @@ def run(material: Path, output: str, words: list[str]) -> None:
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge, watch = prepare(planned), Gauge(), Stopwatch()
     with going_ahead(prepared.rows):
-        made = assemble(planned, prepared, create_engine(planned.options), None)
+        made = build_run(planned, prepared, create_engine(planned.options), None)
         listen(gauge, made)
         made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
         for owner, name in (
@@ -119,15 +119,15 @@ def run(material: Path, output: str, words: list[str]) -> None:
 
 def answer(gauge: Gauge, made: Any, prepared: Any, planned: Any) -> None:
     """Answer the set, and count the tokens that the model made for it: as many for each prompt, whatever it says."""
-    made_tokens, generate = [0], predict.generate
+    made_tokens, answer_all = [0], predict.answer_all
     predict.bare_model(made).generation_config.min_new_tokens = planned.options.max_new_tokens
 
     def counted(*arguments: Any) -> list[list[int]]:
-        answers = generate(*arguments)
+        answers = answer_all(*arguments)
         made_tokens[0] += sum(map(len, answers))
         return answers
 
-    predict.generate = counted
+    predict.answer_all = counted
     predict.predict_all(made, prepared, planned)
     gauge.on_predict(made_tokens[0])
 

@@ -11,7 +11,7 @@ from burnish.core.errors import UserError
 from burnish.core.options import Given, build
 from burnish.core.types import Example
 from burnish.data.options import DataOptions
-from burnish.data.sources import DataSets, load_datasets
+from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
 
 

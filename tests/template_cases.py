@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from burnish.core.types import Example, Message
-from burnish.data.template_table import table
-from burnish.data.templates import TemplateOptions
-from burnish.data.tools import read_calls
-from burnish.data.truncate import EncodingOptions
+from burnish.data.templates.choose import TemplateOptions
+from burnish.data.templates.table import table
+from burnish.data.templates.tools import read_calls
+from burnish.data.templates.truncate import EncodingOptions
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "templates.json").read_text(encoding="utf-8"))
 """What LLaMA-Factory makes of the cases below (golden/make_templates_golden.py)."""

@@ -6,12 +6,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from burnish.data.batching import collate_flat
+from burnish.data.batches.batching import collate_padding_free
 from burnish.engine.base import EngineOptions, SingleEngine
 from burnish.engine.checkpointing import checkpoint_activations
 from burnish.engine.offloading import Offloading
 from burnish.engine.options import engine_notes
-from burnish.models.attention import lay_flat
+from burnish.models.attention import make_padding_free
 
 
 def llama(vocab_size=64):
@@ -131,9 +131,9 @@ def test_an_engine_offloads_on_a_gpu_only_and_says_so():
 @pytest.mark.parametrize("arguments", [{}, {"selective": True}])
 def test_sequences_laid_flat_in_half_precision_are_computed_again_too(arguments):
     def flat_gradients(model):
-        assert lay_flat(model).is_flat
+        assert make_padding_free(model).is_flat
         rows = [{"input_ids": list(range(length)), "labels": list(range(length))} for length in (9, 30, 400)]
-        made = {name: value for name, value in collate_flat(rows).items() if name != "loss_weights"}
+        made = {name: value for name, value in collate_padding_free(rows).items() if name != "loss_weights"}
         model.train()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**made).loss

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # From the top of the house to the bottom; a package imports from floors below its own, and from itself.
 FLOORS = (
-    {"cli", "web", "serve"},
-    {"hf"},
+    {"cli"},
+    {"web", "serve"},
+    {"wire", "hf"},
     {"app"},
+    {"infer"},
     {"objectives", "optim", "adapters", "models", "data", "report"},
     {"ops", "engine"},
     {"core"},
@@ -31,22 +34,40 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None}
 # Library -> the files or packages that may import it.
 DOORS = {
     "accelerate": {"engine/accelerate.py"},
-    "datasets": {"data/sources.py", "data/prepare.py"},
+    "deepspeed": {"engine/deepspeed.py"},
+    "datasets": {"data/sets/sources.py", "data/rows/encode.py"},
     # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
     # demo asks the saved model as any program would.
-    "transformers": {"models", "hf", "optim/adafactor.py", "optim/builtin.py", "report/trackers.py", "app/demo.py"},
-    "peft": {"adapters/peft.py"},
+    "transformers": {
+        "models",
+        "hf",
+        "optim/adafactor.py",
+        "optim/builtin.py",
+        "report/trackers.py",
+        "app/demo.py",
+        "infer/cache.py",
+    },
+    "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "bitsandbytes": {"models", "optim", "ops/quantised.py"},
-    "triton": {"ops/kernels.py", "ops/triton_kernels.py"},
-    "yaml": {"app/config.py", "data/templates.py", "models/tokens.py"},
+    "triton": {"ops/gpu/kernels.py", "ops/gpu/triton_kernels.py"},
+    "yaml": {"app/config.py", "data/templates/choose.py", "models/tokens.py"},
     "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},
     "wandb": {"report/trackers.py"},
     "tensorboard": {"report/trackers.py"},
     "mlflow": {"report/trackers.py"},
     "swanlab": {"report/trackers.py"},
-    "gradio": {"web"},
-    "fastapi": {"serve"},
+    # Routes are written in starlette's words; what runs them, and what reads HTTP, is behind wire's door.
+    "starlette": {"wire", "serve", "web"},
+    "uvicorn": {"wire/serving.py"},
+    "h11": {"wire/relay.py"},
+    "jinja2": {
+        "data/templates/bounds.py",
+        "data/templates/answers.py",
+        "hf/sft/rows.py",
+        "serve/prompts.py",
+        "web/app.py",
+    },
 }
 CORE_MAY_IMPORT = {"burnish", "torch", "safetensors", "numpy"} | sys.stdlib_module_names
 """safetensors is the format of checkpoints; numpy has a generator whose state belongs into them."""
@@ -99,6 +120,13 @@ def test_each_library_is_entered_by_its_door(file: Path) -> None:
         assert allowed, f"{name_of(file)}:{line} imports {module}; its door is {', '.join(sorted(doors))}"
 
 
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_the_word_by_word_reader_is_entered_by_its_one_door(file: Path) -> None:
+    room = "data/tokens/by_word"
+    inside = [module for module, _ in imports(file) if module.startswith(f"burnish.{room.replace('/', '.')}.")]
+    assert not inside or name_of(file).startswith(room), f"{name_of(file)} imports {inside}; the door is {room}"
+
+
 @pytest.mark.parametrize("file", [f for f in FILES if package_of(f) == "core"], ids=name_of)
 def test_core_imports_torch_and_the_standard_library_only(file: Path) -> None:
     for module, line in imports(file):
@@ -110,7 +138,7 @@ def test_a_trainer_of_text_is_installed_without_sound_pictures_pages_and_hubs() 
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
     assert "torch" in needed
-    assert not needed & {"torchaudio", "torchvision", "gradio", "modelscope", "trl", "fastapi"}
+    assert not needed & {"torchaudio", "torchvision", "starlette", "modelscope", "trl", "uvicorn"}
 
 
 def test_every_extra_that_an_error_names_can_be_installed() -> None:
@@ -231,8 +259,21 @@ SHARED = {
     "per_device_train_batch_size": {"engine"},  # a file of DeepSpeed says these three again
     "gradient_accumulation_steps": {"engine"},
     "max_grad_norm": {"engine"},
+    "gpu_kernels": {"models"},  # where burnish's own kernels run, Liger's do not
     "gradient_checkpointing": {"objectives"},  # one kind of it takes the gradient from a router's loss
     "gradient_checkpointing_kwargs": {"objectives"},
+    # A prediction in a run and an answer elsewhere are drawn alike.
+    "do_sample": {"infer"},
+    "temperature": {"infer"},
+    "top_p": {"infer"},
+    "top_k": {"infer"},
+    "repetition_penalty": {"infer"},
+    "max_new_tokens": {"infer"},
+    "max_length": {"infer"},
+    "model_name_or_path": {"infer"},  # what is loaded to answer
+    "template": {"infer"},
+    "finetuning_type": {"infer"},  # whose adapters are loaded to answer
+    "adapter_name_or_path": {"infer"},
     "seed": {"models", "optim"},  # whoever draws numbers of its own
 }
 """Options that other components read too, and why."""
@@ -245,7 +286,7 @@ def test_every_option_is_read_by_one_component() -> None:
 
     for name, packages in _readers(with_checks=False).items():
         home = specs(RunOptions)[name].group.__module__.split(".")[1]
-        strangers = packages - {home, "app", "hf", "cli"} - SHARED.get(name, set())
+        strangers = packages - {home, "app", "hf", "cli", "serve"} - SHARED.get(name, set())
         assert not strangers, f"{name} is declared in {home} and read in {strangers}"
 
 
@@ -261,10 +302,15 @@ def test_nobody_writes_to_the_options(file: Path) -> None:
 
 
 def test_every_group_of_options_belongs_to_the_run() -> None:
-    """A dataclass of options that nobody joined to the flat class could never be set."""
-    from burnish.app.plan import GROUPS, MEMBER_GROUPS
+    """A dataclass of options that nobody joined to the flat class could never be set. Servers have options of their
+    own, which no run reads."""
+    from burnish.app.options import GROUPS, MEMBER_GROUPS
+    from burnish.serve.evaluate.command import EvalOptions
+    from burnish.serve.options import ApiOptions
+    from burnish.web.options import WebOptions
 
-    joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS) for base in group.__mro__}
+    own = (ApiOptions, EvalOptions, WebOptions)
+    joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS, *own) for base in group.__mro__}
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             is_group = isinstance(node, ast.ClassDef) and node.name.endswith("Options")
@@ -275,3 +321,130 @@ def test_every_group_of_options_belongs_to_the_run() -> None:
 def _is_option_call(statement: ast.stmt) -> bool:
     value = getattr(statement, "value", None)
     return isinstance(value, ast.Call) and getattr(value.func, "id", "") == "option"
+
+
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+OF_MODELS = {
+    "model", "module", "modules", "layer", "layers", "part", "embedding", "linear", "head", "inner", "backbone",
+}  # fmt: skip
+"""Names under which modules of a model travel: what is set on them is looked at even where it is named as something of
+burnish's own."""
+OURS = {"self", "ctx", "cls", "run", "args", "own", "view", "keeper", "callback", "FaceHandler", "control", "summary",
+        "callback_handler"}  # fmt: skip
+"""Names under which objects of burnish's own classes travel, where what is set on them is not seen in a class."""
+SETTINGS = {
+    "config", "described", "server", "get_text_config", "finalize", "text", "generation_config", "generation",
+    "limited", "tokenizer",
+    "processing_class", "peft_config",
+    "args", "cudnn", "backend", "holder", "loader", "found",
+}  # fmt: skip
+"""What libraries hand out to be set: their configs, tokenizers and switches."""
+OF_TENSORS = {"data", "grad", "requires_grad"}
+ELSEWHERE = {
+    "engine/deepspeed.py": "the count of micro-batches of a step that is dropped, in an optimizer made for this engine",
+    "adapters/lora_model.py": "a copy of peft's config, made there",
+    "ops/lora.py": "a module made there, to be asked",
+    "models/fused.py": "stand_in is made there, to be asked",
+    "ops/probe.py": "the mode of each module is given back",
+    "models/load.py": "a model that was just made is given its generation config",
+    "hf/seq2seq.py": "a generation config that the arguments name",
+    "engine/base.py": "a fused optimizer of torch reads these two names from itself",
+    "models/generate.py": "a subclass of transformers' cache, made there",
+    "optim/bnb.py": "a function made there gets its docstring",
+    "app/resume.py": "a schedule continues with another learning rate",
+}
+"""Files that set something on an object which no name above says to be burnish's, and why that is no patch."""
+
+
+@cache
+def own_attributes() -> set[str]:
+    """What burnish's own classes declare: fields, and what their methods set on ``self``."""
+    found = set()
+    for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+        if isinstance(node, ast.ClassDef):
+            fields = (s.target for s in node.body if isinstance(s, ast.AnnAssign))
+            found |= {field.id for field in fields if isinstance(field, ast.Name)}
+            found |= {target.attr for target, _ in assignments(node) if getattr(target.value, "id", "") == "self"}
+    return found
+
+
+def _root(node: ast.expr) -> str:
+    """The name on which an attribute is set: ``config`` in ``model.config.use_cache = ...``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Call):
+        return _root(node.func)
+    return _root(node.value) if isinstance(node, ast.Subscript) else getattr(node, "id", "")
+
+
+def assignments(tree: ast.AST) -> Iterator[tuple[ast.Attribute, int]]:
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [getattr(node, "target", None)]
+        for target in targets:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(each, ast.Attribute):
+                    yield each, each.lineno
+
+
+def patches_past_the_door(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """What changes an object that is not burnish's own, without ``core.patching``."""
+    aliases = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _is_namespace(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for target, line in assignments(tree):
+        root = _root(target.value)
+        is_declared = target.attr in own_attributes() and root not in OF_MODELS
+        if not is_declared and target.attr not in OF_TENSORS and root not in OURS | SETTINGS:
+            yield ast.unparse(target), line
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            is_foreign = name in {"setattr", "delattr"} and _root(node.args[0]) not in OURS | SETTINGS
+            is_hook = name.startswith("register_") and name.endswith("hook")
+            is_update = name == "update" and _is_namespace(getattr(node.func, "value", node))
+            if is_foreign or is_hook or is_update:
+                yield ast.unparse(node), node.lineno
+        is_written = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+        if is_written and (_is_namespace(node.value) or getattr(node.value, "id", "") in aliases):
+            yield ast.unparse(node), node.lineno
+
+
+def _is_namespace(node: ast.expr) -> bool:
+    """``vars(x)``, ``x.__dict__``, ``sys.modules``: what stands there is somebody's name."""
+    if isinstance(node, ast.Call):
+        return (
+            getattr(node.func, "id", "") in {"vars", "globals"} and bool(node.args) and _root(node.args[0]) not in OURS
+        )
+    return isinstance(node, ast.Attribute) and node.attr in {"__dict__", "modules"} and _root(node.value) not in OURS
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if name_of(f) != "core/patching.py"], ids=name_of)
+def test_nobody_changes_someone_elses_code_but_through_the_register(file: Path) -> None:
+    found = list(patches_past_the_door(ast.parse(file.read_text(encoding="utf-8"))))
+    assert not found or name_of(file) in ELSEWHERE, (
+        f"{name_of(file)}: {found}; use core.patching.patch(owner, name, value, why)"
+    )
+
+
+def test_what_stands_beside_the_register_is_still_there() -> None:
+    for name in ELSEWHERE:
+        tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
+        assert list(patches_past_the_door(tree)), f"{name} sets nothing any more; take it off the list"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "module.forward = faster", "setattr(module, 'forward', faster)", "vars(module)['forward'] = faster",
+        "names = vars(file)\nnames['rotate'] = faster", "module.__dict__['forward'] = faster", "del module.forward",
+        "layer.mlp.forward, x = faster, 1", "module.register_forward_hook(listen)", "sys.modules['peft'] = mine",
+        "vars(module).update(forward=faster)", "module.__class__ = Faster", "transformers.rotate = faster",
+    ],
+)  # fmt: skip
+def test_a_change_past_the_register_is_found(line: str) -> None:
+    assert list(patches_past_the_door(ast.parse(line)))

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from burnish.data.batching import collate_flat
+from burnish.data.batches.batching import collate_padding_free
 from burnish.engine.base import EngineOptions, SingleEngine
-from burnish.models.attention import Layout, lay_flat
+from burnish.models.attention import PaddingFree, make_padding_free
 from burnish.ops import attention
 from burnish.ops.attention import Scores, Sequences, flat_attention, masked_attention
 from burnish.ops.probe import find_head, isolates_sequences
@@ -189,7 +189,7 @@ KEEPS_APART = [
 
 
 def flat(*sequences):
-    return collate_flat([{"input_ids": ids, "labels": ids} for ids in sequences])
+    return collate_padding_free([{"input_ids": ids, "labels": ids} for ids in sequences])
 
 
 def logits(model, batch):
@@ -207,7 +207,7 @@ def rows(*lengths, seed=0):
 def test_a_model_gives_flat_sequences_the_logits_that_its_own_attention_gives_them_alone(family):
     model, sequences = tiny(family), rows(7, 1, 12)
     alone = torch.cat([logits(model, {"input_ids": torch.tensor([ids])}) for ids in sequences], 1)
-    assert lay_flat(model) == Layout(True)
+    assert make_padding_free(model) == PaddingFree(True)
     assert model.config._attn_implementation == "burnish"
     assert (logits(model, flat(*sequences)) - alone).abs().max() < 1e-5 * alone.abs().max()
 
@@ -216,7 +216,7 @@ def test_a_model_gives_flat_sequences_the_logits_that_its_own_attention_gives_th
 def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mask(family):
     model = tiny(family)
     before = model.config._attn_implementation
-    layout = lay_flat(model)
+    layout = make_padding_free(model)
     assert layout.is_flat
     assert "under a mask" in layout.note
     assert model.config._attn_implementation == before
@@ -225,7 +225,7 @@ def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mas
 @pytest.mark.parametrize("family", ["bloom", "falcon", "mamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_mixes_neighbours_is_found_out(family, dtype):
-    layout = lay_flat(tiny(family, dtype))
+    layout = make_padding_free(tiny(family, dtype))
     assert not layout.is_flat
     assert "rows are padded" in layout.note
 
@@ -233,7 +233,7 @@ def test_a_model_that_mixes_neighbours_is_found_out(family, dtype):
 def test_attention_that_was_asked_for_is_left_alone():
     model = tiny("llama")
     model.set_attn_implementation("eager")
-    lay_flat(model, own_attention=False)
+    make_padding_free(model, own_attention=False)
     assert model.config._attn_implementation == "eager"
 
 
@@ -255,7 +255,7 @@ def test_batches_that_are_not_flat_are_attended_as_before(family):
     batch = {"input_ids": torch.tensor(rows(9, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     batch["attention_mask"][0, :4] = 0
     before = logits(model, batch)
-    lay_flat(model)
+    make_padding_free(model)
     seen = batch["attention_mask"].bool()
     assert (logits(model, batch) - before)[seen].abs().max() < 1e-5 * before.abs().max()
 
@@ -265,20 +265,20 @@ def test_a_model_generates_as_before(family):
     model = tiny(family).eval()
     asked = {"input_ids": torch.tensor(rows(6, 6)), "max_new_tokens": 8, "do_sample": False}
     before = model.generate(**asked)
-    lay_flat(model)
+    make_padding_free(model)
     assert torch.equal(model.generate(**asked), before)
 
 
 def test_burnishs_attention_is_not_written_into_a_saved_config(tmp_path):
     model = tiny("llama")
-    lay_flat(model)
+    make_padding_free(model)
     model.save_pretrained(tmp_path)
     assert "burnish" not in (tmp_path / "config.json").read_text()
 
 
 def test_gradients_through_checkpointed_layers_are_the_same():
     model, sequences = tiny("qwen2"), rows(7, 12)
-    lay_flat(model)
+    make_padding_free(model)
     batch = flat(*sequences)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     gradients = []

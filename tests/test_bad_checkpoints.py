@@ -17,6 +17,8 @@ from bad_inputs import ROWS, Case, cut_short, files, make_folder, told, write
 from burnish import cli
 from burnish.core import loop
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def stopped(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

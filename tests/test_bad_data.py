@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from burnish.core.errors import UserError
-from burnish.data.prepare import prepare
-from burnish.data.sources import load_datasets
+from burnish.data.rows.encode import prepare
+from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from data_sets import chat, data_options, load, qa, refusal, said, talk, write
 
@@ -240,7 +240,7 @@ def test_a_dataset_info_that_is_no_object_is_shown():
 def test_ranking_is_another_stage():
     data("a.json", GOOD)
     info(mine={"file_name": "a.json", "ranking": True})
-    assert "DPO or KTO" in refusal(dataset="mine")
+    assert "stage: dpo" in refusal(dataset="mine")
 
 
 def test_a_column_that_is_not_there_is_refused_with_those_that_are():

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from bad_inputs import ROWS, Case, change, cut_short, files, told, write
 from burnish import cli
-from burnish.data import sources
+from burnish.data.sets import sources
+
+pytestmark = pytest.mark.run
 
 CHATS = [
     {"messages": [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row["output"]}]}

@@ -13,6 +13,8 @@ from burnish.optim.badam import BadamOptions, blocks_of, check_badam
 from burnish.optim.builtin import OptimOptions, create_optimizer
 from toy import StopAt, make_run, same, weights
 
+pytestmark = pytest.mark.run
+
 NUM_LAYERS = 3
 
 

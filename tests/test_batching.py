@@ -9,11 +9,11 @@ import torch
 
 from burnish.core.options import union
 from burnish.core.types import IGNORE_INDEX
-from burnish.data.batching import (
+from burnish.data.batches.batching import (
     BatchingOptions,
     check_batching,
-    collate_flat,
     collate_padded,
+    collate_padding_free,
     collator,
     lengths_of,
     pack,
@@ -60,7 +60,7 @@ def test_padding_is_learned_only_by_request():
 
 
 def test_flat_rows_lie_end_to_end_and_each_begins_at_position_zero():
-    batch = collate_flat([row(10, 3, prompt=0), row(20, 2, prompt=0), row(30, 1, prompt=0)])
+    batch = collate_padding_free([row(10, 3, prompt=0), row(20, 2, prompt=0), row(30, 1, prompt=0)])
     assert batch["input_ids"].tolist() == [[10, 11, 12, 20, 21, 30]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 6]
@@ -70,14 +70,14 @@ def test_flat_rows_lie_end_to_end_and_each_begins_at_position_zero():
 
 
 def test_the_first_token_of_a_flat_sequence_is_not_learned_from_its_neighbour():
-    batch = collate_flat([row(10, 3, prompt=0), row(20, 2, prompt=0)])
+    batch = collate_padding_free([row(10, 3, prompt=0), row(20, 2, prompt=0)])
     assert batch["labels"].tolist() == [[-100, 11, 12, -100, 21]]
 
 
 def test_a_pack_is_laid_flat_as_the_sequences_that_lie_in_it():
     rows = [row(10, 3), row(20, 2), row(30, 4)]
     (one,) = pack(rows, 9)
-    flat, loose = collate_flat([one]), collate_flat([rows[2], rows[0], rows[1]])
+    flat, loose = collate_padding_free([one]), collate_padding_free([rows[2], rows[0], rows[1]])
     assert all(torch.equal(torch.as_tensor(flat[name]), torch.as_tensor(loose[name])) for name in loose)
 
 
@@ -89,11 +89,11 @@ def test_a_pack_is_taken_apart_for_a_model_that_needs_padding():
 
 def test_loss_weights_follow_their_tokens_and_are_one_where_a_row_has_none():
     weighted = {**row(10, 2), "loss_weights": [0.5, 2.0]}
-    flat = collate_flat([row(20, 1), weighted])
+    flat = collate_padding_free([row(20, 1), weighted])
     assert flat["loss_weights"].tolist() == [[1.0, 0.5, 2.0]]
     padded = collate_padded([row(20, 3), weighted], 0)
     assert padded["loss_weights"].tolist() == [[1, 1, 1], [0.5, 2.0, 1.0]]
-    assert "loss_weights" not in collate_flat([row(20, 1)])
+    assert "loss_weights" not in collate_padding_free([row(20, 1)])
 
 
 # --- packs ------------------------------------------------------------------------------------------------------------

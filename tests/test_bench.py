@@ -20,10 +20,14 @@ from burnish.app import build
 from burnish.app.plan import plan
 from burnish.core.options import Given
 from burnish.engine import base
-from burnish.models import fused
-from burnish.objectives import lm
-from burnish.ops import attention, kept, probe
+from burnish.models.fused import ACTIVATION, ATTENTION, GATED, LINEAR, NORM
+from burnish.ops import attention
+from burnish.ops.cpu import buffer_pool
+from burnish.ops.last_layer import LAST
+from burnish.ops.tied import TIED
 from small_run import make_user
+
+pytestmark = pytest.mark.run
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = [
@@ -166,6 +170,7 @@ def test_a_resumed_epoch_goes_on_with_the_batch_behind_the_step():
 def test_the_table_of_ways_begins_with_all_taken_out_and_ends_with_none():
     first, *_, last = settings.ways()
     assert set(_words(first)["without"].split(",")) == set(ways.WAYS)
+    assert set(_words(first)["leave_out"].split(",")) == {why.kind for why in KINDS} - {"attention layer"}
     assert {"fused_loss": "false", "padding_free": "false", "optim": "adamw_torch"}.items() <= _words(first).items()
     assert _words(last) == {"bf16": "true", "num_train_epochs": "1.01", "without": ""}
 
@@ -174,12 +179,12 @@ def _words(setting):
     return dict(word.split("=", 1) for word in setting.words[3:])
 
 
-PLAIN = {"padding_free": False, "fused_loss": False, "attn_implementation": "sdpa", "optim": "adamw_torch",
+PLAIN = {"patches": False,
+         "padding_free": False, "fused_loss": False, "attn_implementation": "sdpa", "optim": "adamw_torch",
          "needed_tokens_only": False}  # fmt: skip
+KINDS = (NORM, GATED, ACTIVATION, ATTENTION, LINEAR, TIED, LAST)
 OWN = {
-    "elementwise": [(build, "fuse")], "attention": [(attention, "_is_half")], "tied": [(lm, "is_plain_lookup")],
-    "memory": [(base, "keep_freed_memory"), (kept, "empty")], "last_layer": [(probe, "last_feed_forward")],
-    "copies": [(fused, "_linear_of")],
+    "attention": [(attention, "is_half_on_cpu")], "memory": [(base, "keep_freed_memory"), (buffer_pool, "empty")],
 }  # fmt: skip
 
 

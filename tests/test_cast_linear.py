@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from burnish.models.fused import fuse
-from burnish.ops.cast_linear import cast_linear
+from burnish.models.fused import patch_forwards
+from burnish.ops.cpu.cast_linear import cast_linear
 from tiny_models import tiny_model
 
 
@@ -83,11 +83,11 @@ def kept_of(model, ids):
 def test_a_model_keeps_no_copy_of_its_weights_and_learns_the_same(family):
     ids = torch.arange(3, 33).view(2, 15)
     plain, fused = tiny_model(family), tiny_model(family)
-    fuse(plain)
+    patch_forwards(plain)
     for module in plain.modules():
         if isinstance(module, nn.Linear | Conv1D):
             del module.forward
-    fuse(fused)
+    patch_forwards(fused)
     of_weights = {tuple(sorted(weight.shape)) for weight in fused.parameters() if weight.ndim == 2}
     (copied, usual), (kept, ours) = kept_of(plain, ids), kept_of(fused, ids)
     assert any(tuple(sorted(shape)) in of_weights for shape in copied)
@@ -99,7 +99,7 @@ def test_without_autocast_and_without_a_backward_pass_it_is_torchs_own(monkeypat
     monkeypatch.setattr("burnish.models.fused.cast_linear", None)
     layer, x = nn.Linear(8, 6), torch.randn(5, 8)
     plain = layer(x)
-    assert fuse(layer) == [layer]
+    assert [patch.owner for patch in patch_forwards(layer)] == [layer]
     assert torch.equal(layer(x), plain)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
@@ -113,10 +113,10 @@ def test_a_layer_that_only_looks_like_gpt2s_runs_its_own_code():
     class Frozen(Conv1D):
         pass
 
-    frozen, zero = Frozen(6, 8).requires_grad_(False), Conv1D(6, 8)
-    nn.init.zeros_(zero.weight)
-    assert [len(fuse(layer)) for layer in (Scaled(6, 8), frozen, zero, Conv1D(6, 8), Conv1D(8, 8))] == [0, 0, 0, 1, 1]
+    frozen = Frozen(6, 8).requires_grad_(False)
+    found = [len(patch_forwards(layer)) for layer in (Scaled(6, 8), frozen, Conv1D(6, 8), Conv1D(8, 8))]
+    assert found == [0, 0, 1, 1]
     layer, x = Conv1D(6, 8), torch.randn(5, 8)
     plain = layer(x)
-    fuse(layer)
+    patch_forwards(layer)
     assert torch.equal(layer(x), plain)

@@ -9,8 +9,8 @@ from transformers import ByT5Tokenizer
 from burnish.core.errors import UserError
 from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
-from burnish.data.template_table import table
-from burnish.data.templates import fit_tokenizer, load_template
+from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.data.templates.table import table
 from template_cases import CALL, WEATHER, byte_tokenizer, chat_of, template_options
 
 THOUGHT_ANSWER = "<think>\na\n</think>\n\nhello"

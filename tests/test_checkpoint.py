@@ -21,6 +21,8 @@ from burnish.core.manifest import faults, write_manifest
 from burnish.core.snapshot import join, split
 from toy import StopAt, make_run, same, weights, without_times
 
+pytestmark = pytest.mark.run
+
 VARIANTS = {
     "dropout": {},
     "evaluation in between": {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 2},
@@ -156,7 +158,7 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_ther
     checkpoints.save(1, run.parts)
     checkpoints.wait()
 
-    def full(folder, step, fingerprints):
+    def full(folder, step, fingerprints, known):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("burnish.core.checkpoint.write_manifest", full)

@@ -13,6 +13,8 @@ from burnish.app.listing import list_options
 from burnish.app.plan import RunOptions
 from burnish.core.options import specs
 
+pytestmark = pytest.mark.run
+
 SOURCE = Path(__file__).parents[1] / "src"
 
 
@@ -64,7 +66,8 @@ def test_every_command_with_options_has_a_help_of_its_own(capsys: pytest.Capture
     for command in ("train", "explain", "export", "demo"):
         status, out, _ = burnish(capsys, command, "--help")
         assert status == 0
-        assert out.startswith(f"usage: burnish {command} ")
+        assert out.startswith(f"burnish {command}: ")
+        assert f"usage: burnish {command} " in out
 
 
 def test_help_behind_a_run_is_the_help_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +98,7 @@ def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("word", "remedy"),
-    [("chat", "generate"), ("run.yaml", "burnish train run.yaml"),
+    [("webchat", "generate"), ("run.yaml", "burnish train run.yaml"),
      ("--stage", "burnish train --stage")],
 )  # fmt: skip
 def test_a_command_that_is_not_there_says_what_to_do(

@@ -211,13 +211,13 @@ def test_each_micro_batch_adds_to_the_gradient():
 
 @pytest.mark.parametrize(("n", "lengths"), [(0, []), (7, [7]), (8, [4, 4]), (23, [6, 6, 6, 5])])
 def test_tokens_are_dealt_evenly_to_as_few_chunks_as_there_may_be(n, lengths, monkeypatch):
-    found, logits = [], cross_entropy._logits
+    found, logits = [], cross_entropy.logits_into
 
     def noted(hidden, *rest):
         found.append(len(hidden))
         return logits(hidden, *rest)
 
-    monkeypatch.setattr(cross_entropy, "_logits", noted)
+    monkeypatch.setattr(cross_entropy, "logits_into", noted)
     hidden, weight, _, targets, _ = inputs(n)
     linear_cross_entropy(hidden, weight, targets)
     assert found == lengths

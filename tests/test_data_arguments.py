@@ -17,6 +17,8 @@ from burnish.core.types import IGNORE_INDEX
 from data_sets import chat, qa, write
 from small_run import WORDS, as_words, make_model
 
+pytestmark = pytest.mark.run
+
 
 def two_rounds(**said_of_the_first_answer):
     """A conversation; what is given stands beside its first answer."""
@@ -249,8 +251,8 @@ def test_a_key_of_an_entry_says_where_a_part_is(explained, name):
 @pytest.mark.parametrize(
     ("column", "sentence"),
     [
-        ("images", 'the column "extra" is not empty'), ("chosen", "preferences (chosen)"),
-        ("rejected", "preferences (rejected)"), ("kto_tag", "preferences (kto_tag)"),
+        ("images", 'the column "extra" is not empty'), ("chosen", "holds pairs (chosen)"),
+        ("rejected", "holds pairs (rejected)"), ("kto_tag", "holds verdicts (kto_tag)"),
     ],
 )  # fmt: skip
 def test_a_column_for_another_kind_of_training_is_refused(explained, column, sentence):

@@ -14,6 +14,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.run
+
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "src" / "burnish" / "demo"
 SCRIPTS = ROOT / "scripts" / "demo"

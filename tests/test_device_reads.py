@@ -9,15 +9,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from burnish.app.build import assemble
+from burnish.app.build import build_run
 from burnish.app.plan import plan
 from burnish.app.prepare import prepare
 from burnish.core.loop import evaluate, log_step, take_step
 from burnish.core.meter import Meter
 from burnish.core.options import Given
+from burnish.core.schedule import StepSchedule
 from burnish.engine.base import SingleEngine
 from burnish.ops import attention
 from small_run import make_user
+
+pytestmark = pytest.mark.run
 
 
 class Valueless(SingleEngine):
@@ -52,11 +55,11 @@ def on_meta(folder, **given):
     options = make_user(folder, **{"pure_bf16": True, **given})
     planned = plan({name: Given(value, "test") for name, value in options.items()})
     prepared = prepare(planned)
-    run = assemble(planned, prepared, SingleEngine(planned.options), None)
+    run = build_run(planned, prepared, SingleEngine(planned.options), None)
     run.model.to("meta")
     run.engine, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
     run.optimizer = torch.optim.SGD([weight for weight in run.model.parameters() if weight.requires_grad], lr=0.1)
-    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
+    run.schedule = StepSchedule(torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0))
     run.model.train()
     return run, planned.options
 

@@ -5,13 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from burnish.core.early_stopping import (
-    EarlyStoppingCallback,
-    EarlyStoppingOptions,
-    check_early_stopping,
-    is_higher_better,
-    metric_name,
-)
+from burnish.core.best import is_higher_better, metric_name
+from burnish.core.early_stopping import EarlyStoppingCallback, EarlyStoppingOptions, check_early_stopping
 from burnish.core.errors import UserError
 from burnish.core.events import CallbackHandler
 from burnish.core.state import TrainerControl, TrainerState

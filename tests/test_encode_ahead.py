@@ -19,18 +19,20 @@ from burnish.app import prepare
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.core.types import IGNORE_INDEX
-from burnish.data import record_index
-from burnish.data.ahead import AheadRows
-from burnish.data.files import read_records
-from burnish.data.prepare import place_ahead
-from burnish.data.record_index import RecordIndex
-from burnish.data.sources import load_datasets
-from burnish.data.stream import Cut, RowStream
-from burnish.data.tables import TABLES
+from burnish.data.batches.stream import RowStream, StepPartition
+from burnish.data.reading import record_index
+from burnish.data.reading.files import read_records
+from burnish.data.reading.record_index import RecordIndex
+from burnish.data.reading.tables import TABLES
+from burnish.data.rows.ahead import AheadRows
+from burnish.data.rows.encode import place_ahead
+from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from data_sets import data_options, load, qa, write
 from small_run import as_words, make_user, records
 from test_train_run import KILLS_ITSELF_AFTER_STEP_FIVE, same_weights
+
+pytestmark = pytest.mark.run
 
 # --- records where they lie -------------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ def test_an_example_that_cannot_be_encoded_is_left_to_the_loop(tmp_path):
 
 def test_a_gap_weighs_nothing_and_moves_no_other_row_into_another_step(tmp_path):
     rows, _ = number_rows(12, tmp_path)
-    flat = RowStream(rows, lambda some: batch_of(some), Cut(2, 2), seed=0)
+    flat = RowStream(rows, lambda some: batch_of(some), StepPartition(2, 2), seed=0)
     flat.options.train_sampling_strategy = "sequential"
     groups = list(flat.groups())
     labels = [[learned(batch) for batch in group.batches] for group in groups]
@@ -248,13 +250,13 @@ def test_a_gap_weighs_nothing_and_moves_no_other_row_into_another_step(tmp_path)
 
 def test_a_micro_batch_of_gaps_is_blank(tmp_path):
     rows, _ = number_rows(6, tmp_path)
-    stream = RowStream(rows, lambda some: batch_of(some), Cut(1, 1), seed=0)
+    stream = RowStream(rows, lambda some: batch_of(some), StepPartition(1, 1), seed=0)
     stream.options.train_sampling_strategy = "sequential"
     assert [learned(group.batches[0]) for group in stream.groups()] == [[], [1], [2], [3], [4], []]
 
 
 def batch_of(rows):
-    from burnish.data.batching import collate_padded
+    from burnish.data.batches.batching import collate_padded
 
     return collate_padded([{**row, "labels": row["labels"] + row["input_ids"][1:]} for row in rows], pad_id=0)
 

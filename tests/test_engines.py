@@ -13,6 +13,8 @@ from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, cre
 from burnish.engine.options import autocast_dtype, check_engine, engine_notes, full_eval_dtype
 from two_processes import in_two_processes
 
+pytestmark = pytest.mark.run
+
 CPU = torch.device("cpu")
 
 
@@ -54,8 +56,8 @@ def take_steps(engine, rows_per_step, num_steps=3, micro=2, model=None):
 def test_the_engine_is_plain_torch_unless_there_are_several_processes(monkeypatch):
     assert type(create_engine(options())) is SingleEngine
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert engine_options.uses_accelerate(options())
-    assert not engine_options.uses_accelerate(options(engine="single"))
+    assert engine_options.engine_name(options()) == "ddp"
+    assert engine_options.engine_name(options(engine="single")) == "single"
 
 
 def test_both_engines_give_the_same_weights_on_one_process():
@@ -211,10 +213,10 @@ def test_what_is_said_of_the_syncing_of_gradients_reaches_accelerate(monkeypatch
 
     made = []
     monkeypatch.setattr(accelerate, "Accelerator", lambda kwargs_handlers, **_: made.append(kwargs_handlers))
-    given = {"ddp_bucket_cap_mb": 7, "ddp_broadcast_buffers": True, "ddp_find_unused_parameters": True,
+    given = {"ddp_bucket_cap_mb": 7, "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": True,
              "ddp_static_graph": True, "ddp_timeout": 77, "ddp_backend": "gloo"}  # fmt: skip
-    for asked, expected in ((options(), (25, False, False, False)), (options(**given), (7, True, True, True))):
-        _accelerator(asked, CPU)
+    for asked, expected in ((options(), (25, True, True, False)), (options(**given), (7, False, True, True))):
+        _accelerator(asked, is_on_cpu=True)
         ddp, group = made.pop()
         assert (ddp.bucket_cap_mb, ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.static_graph) == expected
         assert (group.timeout.total_seconds(), group.backend) == (asked.ddp_timeout, asked.ddp_backend)
@@ -283,7 +285,7 @@ def each_of_two(folder):
 def two_ranks(folder):
     """Runs in each of two processes."""
     engine = create_engine(options(ddp_backend="gloo"))
-    assert type(engine).__name__ == "AccelerateEngine"
+    assert type(engine).__name__ == "DdpEngine"
     assert engine.world_size == 2
     weights = take_steps(engine, 8)
     torch.save(weights, f"{folder}/weights{engine.rank}.pt")
@@ -307,7 +309,7 @@ def test_two_processes_take_the_steps_of_one(folder_of_two):
 
 
 def two_ranks_of_a_language_model(folder):
-    from burnish.data.stream import _blank
+    from burnish.data.batches.stream import _blank
     from test_objective import cut, fitted, rows
     from tiny_shapes import tiny
 
@@ -350,36 +352,6 @@ def test_two_number_formats_are_a_contradiction():
     assert not problems()
 
 
-def test_a_missing_file_is_named_before_the_library_that_would_read_it(tmp_path):
-    (tmp_path / "ds_z2.json").write_text("{}")
-    (problem,) = problems(deepspeed=str(tmp_path / "ds_z3.json"))
-    assert "does not exist" in problem
-    assert "ds_z2.json" in problem
-
-
-def test_settings_of_sharding_are_taken_with_a_word_on_what_they_do_not_do():
-    zero = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
-    for given in ({"deepspeed": zero}, {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 1}}):
-        assert not problems(**given)
-        (note,) = engine_notes(options(**given))
-        assert "Each process holds the whole model" in note
-    assert not engine_notes(options(fsdp=False, deepspeed=None))
-
-
-def test_settings_of_sharding_that_would_change_the_numbers_are_refused(tmp_path):
-    (tmp_path / "zero.json").write_text('{"optimizer": {"type": "Lamb"}, "bf16": {"enabled": true}}')
-    (tmp_path / "torn.json").write_text('{"optimizer": ')
-    (tmp_path / "twice.json").write_text('{"bf16": {"enabled": true, "enabled": false}}')
-    (tmp_path / "list.json").write_text('[{"bf16": true}]')
-    optimizer, bf16 = problems(deepspeed=str(tmp_path / "zero.json"))
-    assert '"optimizer"' in optimizer
-    assert 'the option "bf16" is false' in bf16
-    assert "not JSON" in problems(deepspeed=str(tmp_path / "torn.json"))[0]
-    assert 'gives "enabled" twice' in problems(deepspeed=str(tmp_path / "twice.json"))[0]
-    assert "are an object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
-    assert "without" in problems(fsdp_config={"min_num_params": 1})[0]
-
-
 @pytest.mark.parametrize(("name", "value", "near"), [("backend", "inducter", "inductor"), ("mode", "fast", "default")])
 def test_a_compiler_that_torch_does_not_have_is_refused_with_those_it_has(name, value, near):
     (problem,) = problems(torch_compile=True, **{f"torch_compile_{name}": value})
@@ -391,11 +363,6 @@ def test_a_compiler_that_torch_does_not_have_is_refused_with_those_it_has(name, 
 def test_one_engine_for_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "4 processes" in problems(engine="single")[0]
-
-
-def test_a_launcher_that_would_shard_is_refused(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "FSDP" in problems()[0]
 
 
 def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_so(monkeypatch):

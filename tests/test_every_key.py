@@ -27,11 +27,14 @@ from data_sets import chat, qa, write
 from every_key import SEEN, SHOWN_BY
 from small_run import WORDS, make_model
 
+pytestmark = pytest.mark.run
+
 
 @cache
 def sources_of(name: str) -> dict[str, str]:
     """The tests of a file: name -> its source, with the source of the tables and functions of the file it names."""
-    text = Path(__file__).with_name(f"test_{name}.py").read_text(encoding="utf-8")
+    room, _, file = name.rpartition("/")
+    text = (Path(__file__).parent / room / f"test_{file}.py").read_text(encoding="utf-8")
     lines, sources = text.splitlines(), {}
     for node in ast.parse(text).body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
@@ -149,7 +152,7 @@ def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pyte
 
 
 def assembled(made, prepared):
-    return build.assemble(made, prepared, create_engine(made.options), None)
+    return build.build_run(made, prepared, create_engine(made.options), None)
 
 
 def of_rows(prepared):
@@ -166,7 +169,7 @@ def of_rows(prepared):
 
 
 def of_parts(run, options, prepared):
-    model, stream = run.parts["model"].model, run.stream
+    model, stream = run.parts["model"].held.model, run.stream
     order = stream.order(0)
     groups = [order[start : start + stream.cut.rows_per_step] for start in (0, stream.cut.rows_per_step)]
     config = generation_config(model, prepared.tokenizer, prepared.template.stop_token_ids(), options)
@@ -191,13 +194,13 @@ def of_a_whole_run(made, folder, monkeypatch):
     kept = []
 
     def keep(*given):
-        run = assemble(*given)
+        run = build_run(*given)
         kept.append((run, {n: t.clone() for n, t in run.parts["model"].state_dict().items()}))
         return run
 
-    assemble = build.assemble
+    build_run = build.build_run
     with monkeypatch.context() as patch:
-        patch.setattr(build, "assemble", keep)
+        patch.setattr(build, "build_run", keep)
         build.train_run(made)
     ((run, before),) = kept
     after = run.parts["model"].state_dict() if made.options.do_train is not False else {}

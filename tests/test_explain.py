@@ -308,7 +308,7 @@ def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
     trained = capsys.readouterr().out
     explain(made(**changes, do_train=False))
     evaluated = capsys.readouterr().out
-    for word in ("gradients", "optimizer", "updates in float32", "Every weight is trained"):
+    for word in ("gradients", "optimizer", "updates in float32", "Trains every weight"):
         assert word in trained
         assert word not in evaluated
     assert "x 2 bytes" in evaluated

@@ -12,7 +12,7 @@ from burnish.app.export import _difference, export
 from burnish.app.modelfile import go_template
 from burnish.core.errors import UserError
 from burnish.core.options import Given
-from burnish.data.template_table import table
+from burnish.data.templates.table import table
 from small_run import make_model
 from template_cases import byte_tokenizer
 

@@ -17,6 +17,8 @@ from burnish.core.errors import UserError
 from burnish.core.registry import Registry
 from small_run import WORDS, make_model
 
+pytestmark = pytest.mark.run
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
 FAMILIES = {"optimizer", "finetuning_type", "stage", "format", "tracker", "metric"}

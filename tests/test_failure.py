@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from burnish.app.failure import TRACEBACK_NAME, error_number, explain_failure
 from burnish.core.errors import NonFiniteError, Problem, UserError
+
+pytestmark = pytest.mark.run
 
 
 def raised(action, *args):

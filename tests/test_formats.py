@@ -5,7 +5,7 @@ import json
 import pytest
 
 from burnish.core.types import Message
-from burnish.data.formats import FORMATS
+from burnish.data.sets.formats import FORMATS
 from burnish.data.tally import Tally
 from data_sets import chat, described, load, qa, refusal, said, talk, write
 
@@ -260,7 +260,7 @@ def test_two_readings_are_refused_until_one_is_chosen(tmp_path):
 @pytest.mark.parametrize("more", [{"chosen": "a", "rejected": "b"}, {"label": True}])
 def test_preferences_are_another_stage(tmp_path, more):
     path = str(write(tmp_path / "a.json", [{**chat(("user", "q"), ("assistant", "a")), **more}]))
-    assert "DPO or KTO" in refusal(dataset=path)
+    assert "stage: dpo" in refusal(dataset=path) or "stage: kto" in refusal(dataset=path)
     assert len(load(dataset=path, formatting="openai").train) == 1
 
 

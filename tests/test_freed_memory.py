@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.run
+
 _FAULTS = """
 import resource, torch
 from burnish.engine.memory import keep_freed_memory

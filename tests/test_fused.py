@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from burnish.models.fused import fuse, give_back
+from burnish.core.patching import restore
+from burnish.models.fused import patch_forwards
 from burnish.ops.elementwise import ACTIVATIONS, gated, rms_norm
 from tiny_models import tiny_model
 
@@ -93,7 +94,7 @@ def test_under_autocast_a_norm_gives_what_the_next_layer_would_cast_it_to() -> N
 )
 def test_a_fused_model_gives_the_losses_and_gradients_of_the_plain_one(family: str, count: int) -> None:
     plain, fused = tiny_model(family), tiny_model(family)
-    assert len(fuse(fused)) == count
+    assert len(patch_forwards(fused)) == count
     assert list(fused.state_dict()) == list(plain.state_dict())
     ids = torch.arange(3, 33).view(2, 15)
     for model in (plain, fused):
@@ -107,7 +108,7 @@ def test_a_written_out_activation_is_one_operation_and_in_bfloat16_nearer_to_the
     model, x = tiny_model("gpt2"), torch.randn(ROWS, WIDTH)
     activation = model.transformer.h[0].mlp.act
     truth, usual = outcome(activation, x.bfloat16().double()), outcome(activation, x.bfloat16())
-    fuse(model)
+    patch_forwards(model)
     for mine, plain, exact in zip(outcome(activation, x.bfloat16()), usual, truth, strict=True):
         assert mine.dtype == torch.bfloat16
         assert distance(mine, exact) <= distance(plain, exact)
@@ -153,13 +154,13 @@ class Steeper(nn.Module):
 
 def test_a_module_that_only_looks_like_one_is_left_alone() -> None:
     alone = [Shifted(), Ungated(), Steeper(), nn.LayerNorm(8), nn.Dropout(0.1)]
-    fuse(nn.Sequential(*alone))
+    patch_forwards(nn.Sequential(*alone))
     assert not any("forward" in vars(module) for module in alone)
 
 
 def test_hooks_on_a_fused_module_are_still_called() -> None:
     model = tiny_model("llama")
-    fuse(model)
+    patch_forwards(model)
     heard: list[nn.Module] = []
     for layer in model.model.layers:
         for module in (layer.mlp, layer.mlp.gate_proj, layer.input_layernorm):
@@ -175,7 +176,7 @@ def test_a_few_rows_of_which_nothing_is_kept_go_through_the_models_own_code(monk
         called.append(x.shape)
         return rms_norm(x, *arguments)
 
-    fuse(model)
+    patch_forwards(model)
     monkeypatch.setattr("burnish.models.fused.rms_norm", counted)
     answered = torch.arange(3, 9).view(1, 6)
     with torch.no_grad():
@@ -190,11 +191,11 @@ def test_a_few_rows_of_which_nothing_is_kept_go_through_the_models_own_code(monk
 
 def test_what_was_replaced_can_be_given_back() -> None:
     model = tiny_model("gpt2")
-    give_back(fuse(model))
+    restore(patch_forwards(model))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_modules_are_asked_without_a_random_number_of_the_run() -> None:
     model, before = tiny_model("qwen3"), torch.get_rng_state()
-    assert fuse(model)
+    assert patch_forwards(model)
     assert torch.equal(torch.get_rng_state(), before)

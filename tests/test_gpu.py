@@ -15,15 +15,15 @@ from burnish.app.build import train_run
 from burnish.app.plan import plan
 from burnish.core.options import Given
 from burnish.core.types import IGNORE_INDEX
-from burnish.models.attention import Layout, lay_flat
-from burnish.models.fused import fuse
+from burnish.models.attention import PaddingFree, make_padding_free
+from burnish.models.fused import patch_forwards
 from burnish.models.liger import apply_liger
-from burnish.ops import attention, kernels
+from burnish.ops import attention
 from burnish.ops.attention import Scores, Sequences, flat_attention
 from burnish.ops.cross_entropy import TokenLoss
+from burnish.ops.gpu import kernels
 from burnish.ops.head_kernels import head_loss
-from burnish.ops.lora import lora_linear
-from burnish.ops.lora_siblings import Adapted, siblings
+from burnish.ops.lora import Adapted, joint_projections, lora_linear
 from small_run import make_user
 from tiny_shapes import tiny
 
@@ -95,12 +95,13 @@ def test_in_bfloat16_there_is_a_kernel_and_it_waits_for_nothing():
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_models_flat_sequences_do_not_see_each_other(family):
     model = tiny(family, torch.bfloat16, head_dim=16).cuda()
-    assert lay_flat(model) == Layout(True)
+    assert make_padding_free(model) == PaddingFree(True)
     assert model.config._attn_implementation == "burnish"
 
 
 def test_burnishs_kernels_run_here():
     device = torch.device("cuda", 0)
+    kernels.ask_for_kernels("burnish")
     assert kernels.obstacle(device) == ""
     assert kernels.kernel_notes(device) == []
 
@@ -111,7 +112,7 @@ def test_a_model_of_kernels_is_as_near_to_float32_as_the_plain_one_and_keeps_les
 
     def trained(is_fused, dtype):
         model, kept = tiny(family, torch.float32, head_dim=16).cuda(), []
-        assert not is_fused or fuse(model)
+        assert not is_fused or patch_forwards(model)
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda value: kept.append(value.nbytes) or value, lambda value: value
         )
@@ -135,7 +136,7 @@ def test_a_model_of_kernels_is_as_near_to_float32_as_the_plain_one_and_keeps_les
 def test_flash_attention_that_was_asked_for_keeps_neighbours_apart_in_a_model_of_float32_weights():
     model = tiny("llama", head_dim=16).cuda()
     model.set_attn_implementation("flash_attention_2")
-    assert lay_flat(model, own_attention=False).is_flat
+    assert make_padding_free(model, own_attention=False).is_flat
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_adapted_layers_alone_and_together_give_the_outputs_and_gradients_of_flo
         return [lora_linear(x, *layer) for layer in made]
 
     plain = lora_outcome(alone, torch.float32)
-    for ways in (alone, siblings):
+    for ways in (alone, joint_projections):
         for fast, exact in zip(lora_outcome(ways, torch.bfloat16), plain, strict=True):
             assert near(fast, exact)
 

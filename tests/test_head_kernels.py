@@ -14,7 +14,7 @@ from burnish.core.types import IGNORE_INDEX
 from burnish.objectives.lm import check_fused_loss
 from burnish.ops import head_kernels
 from burnish.ops.cross_entropy import TokenLoss
-from burnish.ops.head_kernels import WAYS, head_loss, logits_bytes, obstacle
+from burnish.ops.head_kernels import BACKENDS, head_loss, logits_bytes, obstacle
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -83,7 +83,7 @@ def test_a_blank_target_counts_nothing_and_has_no_gradient():
 
 
 def test_no_way_holds_more_logits_than_there_are():
-    for way in WAYS:
+    for way in BACKENDS:
         assert logits_bytes(way, 5, 32, 97, GPU) <= 4 * 5 * 97
     chunk = logits_bytes("chunked", 10**6, 896, 151_936, GPU)
     assert logits_bytes("chunked", 10**6, 896, 151_936, CPU) < chunk < 4 * 10**6 * 151_936

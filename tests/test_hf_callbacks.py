@@ -12,6 +12,8 @@ from burnish import Trainer, TrainerControl
 from burnish.core.events import EVENTS
 from hf_toy import Regression, arguments, make_trainer, originals, points, weights
 
+pytestmark = pytest.mark.run
+
 
 def recorder(base):
     """A callback of either library that writes down every event, what came with it, and the flags as they stood."""

@@ -8,6 +8,8 @@ import transformers
 from burnish import EvalPrediction, Trainer
 from hf_toy import Regression, gpt2, make_trainer, originals, points, text_rows
 
+pytestmark = pytest.mark.run
+
 
 def accuracy(prediction: EvalPrediction):
     predictions, labels = prediction

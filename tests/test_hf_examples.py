@@ -6,6 +6,8 @@ import pytest
 
 from example_scripts import EXAMPLES, ROOT, run_script
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def tiny_bert(tmp_path_factory):

@@ -12,6 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_toy import bert, classes, make_trainer
 
+pytestmark = pytest.mark.run
+
 
 class Hub(ThreadingHTTPServer):
     """Keeps repositories and commits in memory.

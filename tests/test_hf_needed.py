@@ -8,9 +8,11 @@ from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM
 
 from burnish import SFTConfig, SFTTrainer, Trainer, TrainingArguments
 from burnish.core.types import IGNORE_INDEX
-from burnish.hf.needed import allows_needed_only, has_plain_loss, needed_of
+from burnish.hf.needed import fit_needed, has_plain_loss, needed_of
 from small_run import make_model
 from tiny_shapes import tiny
+
+pytestmark = pytest.mark.run
 
 SYSTEM = list(range(10, 60))
 
@@ -153,9 +155,9 @@ def test_dropout_and_attention_that_was_asked_for_and_a_routers_loss_need_the_pa
     eager = tiny("llama")
     eager.set_attn_implementation("eager")
     for model in (tiny("llama", attention_dropout=0.1), eager, tiny("mixtral")):
-        assert not allows_needed_only(model)
+        assert not fit_needed(model, is_wanted=True).shares_prefixes
         assert model.config._attn_implementation in {"sdpa", "eager"} or model.config.attention_dropout
-    assert allows_needed_only(tiny("mixtral", output_router_logits=False))
+    assert fit_needed(tiny("mixtral", output_router_logits=False), is_wanted=True).shares_prefixes
 
 
 class OwnLoss(LlamaForCausalLM):

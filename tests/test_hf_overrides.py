@@ -7,6 +7,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from burnish import Trainer
 from hf_toy import Regression, losses, make_trainer, points, same, weights
 
+pytestmark = pytest.mark.run
+
 
 def trained(folder, kind=Trainer, **given):
     trainer = make_trainer(folder, kind, **given)

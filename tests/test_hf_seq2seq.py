@@ -10,6 +10,8 @@ import burnish
 from burnish import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, UserError
 from hf_toy import gpt2, parity
 
+pytestmark = pytest.mark.run
+
 PADDING, END = 0, 1
 
 

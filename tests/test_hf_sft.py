@@ -19,7 +19,9 @@ from transformers import AutoTokenizer, PrinterCallback
 
 import burnish
 from burnish import SFTConfig, SFTTrainer, TrainingArguments
-from burnish.hf.sft_collator import DataCollatorForLanguageModeling
+from burnish.hf.sft.collator import DataCollatorForLanguageModeling
+
+pytestmark = pytest.mark.run
 
 disable_progress_bars()
 DEMO = Path(burnish.__file__).parent / "demo" / "model"

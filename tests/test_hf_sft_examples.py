@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example_scripts import EXAMPLES, run_script
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

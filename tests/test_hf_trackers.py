@@ -8,6 +8,8 @@ from transformers import PrinterCallback
 
 from hf_toy import Regression, arguments, bert, classes, make_trainer, points
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(autouse=True)
 def _no_network(tmp_path, monkeypatch):

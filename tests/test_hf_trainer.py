@@ -31,6 +31,8 @@ from hf_toy import (
     weights,
 )  # fmt: skip
 
+pytestmark = pytest.mark.run
+
 BY_NAME = {case.name: case for case in parity.CASES}
 
 

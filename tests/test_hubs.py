@@ -17,6 +17,8 @@ from burnish.models.source import find_source
 from loopback_hub import COMMIT, TOKEN, hub
 from small_run import as_words, make_model, records
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory):

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from burnish.core.types import IGNORE_INDEX, Example, Message
-from burnish.data.batching import pack, sequences_of
+from burnish.data.batches.batching import pack, sequences_of
 from burnish.data.tally import Tally
-from burnish.data.templates import fit_tokenizer, load_template
+from burnish.data.templates.choose import fit_tokenizer, load_template
 from small_run import CHAT_TEMPLATE
 from template_cases import byte_tokenizer, template_options
 

@@ -201,12 +201,12 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_t
 
 
 def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
-    from burnish.core.loop import remember_best
+    from burnish.core.best import remember_best
 
     run, options = make_run(tmp_path, load_best_model_at_end=True)
     run.state.global_step = 1
-    assert not remember_best(run, {"eval_loss": math.nan}, options)
-    assert remember_best(run, {"eval_loss": 2.0}, options)
+    assert not remember_best(run.state, run.checkpoints, {"eval_loss": math.nan}, options)
+    assert remember_best(run.state, run.checkpoints, {"eval_loss": 2.0}, options)
 
 
 def test_a_strangers_callback_finds_the_checkpoint_whole_on_save(tmp_path):

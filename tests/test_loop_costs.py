@@ -8,9 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burnish.core.loop import evaluate, train
-from burnish.core.types import Loss
+from burnish.core.types import Loss, Objective
 from burnish.engine.base import SingleEngine
 from toy import make_run
+
+pytestmark = pytest.mark.run
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
 
@@ -100,7 +102,7 @@ class Live(TorchDispatchMode):
         self.bytes -= size
 
 
-class Wide:
+class Wide(Objective):
     """A loss over many classes, of which nobody asked for the logits."""
 
     def collate(self, rows):

@@ -1,4 +1,4 @@
-"""LoRA against peft, whose layer and files it has to agree with, and against the formulas in numpy."""
+"""LoRA in peft's modules, with burnish's forward pass: against peft's own, its files, and the formulas in numpy."""
 
 import json
 import math
@@ -18,17 +18,20 @@ from burnish.adapters.base import (
     ADAPTERS,
     FinetuningOptions,
     ModelState,
-    set_precision,
     trainable_summary,
 )
 from burnish.adapters.lora import LoraOptions, learning_rates, load_adapter
-from burnish.adapters.lora_layer import LoraEmbedding, LoraLayer, LoraLinear, LoraSettings
-from burnish.adapters.lora_model import merge, merge_into_base, rows_through, set_active, unmerge
-from burnish.adapters.switch import TrainedCopy
+from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
 from burnish.core.errors import UserError
 from burnish.core.options import Given, build, union
+from burnish.core.patching import patches_of
+from burnish.engine.base import set_precision
+from burnish.models.fused import ADAPTED, patch_forwards
 from burnish.ops.lora import lora_update
+from tiny_lora import adapted, factors
 from tiny_models import CONFIGS, tiny_model, token_ids
+
+pytestmark = pytest.mark.run
 
 Options = union("Options", FinetuningOptions, LoraOptions)
 # float32 sums in another order: a few units in the last place of numbers near 1
@@ -110,6 +113,8 @@ def test_logits_and_gradients_are_those_of_peft(family, kind):
     _, model = attached(family, **ours)
     torch.manual_seed(7)
     other = of_peft(family, **theirs, fan_in_fan_out=family == "gpt2")
+    patch_forwards(model)
+    assert ADAPTED in {done.why for done in patches_of(model)}
     for each in (model, other):
         # In training mode, for dropout; GPT-2's own dropout would draw in between, in another order of layers.
         shaken(each).train()
@@ -134,9 +139,9 @@ def test_a_fresh_adapter_changes_nothing_and_trains_every_linear_layer_but_the_h
     found = gradients(model)
     assert found
     assert all(".lora_A." in name or ".lora_B." in name for name in found)
-    adapted = {path for path, m in model.named_modules() if isinstance(m, LoraLinear)}
+    found = {path for path, m in model.named_modules() if hasattr(m, "base_layer")}
     plain = {path: m for path, m in tiny_model(family).named_modules() if isinstance(m, nn.Linear | _conv1d())}
-    (left_out,) = plain.keys() - adapted
+    (left_out,) = plain.keys() - found
     assert model.get_submodule(left_out) is model.get_output_embeddings()
 
 
@@ -218,7 +223,9 @@ def test_autocast_decides_the_dtype_of_the_product_where_it_is_on():
 
 def test_training_under_autocast_gives_peft_gradients():
     found = []
-    for model in (attached("llama", lora_alpha=8)[1], of_peft("llama", lora_alpha=8)):
+    ours = attached("llama", lora_alpha=8)[1]
+    patch_forwards(ours)
+    for model in (ours, of_peft("llama", lora_alpha=8)):
         shaken(model).train()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model(token_ids(), labels=token_ids()).loss.backward()
@@ -246,20 +253,13 @@ def test_dropout_draws_from_the_global_generator_and_only_while_training():
 
 
 def numbers(layer, name):
-    a, b = layer.factors(name)
-    return a.detach().double().numpy(), b.detach().double().numpy(), layer.settings[name].scaling
+    a, b = factors(layer, name)
+    return a.detach().double().numpy(), b.detach().double().numpy(), layer.scaling[name]
 
 
-def numpy_case(**settings):
+def numpy_case(*names, **settings):
     torch.manual_seed(0)
-    layer = LoraLinear(nn.Linear(6, 5))
-    for name in ("one", "two"):
-        layer.add(name, LoraSettings(rank=3, alpha=4, **settings))
-        for factor in layer.factors(name):
-            factor.data.normal_()
-    for module in layer.lora_magnitude_vector.values():
-        module.weight.data.uniform_(0.5, 2)
-    layer.active = ["one"]
+    layer = adapted(nn.Linear(6, 5), *names, r=3, **settings)
     x = torch.randn(4, 6)
     w, bias = (p.detach().double().numpy() for p in layer.base_layer.parameters())
     return layer, x, x.double().numpy(), w, bias
@@ -278,70 +278,40 @@ def test_one_adapter_is_base_plus_scaled_product(rslora):
 
 
 def test_several_active_adapters_add_up_and_one_that_is_missing_is_left_out():
-    layer, x, xn, w, bias = numpy_case()
-    layer.active = ["one", "nowhere", "two"]
+    layer, x, xn, w, bias = numpy_case("one", "two")
+    layer.set_adapter(["one", "nowhere", "two"])
     updates = sum(s * (xn @ a.T @ b.T) for a, b, s in (numbers(layer, "one"), numbers(layer, "two")))
     same(layer(x), xn @ w.T + bias + updates)
 
 
 def test_each_row_of_a_mixed_batch_gets_its_own_adapter():
-    layer, x, *_ = numpy_case()
+    layer, x, *_ = numpy_case("one", "two")
     holder = nn.ModuleList([layer])
-    alone = {}
+    alone = {"__base__": layer.base_layer(x)}
     for name in ("one", "two"):
-        layer.active = [name]
+        set_active(holder, [name])
         alone[name] = layer(x)
-    alone["__base__"] = layer.base_layer(x)
     names = ["two", "__base__", "one", "two"]
     with rows_through(holder, names):
         mixed = layer(x)
     for row, name in enumerate(names):
         torch.testing.assert_close(mixed[row], alone[name][row], **CLOSE)
+    torch.testing.assert_close(layer(x), alone["two"], **CLOSE)
     with pytest.raises(UserError, match="no adapter"), rows_through(holder, ["three"]):
         pass
 
 
-def test_dora_is_magnitude_times_direction():
-    layer, x, xn, w, bias = numpy_case(use_dora=True)
-    a, b, scaling = numbers(layer, "one")
-    moved = w + scaling * b @ a
-    magnitude = layer.lora_magnitude_vector["one"].weight.detach().double().numpy()
-    decomposed = magnitude[:, None] * moved / np.linalg.norm(moved, axis=1, keepdims=True)
-    same(layer(x), xn @ decomposed.T + bias)
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_the_gradients_of_a_layer_are_those_of_its_formula(dora):
-    """``y = c (W + s B A) x + bias``; for DoRA ``c = m / ‖W + s B A‖``, whose length is a constant to the gradient."""
-    layer, x, xn, w, _ = numpy_case(use_dora=dora)
+def test_the_gradients_of_a_layer_are_those_of_its_formula():
+    """``y = (W + s B A) x + bias``"""
+    layer, x, xn, w, _ = numpy_case()
     a, b, s = numbers(layer, "one")
     x.requires_grad_()
     weights = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     (layer(x) * weights).sum().backward()
-    moved = w + s * b @ a
-    length = np.linalg.norm(moved, axis=1)
-    scale = layer.lora_magnitude_vector["one"].weight.detach().double().numpy() / length if dora else np.ones(5)
-    g = weights.double().numpy() * scale
-    factors = layer.factors("one")
-    same(factors[0].grad, s * (g @ b).T @ xn)
-    same(factors[1].grad, s * g.T @ (xn @ a.T))
-    same(x.grad, g @ moved)
-    if dora:
-        plain = weights.double().numpy() * (xn @ moved.T)
-        same(layer.lora_magnitude_vector["one"].weight.grad, plain.sum(axis=0) / length)
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_disabled_a_layer_is_its_base_and_merged_it_is_itself(dora):
-    """Checklist rows 73 and 74."""
-    layer, x, xn, w, bias = numpy_case(use_dora=dora)
-    before = layer(x)
-    layer.merge()
-    same(layer(x), before.detach().double().numpy())
-    same(layer.base_layer(x), before.detach().double().numpy())
-    layer.unmerge()
-    layer.is_disabled = True
-    same(layer(x), xn @ w.T + bias)
+    g = weights.double().numpy()
+    same(factors(layer)[0].grad, s * (g @ b).T @ xn)
+    same(factors(layer)[1].grad, s * g.T @ (xn @ a.T))
+    same(x.grad, g @ (w + s * b @ a))
 
 
 def test_a_quantised_base_keeps_its_own_product():
@@ -349,33 +319,24 @@ def test_a_quantised_base_keeps_its_own_product():
         def forward(self, x):
             return F.linear(x, self.weight.round(), self.bias)
 
-    layer = LoraLinear(Quantised(6, 5))
-    layer.add("one", LoraSettings(rank=3, alpha=3))
-    layer.factors("one")[1].data.normal_()
-    layer.active = ["one"]
-    x = torch.randn(4, 6)
-    before = layer.weight.clone()
+    layer, x = adapted(Quantised(6, 5), r=3), torch.randn(4, 6)
+    before = layer.base_layer.weight.clone()
     a, b, scaling = numbers(layer, "one")
-    w = layer.weight.round().detach().double().numpy()
-    xn = x.double().numpy()
-    same(layer(x), xn @ w.T + layer.bias.detach().numpy() + scaling * (xn @ a.T @ b.T))
+    w, xn = before.round().double().numpy(), x.double().numpy()
+    same(layer(x), xn @ w.T + layer.base_layer.bias.detach().numpy() + scaling * (xn @ a.T @ b.T))
     layer(x).sum().backward()
-    assert torch.equal(layer.weight, before)
+    assert torch.equal(layer.base_layer.weight, before)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "pissa"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_merged_is_unmerged_and_unmerging_is_exact(family, kind):
+def test_a_merged_model_says_the_same_without_any_adapter(family, kind):
     _, model = attached(family, **KINDS[kind][0], lora_target=["all", "wte" if family == "gpt2" else "embed_tokens"])
-    shaken(model)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    apart = logits(model)
-    merge(model)
+    apart = logits(shaken(model))
+    merge_into_base(model)
     torch.testing.assert_close(logits(model), apart, **CLOSE)
-    base = next(name for name in before if "base_layer.weight" in name)
-    assert not torch.equal(dict(model.named_parameters())[base], before[base])
-    unmerge(model)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert model.state_dict().keys() >= tiny_model(family).state_dict().keys()
+    assert not any("lora_" in name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -387,34 +348,19 @@ def test_merged_is_unmerged_and_unmerging_is_exact(family, kind):
         {"pissa_init": True, "use_dora": True},
     ],
 )
-def test_inside_reference_the_model_is_what_it_was_before_even_where_it_was_merged(options):
+def test_inside_reference_the_model_is_what_it_was_before(options):
     before = logits(tiny_model())
-    adapter, model = attached(lora_target=["all", "embed_tokens"], **options)
-    shaken(model)
-    trained = logits(model)
-    merge(model)
+    adapter, model = attached(lora_target=["all"], **options)
+    trained = logits(shaken(model))
+    trains = {name: p.requires_grad for name, p in model.named_parameters()}
     with adapter.reference(model):
         if "pissa_init" in options:  # its base is what the decomposition left, put together again
             torch.testing.assert_close(logits(model), before, **CLOSE)
         else:
             assert torch.equal(logits(model), before)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
     torch.testing.assert_close(logits(model), trained, **CLOSE)
     assert not torch.allclose(trained, before)
-
-
-def test_the_base_beside_a_pissa_adapter_is_the_whole_base(tmp_path):
-    plain = saved_adapter(tmp_path, 1)
-    _, model = attached(pissa_init=True)
-    load_adapter(model, plain, "plain")
-    expected = logits(attached(folders=[plain])[1])
-    torch.testing.assert_close(logits(model), expected, **CLOSE)  # the one loaded last is active
-    merge(model)
-    torch.testing.assert_close(logits(model), expected, **CLOSE)
-    unmerge(model)
-    with rows_through(model, ["__base__", "plain"]):
-        mixed = logits(model)
-    torch.testing.assert_close(mixed[0], logits(tiny_model())[0], **CLOSE)
-    torch.testing.assert_close(mixed[1], expected[1], **CLOSE)
 
 
 # --- files, both ways -----------------------------------------------------------------------------------------------
@@ -590,7 +536,7 @@ def test_merging_what_was_tied_and_was_trained_apart_unties_it(options, tmp_path
 
 def test_tied_modules_that_are_both_trained_whole_stay_tied():
     _, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
-    copies = [m.modules_to_save["default"].weight for m in model.modules() if isinstance(m, TrainedCopy)]
+    copies = [m.modules_to_save["default"].weight for m in model.modules() if hasattr(m, "modules_to_save")]
     assert len(copies) == 2
     assert copies[0] is copies[1]
     shaken(model)
@@ -642,7 +588,7 @@ def test_new_tokens_make_embedding_and_head_train_beside_the_adapter():
     model = tiny_model()
     model.has_new_tokens = True
     adapter, model = attached(model=model)
-    whole = {path for path, m in model.named_modules() if isinstance(m, TrainedCopy)}
+    whole = {path for path, m in model.named_modules() if hasattr(m, "modules_to_save")}
     assert whole == {"model.embed_tokens", "lm_head"}
     assert len([note for note in adapter.notes if "vocabulary" in note]) == 1
 
@@ -807,7 +753,11 @@ def test_a_truncated_adapter_is_named_with_its_bytes(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"peft_type": "IA3"}, "IA3"), ({"bias": "all"}, "bias: all"), ({"init_lora_weights": "olora"}, "olora")],
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "all"}, "bias: all"),
+        ({"target_parameters": ["x"]}, "target_parameters"),
+    ],
 )
 def test_an_adapter_of_another_method_is_sent_to_peft(change, named, tmp_path):
     saved_adapter(tmp_path, 1)
@@ -830,22 +780,6 @@ def test_a_broken_adapter_is_not_merged(tmp_path):
     next(p for n, p in model.named_parameters() if "lora_B" in n).data[0, 0] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         merge_into_base(model)
-    assert any(isinstance(m, LoraLayer) and not m.is_merged for m in model.modules())
+    assert any(hasattr(m, "base_layer") and not m.merged for m in model.modules())
     base = next(n for n in before if "base_layer.weight" in n)
     assert torch.equal(dict(model.named_parameters())[base], before[base])
-
-
-def test_an_embedding_adapter_scales_as_its_embedding_does():
-    class Scaled(nn.Embedding):
-        embed_scale = torch.tensor(3.0)
-
-        def forward(self, ids):
-            return super().forward(ids) * self.embed_scale
-
-    layer = LoraEmbedding(Scaled(7, 4))
-    layer.add("one", LoraSettings(rank=2, alpha=2))
-    layer.factors("one")[0].data.normal_()
-    layer.active = ["one"]
-    ids = torch.tensor([[1, 5]])
-    a, b = layer.factors("one")
-    torch.testing.assert_close(layer(ids), 3 * (layer.weight[ids] + a.t()[ids] @ b.t()), **CLOSE)

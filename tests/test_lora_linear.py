@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from burnish.adapters.lora_layer import LoraLayer, LoraLinear, LoraSettings
-from burnish.ops.lora import lora_linear
+from burnish.core.patching import standing
+from burnish.ops.lora import LoraForward, lora_linear
+from tiny_lora import adapted, factors
 
 TOKENS, INPUTS, OUTPUTS, RANK = 7, 12, 10, 4
 # float32 sums in another order: a few units in the last place of gradients near 100
@@ -113,28 +114,18 @@ class Rounded(nn.Linear):  # stands for a layer with a product of its own
         return F.linear(x, self.weight.round(), self.bias)
 
 
-def layer(base=None, **settings):
+def layer(base=None, *names, **settings):
     torch.manual_seed(0)
-    made = LoraLinear(nn.Linear(INPUTS, OUTPUTS) if base is None else base).requires_grad_(False)
-    made.add("one", LoraSettings(**{"rank": RANK, "alpha": RANK, **settings}))
-    made.factors("one")[1].data.normal_()
-    made.active = ["one"]
-    return made
+    return adapted(nn.Linear(INPUTS, OUTPUTS) if base is None else base, *names, **settings)
 
 
-def is_one_product(made, dtype=torch.float32):
-    return made._is_one_product(torch.zeros(1, TOKENS, INPUTS, dtype=dtype), "one")
+def is_one_product(made):
+    return standing(made, "forward", LoraForward).product(torch.zeros(1, TOKENS, INPUTS), ["one"]) is not None
 
 
 def hooked():
     made = layer()
     made.base_layer.register_forward_hook(lambda module, args, output: output + 1)
-    return made
-
-
-def with_pissa_beside():
-    made = layer()
-    made.add("two", LoraSettings(rank=RANK, alpha=RANK, pissa=-1))
     return made
 
 
@@ -145,17 +136,16 @@ def trained():
 
 
 PLAIN = {
-    "DoRA": lambda: layer(use_dora=True),
-    "a bias in B": lambda: layer(use_bias=True),
+    "a bias in B": lambda: layer(lora_bias=True),
     "a product of its own": lambda: layer(Rounded(INPUTS, OUTPUTS)),
     "a hook": hooked,
-    "an adapter beside it that took from the base": with_pissa_beside,
     "a base that trains": trained,
     "a base in another format": lambda: layer(nn.Linear(INPUTS, OUTPUTS).bfloat16()),
 }
+KINDS = [{}, {"use_rslora": True}, {"lora_dropout": 0.5}]
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"dropout": 0.5}, {"pissa": -1}])
+@pytest.mark.parametrize("settings", KINDS)
 def test_a_frozen_dense_layer_under_a_plain_adapter_is_one_product(settings):
     assert is_one_product(layer(**settings))
 
@@ -165,31 +155,34 @@ def test_whatever_else_there_is_goes_one_after_the_other(kind):
     assert not is_one_product(PLAIN[kind]())
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"dropout": 0.5}, {"pissa": -1}])
-def test_a_layer_gives_the_same_both_ways(settings, monkeypatch):
+@pytest.mark.parametrize("settings", [*KINDS, {"lora_bias": True}, {"use_dora": True}])
+def test_a_layer_gives_what_peft_gives(settings):
     found = []
-    for plain in (False, True):
-        monkeypatch.setattr(LoraLayer, "plain", plain)
-        made, x = layer(**settings), torch.randn(1, TOKENS, INPUTS, generator=torch.Generator().manual_seed(1))
-        x.requires_grad_()
+    for is_patched in (True, False):
+        made = layer(is_patched=is_patched, **settings)
+        x = torch.randn(1, TOKENS, INPUTS, generator=torch.Generator().manual_seed(1)).requires_grad_()
         torch.manual_seed(3)
         out = made(x)
         out.square().sum().backward()
-        found.append([out, x.grad, *(factor.grad for factor in made.factors("one"))])
+        found.append([out, x.grad, *(factor.grad for factor in factors(made))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
+@pytest.mark.parametrize("state", ["disabled", "merged", "row by row"])
+def test_a_layer_that_is_switched_answers_as_peft_does(state):
+    answers = []
+    for is_patched in (True, False):
+        made, named = layer(None, "one", "two", is_patched=is_patched), {}
+        if state == "disabled":
+            made.enable_adapters(False)
+        elif state == "merged":
+            made.merge()
+        else:
+            named = {"adapter_names": ["two", "__base__", "one"]}
+        answers.append(made(torch.ones(3, INPUTS), **named))
+    torch.testing.assert_close(*answers, **CLOSE)
+
+
 def test_a_hook_on_the_base_is_still_heard():
     torch.testing.assert_close(hooked()(torch.ones(1, TOKENS, INPUTS)), layer()(torch.ones(1, TOKENS, INPUTS)) + 1)
-
-
-def test_two_active_adapters_add_up():
-    made, x = layer(), torch.randn(1, TOKENS, INPUTS)
-    one = made(x)
-    made.add("two", LoraSettings(rank=RANK, alpha=RANK))
-    made.factors("two")[1].data.normal_()
-    made.active = ["two"]
-    two = made(x)
-    made.active = ["one", "two"]
-    torch.testing.assert_close(made(x), one + two - made.base_layer(x), **CLOSE)

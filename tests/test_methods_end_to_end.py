@@ -15,6 +15,8 @@ from burnish.cli import main
 from burnish.models.load import context_length
 from small_run import as_words, make_user
 
+pytestmark = pytest.mark.run
+
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
 

@@ -8,10 +8,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from burnish.adapters.base import ADAPTERS, ModelState, set_precision, trainable_summary
+from burnish.adapters.base import ADAPTERS, ModelState, trainable_summary
 from burnish.core.errors import UserError
 from burnish.core.options import Given, build
-from burnish.engine.base import EngineOptions, SingleEngine
+from burnish.core.patching import summary
+from burnish.engine.base import EngineOptions, SingleEngine, set_precision
 from burnish.models.check import check_model
 from burnish.models.load import (
     check_context,
@@ -21,9 +22,9 @@ from burnish.models.load import (
     load_model,
     meta_model,
     raise_if_not_finite,
+    samples_without_sampling,
 )
 from burnish.models.options import ModelOptions
-from burnish.models.patches import PATCHES
 from burnish.models.save import save_model
 from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
 from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
@@ -106,9 +107,11 @@ def test_from_scratch_is_random_under_the_seed_and_reads_no_weights(tmp_path):
 
 
 def test_tensors_that_the_model_has_no_use_for_are_said(tmp_path):
-    saved_model(tmp_path, num_hidden_layers=2)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1}))
+    from safetensors.torch import load_file, save_file
+
+    saved_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {f"vision.{n}.weight": torch.ones(2) for n in range(9)}, path, {"format": "pt"})
     notes = []
     load_model(options(tmp_path), notes=notes)
     assert any("9 tensors in the files are not part of LlamaForCausalLM" in note for note in notes)
@@ -125,12 +128,9 @@ def test_a_generation_config_that_cannot_be_saved_is_patched_and_said(tmp_path):
     saved_model(tmp_path / "base")
     raw = {"temperature": 0.6, "do_sample": False, "eos_token_id": 2}
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(raw))
-    notes = []
-    model = load_model(options(tmp_path / "base"), notes=notes)
-    assert any(PATCHES[0].reason in note for note in notes)
-    assert PATCHES[0].is_needed(
-        meta_model(load_config(options(tmp_path / "base")))
-    )  # known before the weights are read
+    model = load_model(options(tmp_path / "base"))
+    assert summary(model) == ["1 generation_config.do_sample: 1 generation config that samples"]
+    assert samples_without_sampling(meta_model(load_config(options(tmp_path / "base"))))  # known without weights
     save_model(model, tiny_tokenizer(), tmp_path / "out", stop_token_ids=[5])
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
@@ -379,11 +379,11 @@ def test_the_folder_has_what_generation_needs_and_no_pickle(tmp_path):
 
 
 def test_a_model_with_an_adapter_in_it_is_not_saved_as_a_whole(tmp_path):
-    from burnish.adapters.lora_config import LoraConfig
-    from burnish.adapters.lora_layer import LoraSettings
+    from peft import LoraConfig
+
     from burnish.adapters.lora_model import add_adapter
 
     model = tiny_model()
-    add_adapter(model, "default", LoraConfig(LoraSettings(2, 2)), ["model.layers.0.mlp.up_proj"], [])
+    add_adapter(model, "default", LoraConfig(r=2), ["model.layers.0.mlp.up_proj"], [])
     with pytest.raises(RuntimeError, match="adapter is still in the model"):
         save_model(model, None, tmp_path)

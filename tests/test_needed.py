@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from burnish.adapters.lora import LoraAdapter, LoraOptions
-from burnish.app.build import computes_needed_only
+from burnish.app.build import wants_needed_only
 from burnish.cli import main
 from burnish.core.options import union
+from burnish.core.patching import PatchOptions
 from burnish.core.types import IGNORE_INDEX
-from burnish.data.batching import BatchingOptions, collate_flat, collate_needed, collator, pack
-from burnish.data.needed import segments
-from burnish.data.stream import num_tokens
+from burnish.data.batches.batching import BatchingOptions, collate_needed, collate_padding_free, collator, pack
+from burnish.data.batches.prefix_sharing import segments
+from burnish.data.batches.stream import num_tokens
 from burnish.engine.options import EngineOptions
-from burnish.models.attention import lay_flat
+from burnish.models.attention import make_padding_free
+from burnish.models.fitted import fit
 from burnish.objectives.lm import LmOptions, SftObjective
 from burnish.ops.probe import shares_prefixes
 from burnish.ops.runs import laid_out
@@ -24,7 +26,7 @@ from small_run import as_words, make_user
 from test_attention import KEEPS_APART
 from tiny_shapes import tiny
 
-Options = union("Options", LmOptions, BatchingOptions, EngineOptions)
+Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
 
 
 def row(ids, prompt):
@@ -89,7 +91,7 @@ def test_the_label_of_a_rows_last_token_stands_in_the_place_of_the_next_row():
 
 def test_a_batch_from_which_nothing_is_learned_is_left_as_it_is():
     rows = [row([1, 2, 3], 3), row([4, 5], 2)]
-    assert torch.equal(collate_needed(rows)["input_ids"], collate_flat(rows)["input_ids"])
+    assert torch.equal(collate_needed(rows)["input_ids"], collate_padding_free(rows)["input_ids"])
 
 
 def test_little_is_not_worth_sharing():
@@ -100,7 +102,7 @@ def test_little_is_not_worth_sharing():
 
 def test_the_tokens_of_a_batch_are_those_of_its_rows():
     sequences = rows_of_a_tree()
-    needed, flat = collate_needed(sequences), collate_flat(sequences)
+    needed, flat = collate_needed(sequences), collate_padding_free(sequences)
     assert needed["input_ids"].numel() < 0.7 * flat["input_ids"].numel()
     assert num_tokens(needed) == num_tokens(flat)
     assert (needed["labels"][:, 1:] != IGNORE_INDEX).sum() == (flat["labels"][:, 1:] != IGNORE_INDEX).sum()
@@ -121,7 +123,7 @@ def test_the_gradient_of_a_run_is_the_sum_over_its_uses():
 
 def gradients(model, batch, options=None):
     objective = SftObjective(options or Options(), template=None)
-    objective.fit(model, lambda rows: batch)
+    objective.fit(fit(model, head_of=model), lambda rows: batch)
     module = objective.module(model)
     made = objective.collate([])
     loss = objective.loss(module, made).total / objective.weight(made)
@@ -133,12 +135,12 @@ def gradients(model, batch, options=None):
 @pytest.mark.parametrize("family", KEEPS_APART)
 def test_a_step_is_the_same_in_every_family(family):
     model = tiny(family, output_router_logits=False)
-    assert lay_flat(model).is_flat
+    assert make_padding_free(model).is_flat
     # Before transformers 5.23 OPT in training draws a number per layer, which it may use for nothing.
     assert shares_prefixes(model) or family == "opt"
     sequences = rows_of_a_tree()
     loss, shared = gradients(model, collate_needed(sequences))
-    plain_loss, plain = gradients(model, collate_flat(sequences))
+    plain_loss, plain = gradients(model, collate_padding_free(sequences))
     assert abs(loss - plain_loss) < 1e-6
     assert shared.keys() == plain.keys()
     for name, gradient in plain.items():
@@ -157,8 +159,10 @@ def test_a_step_is_the_same_for_any_rows(seed):
             one["loss_weights"] = [draw.random() * 2 for _ in one["labels"]]
     draw.shuffle(whole)
     model = tiny("qwen2", max_position_embeddings=4096)
-    lay_flat(model)
-    (loss, shared), (plain_loss, plain) = (gradients(model, made(whole)) for made in (collate_needed, collate_flat))
+    make_padding_free(model)
+    (loss, shared), (plain_loss, plain) = (
+        gradients(model, made(whole)) for made in (collate_needed, collate_padding_free)
+    )
     assert abs(loss - plain_loss) < 1e-6
     for name, gradient in plain.items():
         assert (shared[name] - gradient).abs().max() < 1e-6 * max(1, gradient.abs().max()), name
@@ -168,9 +172,9 @@ def test_in_bfloat16_a_step_is_as_near_to_the_truth_as_with_all_tokens():
     """Two orders of summation, both rounded to bfloat16; the truth is float64's."""
     sequences = rows_of_a_tree(num=20)
     made = {}
-    for name, collate in (("shared", collate_needed), ("plain", collate_flat), ("truth", collate_flat)):
+    for name, collate in (("shared", collate_needed), ("plain", collate_padding_free), ("truth", collate_padding_free)):
         model = tiny("qwen2").to(torch.float64 if name == "truth" else torch.float32)
-        lay_flat(model)
+        make_padding_free(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=name != "truth"):
             _, made[name] = gradients(model, collate(sequences))
 
@@ -182,7 +186,7 @@ def test_in_bfloat16_a_step_is_as_near_to_the_truth_as_with_all_tokens():
 
 def test_a_model_that_draws_at_random_computes_all_tokens():
     model = tiny("llama", attention_dropout=0.2)
-    lay_flat(model)
+    make_padding_free(model)
     assert not shares_prefixes(model)
     assert model.training
 
@@ -192,20 +196,20 @@ def test_the_dropout_of_a_new_adapter_counts_though_no_logit_shows_it():
     for dropout in (0.0, 0.2):
         options = union("AdapterOptions", LoraOptions)(lora_dropout=dropout)
         model = LoraAdapter(options).attach(tiny("llama"))
-        lay_flat(model)
+        make_padding_free(model)
         assert shares_prefixes(model) is (dropout == 0.0)
 
 
 def test_a_model_that_attends_under_a_mask_of_its_own_computes_all_tokens():
     model = tiny("llama")
-    lay_flat(model, own_attention=False)
+    make_padding_free(model, own_attention=False)
     assert not shares_prefixes(model)
 
 
 def test_positions_that_depend_on_the_longest_row_need_all_tokens():
     for kind, is_fixed in (("linear", True), ("dynamic", False)):
         model = tiny("llama", rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0})
-        lay_flat(model)
+        make_padding_free(model)
         assert shares_prefixes(model) == is_fixed
 
 
@@ -216,10 +220,11 @@ def test_noise_on_embeddings_and_a_loss_over_all_tokens_need_all_of_them():
         ("llama", {"needed_tokens_only": False}),
     ):
         options, model = Options(**given), tiny(family)
-        lay_flat(model)
-        assert not computes_needed_only(SftObjective(options, template=None), model, options)
+        make_padding_free(model)
+        assert not wants_needed_only(SftObjective(options, template=None), model, options, torch.device("cpu"))
     options = Options(router_aux_loss_coef=0.0)
-    assert computes_needed_only(SftObjective(options, template=None), model, options)
+    assert wants_needed_only(SftObjective(options, template=None), model, options, torch.device("cpu"))
+    assert fit(model, padding_free=True, prefix_sharing=True).shares_prefixes
 
 
 def test_only_flat_batches_leave_tokens_out():

@@ -20,6 +20,8 @@ from burnish.models.tokens import fit_vocabulary, load_tokenizer
 from small_run import as_words, make_model, make_user, records
 from test_train_run import weights_in
 
+pytestmark = pytest.mark.run
+
 WORDS = {"<calc>": "seven nine", "<look>": "lamp"}
 
 
@@ -74,7 +76,7 @@ def test_an_embedding_with_rows_to_spare_is_trained_too(tmp_path):
     found, _, before = fitted(full_model(tmp_path, spare_rows=8), add_special_tokens=["<calc>"])
     assert torch.equal(found.get_input_embeddings().weight, before[0])
     assert found.has_new_tokens
-    assert not fitted(tmp_path, resize_vocab=True)[0].has_new_tokens
+    assert not hasattr(fitted(tmp_path, resize_vocab=True)[0], "has_new_tokens")
 
 
 @pytest.mark.parametrize(

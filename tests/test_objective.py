@@ -7,18 +7,21 @@ import torch
 
 from burnish.core.errors import UserError
 from burnish.core.options import union
+from burnish.core.patching import PatchOptions
 from burnish.core.types import IGNORE_INDEX, Example
-from burnish.data.batching import BatchingOptions, collator, pack
-from burnish.data.stream import _blank
+from burnish.data.batches.batching import BatchingOptions, collator, pack
+from burnish.data.batches.stream import _blank
 from burnish.data.tally import Tally
 from burnish.engine.options import EngineOptions
-from burnish.models.attention import lay_flat
+from burnish.models.attention import make_padding_free
+from burnish.models.fitted import fit
 from burnish.objectives.base import OBJECTIVES
-from burnish.objectives.lm import LmOptions, PretrainObjective, SftObjective, learned_positions
+from burnish.objectives.lm import LmOptions, PretrainObjective, SftObjective
+from burnish.objectives.logits import target_positions
 from burnish.objectives.neftune import sequence_lengths
 from tiny_shapes import tiny
 
-Options = union("Options", LmOptions, BatchingOptions, EngineOptions)
+Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
 
 
 def rows(num=8, seed=0, weights=False):
@@ -35,8 +38,8 @@ def rows(num=8, seed=0, weights=False):
 def fitted(model, **given):
     options = Options(**given)
     objective = SftObjective(options, template=None)
-    lies_flat = options.padding_free and lay_flat(model).is_flat
-    objective.notes = objective.fit(model, collator(options, 0, lies_flat))
+    lies_flat = options.padding_free and make_padding_free(model).is_flat
+    objective.notes = objective.fit(fit(model, head_of=model), collator(options, 0, lies_flat))
     return objective, objective.module(model)
 
 
@@ -149,7 +152,7 @@ def test_training_makes_no_logits_but_those_of_a_chunk():
 
     objective, module = fitted(tiny(vocab_size=4001))
     batch = objective.collate(rows())
-    learned = len(batch["learned"])
+    learned = len(batch["target_positions"])
     with Largest() as largest:
         objective.loss(module, batch).total.backward()
     assert largest.numel <= max(learned * 4001, 4001 * 32)
@@ -323,8 +326,8 @@ class Template:
     def encode_flat(self, examples, tally):
         return [{"input_ids": [1], "labels": [1]} for _ in examples]
 
-    def encode_text(self, examples, tally, cut=True):
-        return [{"input_ids": [2, 2], "labels": [2, 2]} if cut else None for _ in examples]
+    def encode_text(self, examples, tally, truncate=True):
+        return [{"input_ids": [2, 2], "labels": [2, 2]} if truncate else None for _ in examples]
 
 
 def test_fine_tuning_encodes_conversations_and_pretraining_text():
@@ -332,7 +335,7 @@ def test_fine_tuning_encodes_conversations_and_pretraining_text():
     assert SftObjective(Options(), Template()).encode(examples, tally)[0]["input_ids"] == [1]
     pretrain = PretrainObjective(Options(), Template())
     assert pretrain.encode(examples, tally)[0]["input_ids"] == [2, 2]
-    assert pretrain.encode(examples, tally, cut=False) == [None]
+    assert pretrain.encode(examples, tally, truncate=False) == [None]
 
 
 def test_objectives_are_known_by_their_stage_and_rows_of_one_are_not_taken_for_the_others():
@@ -347,4 +350,4 @@ def test_collating_before_the_model_is_known_is_an_error():
 
 def test_position_t_predicts_token_t_plus_one():
     labels = torch.tensor([[5, IGNORE_INDEX, 7], [IGNORE_INDEX, 8, IGNORE_INDEX]])
-    assert learned_positions(labels).tolist() == [1, 3]
+    assert target_positions(labels).tolist() == [1, 3]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -21,6 +22,8 @@ from burnish.optim.builtin import (
     missing_library,
     optimizer_notes,
 )
+
+pytestmark = pytest.mark.run
 
 HERE = [m.name for m in OPTIMIZERS if "refused" not in m.traits]
 WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quantise
@@ -500,3 +503,35 @@ def test_schedule_free_evaluates_other_weights_than_it_trains():
     assert any(not torch.equal(trained[key], averaged[key]) for key in trained)
     for key, value in training.weights().items():
         torch.testing.assert_close(value, trained[key])
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "ademamix_8bit", "rmsprop_bnb_8bit"])
+@pytest.mark.parametrize("copy", [True, False])
+def test_moments_in_8_bits_are_saved_once_and_go_on_to_the_bit(name, copy, tmp_path):
+    skip_if_missing(name)
+    whole, stopped = Training(name).run(6), Training(name).run(3)
+    tensors, data = split(stopped.optimizer.state_dict(), copy=copy)
+    save_file(tensors, tmp_path / "optimizer.safetensors")  # refuses tensors that share memory
+    again = Training(name)
+    again.model.load_state_dict(stopped.model.state_dict())
+    again.optimizer.load_state_dict(join(load_file(tmp_path / "optimizer.safetensors"), json.loads(json.dumps(data))))
+    again.scheduler.load_state_dict(stopped.scheduler.state_dict())
+    again.steps = 3
+    ended = again.run(3).weights()
+    assert all(torch.equal(value, ended[key]) for key, value in whole.weights().items())
+
+
+def test_moments_of_embeddings_have_32_bits():
+    skip_if_missing("adamw_8bit")
+
+    def embedding(seed=0):
+        torch.manual_seed(seed)
+        return nn.ModuleDict({"embed": nn.Embedding(128, WIDTH), "head": nn.Linear(WIDTH, WIDTH)})
+
+    model = embedding()
+    optimizer = create_optimizer(model.named_parameters(), model, options_for("adamw_8bit"))
+    model["head"](model["embed"](torch.arange(8))).square().mean().backward()
+    optimizer.step()
+    kinds = {name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters()}
+    assert kinds["embed.weight"] == torch.float32
+    assert kinds["head.weight"] == torch.uint8

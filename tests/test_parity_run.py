@@ -10,9 +10,11 @@ from burnish.app.config import read_arguments
 from burnish.app.plan import plan
 from burnish.app.prepare import prepare
 from burnish.cli import main
-from burnish.data.batching import collate_padded
+from burnish.data.batches.batching import collate_padded
 from hf_toy import smooths_a_whole_step
 from small_run import as_words, make_user
+
+pytestmark = pytest.mark.run
 
 CASES = {
     "plain": {},

@@ -8,18 +8,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from burnish.app.build import assemble
+from burnish.app import predict
+from burnish.app.build import build_run
 from burnish.app.metrics import METRICS, check_metrics, scores
 from burnish.app.plan import plan
 from burnish.app.predict import answer_all, bare_model, predict_all, questions_of
 from burnish.app.prepare import prepare
 from burnish.core.errors import UserError
 from burnish.core.options import Given
-from burnish.data.sources import load_datasets
+from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from burnish.engine.base import create_engine
+from burnish.infer.batch import answer_many
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from small_run import make_user
+
+pytestmark = pytest.mark.run
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,7 @@ def run_of(tmp_path, **given):
     made = plan({name: Given(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
     (tmp_path / "out").mkdir()
-    return made, prepared, assemble(made, prepared, create_engine(made.options), None)
+    return made, prepared, build_run(made, prepared, create_engine(made.options), None)
 
 
 def lines(path):
@@ -81,7 +85,7 @@ def test_in_that_format_the_loss_is_that_of_a_run_that_trains_but_for_rounding(t
 
 def test_answers_of_a_batch_are_those_of_each_prompt_alone(tmp_path):
     _, prepared, run = run_of(tmp_path)
-    model = run.parts["model"].model.eval()
+    model = run.parts["model"].held.model.eval()
     options = GenerationOptions(do_sample=False, max_new_tokens=8)
     config = generation_config(model, prepared.tokenizer, prepared.template.stop_token_ids(), options)
     prompts = [row["input_ids"][:length] for row, length in zip(prepared.eval_rows[""], (9, 17, 12), strict=False)]
@@ -111,6 +115,41 @@ def test_answers_do_not_depend_on_the_size_of_a_batch_nor_on_the_cache(size, cac
     assert any(together)
 
 
+def test_a_prediction_that_was_cut_short_goes_on_from_the_answers_it_has(tmp_path, monkeypatch):
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    made = replace(made, options=replace(made.options, do_sample=True, temperature=1.5))
+    model, stops = bare_model(run), prepared.template.stop_token_ids()
+    questions = questions_of(load_datasets(made.options, made.options.seed, Tally()).eval[""], prepared.template, stops)
+    config = generation_config(model, prepared.tokenizer, stops, made.options)
+    whole, partial = answer_all(run, questions, config, made.options), tmp_path / "answers.partial.jsonl"
+    asked = []
+
+    def cut(loop, asks, on_done):
+        asked.append(len(asks))
+        if len(asked) > 1:
+            return answer_many(loop, asks, on_done)
+        answer_many(loop, asks[:2], on_done)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, "answer_many", cut)
+    with pytest.raises(KeyboardInterrupt):
+        answer_all(run, questions, config, made.options, partial)
+    with partial.open("a") as file:
+        file.write('{"index": 3, "id')  # cut while it was written
+    assert answer_all(run, questions, config, made.options, partial) == whole
+    assert asked == [6, 4]
+    assert not partial.exists()
+
+
+def test_answers_of_another_model_are_not_taken_for_this_ones(tmp_path):
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    questions = [predict.Question([5, 6], [])]
+    config = generation_config(bare_model(run), prepared.tokenizer, [319], made.options)
+    partial = tmp_path / "answers.partial.jsonl"
+    partial.write_text('{"of": "another"}\n{"index": 0, "ids": [9]}\n')
+    assert answer_all(run, questions, config, made.options, partial) != [[9]]
+
+
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_a_static_cache_takes_keys_and_values_of_two_formats(tmp_path, num_beams):
     # Under autocast the weights stay float32: rotary positions raise keys to it, and values stay in 16 bits.
@@ -132,7 +171,7 @@ def test_a_static_cache_takes_keys_and_values_of_two_formats(tmp_path, num_beams
 
 def test_an_answer_ends_before_a_stop_token(tmp_path):
     _, prepared, run = run_of(tmp_path)
-    model, prompt = run.parts["model"].model.eval(), prepared.eval_rows[""][0]["input_ids"][:9]
+    model, prompt = run.parts["model"].held.model.eval(), prepared.eval_rows[""][0]["input_ids"][:9]
     options = GenerationOptions(do_sample=False, max_new_tokens=8)
     (whole,) = generate(model, [prompt], generation_config(model, prepared.tokenizer, [319], options))
     stop = whole[3]
@@ -142,7 +181,7 @@ def test_an_answer_ends_before_a_stop_token(tmp_path):
 
 def test_no_answer_goes_beyond_the_models_context(tmp_path):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
-    run.parts["model"].model.config.max_position_embeddings = 10  # shorter than every prompt
+    run.parts["model"].held.model.config.max_position_embeddings = 10  # shorter than every prompt
     predict_all(run, prepared, made)
     assert {row["predict"] for row in lines(tmp_path / "out" / "generated_predictions.jsonl")} == {""}
 
@@ -150,7 +189,7 @@ def test_no_answer_goes_beyond_the_models_context(tmp_path):
 @pytest.mark.parametrize("given", [{"max_new_tokens": 0, "max_length": 36}, {"max_new_tokens": 30}])
 def test_the_length_of_an_answer_follows_from_its_own_prompt_and_not_from_its_batch(tmp_path, given):
     _, prepared, run = run_of(tmp_path)
-    model = run.parts["model"].model.eval()
+    model = run.parts["model"].held.model.eval()
     options = GenerationOptions(do_sample=False, **given)
     config = generation_config(model, prepared.tokenizer, [319], options)
     prompts = [row["input_ids"][:length] for row, length in zip(prepared.eval_rows[""], (9, 17, 36), strict=False)]
@@ -163,7 +202,7 @@ def test_the_length_of_an_answer_follows_from_its_own_prompt_and_not_from_its_ba
 
 def test_the_options_reach_the_generation(tmp_path):
     _, prepared, run = run_of(tmp_path)
-    model, tokenizer = run.parts["model"].model, prepared.tokenizer
+    model, tokenizer = run.parts["model"].held.model, prepared.tokenizer
     given = GenerationOptions(
         temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=0, max_length=99, repetition_penalty=1.2
     )

@@ -10,10 +10,12 @@ import pytest
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Example, Message
-from burnish.data.prepare import prepare
-from burnish.data.row_store import MANIFEST
+from burnish.core.work import watch_with
+from burnish.data.rows.encode import prepare
+from burnish.data.rows.store import MANIFEST
 from burnish.data.tally import Tally
 from data_sets import data_options
+from watching import Told
 
 
 @pytest.fixture(autouse=True)
@@ -176,13 +178,14 @@ def test_rows_go_to_another_process_by_the_name_of_their_folder():
     assert pickle.loads(sent)[5] == rows[5]
 
 
-def test_progress_is_told():
-    told = []
-    prepare(
-        examples(25), Encoder(), Tally(), fingerprint="f", options=data_options(preprocessing_batch_size=10),
-        progress=lambda done, total: told.append((done, total)),
-    )  # fmt: skip
-    assert told == [(10, 25), (20, 25), (25, 25)]
+def test_encoding_is_told_as_work_batch_by_batch():
+    told = Told()
+    watch_with(told)
+    try:
+        prepare(examples(25), Encoder(), Tally(), fingerprint="f", options=data_options(preprocessing_batch_size=10))
+    finally:
+        watch_with(None)
+    assert told.calls == [("Encoding", 25, "records"), 10, 10, 5, "end"]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

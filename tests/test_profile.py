@@ -4,11 +4,14 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from burnish.cli import main
 from small_run import as_words, make_user
+
+pytestmark = pytest.mark.run
 
 PARTS = ("forward and loss", "backward", "norm and clip", "optimizer", "the rest of the step", "between steps")
 

@@ -9,20 +9,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.adapters.base import trainable_summary
-from burnish.adapters.lora_layer import LoraLinear, LoraSettings
-from burnish.adapters.lora_model import find_targets, merge_into_base
+from burnish.adapters.lora_model import add_adapter, find_targets, merge_into_base, rows_through
 from burnish.app.plan import RunOptions
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.models import quantize
+from burnish.models.fused import patch_forwards
 from burnish.models.load import load_model
 from burnish.models.quantize import check_quantised_files, check_quantization, quantised_by
 from burnish.ops.quantised import dense
 from small_run import as_words, make_model, make_user
+from tiny_lora import adapted as adapted_layer
+from tiny_lora import factors
 
 # Dettmers et al. 2023, appendix E: the quantiles of a normal distribution, both ends at one.
 NF4 = np.array([
@@ -73,15 +76,10 @@ def layer_of(bnb, inputs=64, outputs=128, compute_dtype=torch.float32, seed=0):
     return layer, plain.weight.detach().numpy()
 
 
-def adapted(bnb, names=("default",), **settings):
+def adapted(bnb, names=("default",), compute_dtype=torch.float32, **settings):
     """A LoRA layer over 4 bits, its factors not zero."""
-    layer, _ = layer_of(bnb)
-    lora = LoraLinear(layer)
-    for name in names:
-        lora.add(name, LoraSettings(**{"rank": 4, "alpha": 8.0, **settings}))
-        nn.init.normal_(lora.lora_B[name].weight, std=0.3)
-    lora.active = list(names)
-    return lora.train()
+    layer, _ = layer_of(bnb, compute_dtype=compute_dtype)
+    return adapted_layer(layer, *names, lora_alpha=8, **settings).train()
 
 
 def product(lora, x, *names):
@@ -89,8 +87,8 @@ def product(lora, x, *names):
     weight, bias = dense(lora.base_layer).numpy(), lora.base_layer.bias.float().numpy()
     result = x.numpy() @ weight.T + bias
     for name in names:
-        a, b = (factor.detach().numpy() for factor in lora.factors(name))
-        result = result + lora.settings[name].scaling * (x.numpy() @ a.T @ b.T)
+        a, b = (factor.detach().numpy() for factor in factors(lora, name))
+        result = result + lora.scaling[name] * (x.numpy() @ a.T @ b.T)
     return result
 
 
@@ -127,7 +125,7 @@ def test_lora_over_4_bits_is_the_formula_and_leaves_the_base(bnb):
     before = lora.base_layer.weight.data.clone()
     assert_close(lora(x), product(lora, x, "default"))
     lora(x).square().sum().backward()
-    a, b = lora.factors("default")
+    a, b = factors(lora, "default")
     assert a.grad.abs().sum() > 0
     assert b.grad.abs().sum() > 0
     with torch.no_grad():
@@ -138,10 +136,10 @@ def test_lora_over_4_bits_is_the_formula_and_leaves_the_base(bnb):
 def test_its_gradients_are_those_over_the_dequantised_weight(bnb):
     lora, x = adapted(bnb), torch.randn(6, 64, requires_grad=True)
     lora(x).square().sum().backward()
-    own = [x.grad.clone(), *(factor.grad.clone() for factor in lora.factors("default"))]
+    own = [x.grad.clone(), *(factor.grad.clone() for factor in factors(lora, "default"))]
     weight, bias = dense(lora.base_layer), lora.base_layer.bias
     leaf = x.detach().clone().requires_grad_()
-    a, b = (factor.detach().clone().requires_grad_() for factor in lora.factors("default"))
+    a, b = (factor.detach().clone().requires_grad_() for factor in factors(lora, "default"))
     (leaf @ weight.t() + bias + 2.0 * (leaf @ a.t() @ b.t())).square().sum().backward()
     for found, expected in zip(own, (leaf.grad, a.grad, b.grad), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
@@ -149,33 +147,29 @@ def test_its_gradients_are_those_over_the_dequantised_weight(bnb):
 
 def test_disabled_it_is_the_base_alone(bnb):
     lora, x = adapted(bnb), torch.randn(3, 64)
-    lora.is_disabled = True
+    lora.enable_adapters(False)
     assert torch.equal(lora(x), lora.base_layer(x))
     assert_close(lora(x), product(lora, x))
 
 
 def test_adapters_that_are_active_add_up_and_missing_ones_are_passed_over(bnb):
     lora, x = adapted(bnb, names=("one", "two")), torch.randn(3, 64)
-    lora.active = ["one", "two", "three"]
+    lora.set_adapter(["one", "two", "three"])
     assert_close(lora(x), product(lora, x, "one", "two"))
 
 
 def test_each_row_goes_through_an_adapter_of_its_own(bnb):
     lora, x = adapted(bnb, names=("one", "two")), torch.randn(3, 2, 64)
-    lora.rows = ["two", "__base__", "one"]
-    found = lora(x)
+    with rows_through(nn.ModuleList([lora]), ["two", "__base__", "one"]):
+        found = lora(x)
     for row, names in zip(range(3), (("two",), (), ("one",)), strict=True):
         assert_close(found[row], product(lora, x[row], *names))
 
 
 def test_the_factors_are_float32_and_the_output_has_the_format_of_its_input(bnb):
-    layer, _ = layer_of(bnb, compute_dtype=torch.bfloat16)
-    lora = LoraLinear(layer)
-    lora.add("default", LoraSettings(rank=4, alpha=8.0))
-    nn.init.normal_(lora.lora_B["default"].weight, std=0.3)
-    lora.active = ["default"]
+    lora = adapted(bnb, compute_dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
-    assert lora.factors("default")[0].dtype == torch.float32
+    assert factors(lora, "default")[0].dtype == torch.float32
     assert lora(x).dtype == torch.bfloat16
     assert_close(lora(x), product(lora, x.float(), "default"), 0.05)
 
@@ -184,7 +178,7 @@ def test_dora_over_4_bits_is_length_times_direction(bnb):
     lora, x = adapted(bnb, use_dora=True), torch.randn(4, 64)
     with torch.no_grad():
         lora.lora_magnitude_vector["default"].weight.mul_(1.5)
-    a, b = (factor.detach().numpy() for factor in lora.factors("default"))
+    a, b = (factor.detach().numpy() for factor in factors(lora, "default"))
     weight = dense(lora.base_layer).numpy() + 2.0 * b @ a
     length = lora.lora_magnitude_vector["default"].weight.detach().numpy()
     direction = weight / np.linalg.norm(weight, axis=1, keepdims=True)
@@ -317,12 +311,12 @@ class PackedLinear(nn.Module):
 
 def test_lora_goes_over_a_packed_layer_of_any_library():
     torch.manual_seed(0)
-    model = nn.ModuleDict({"proj": PackedLinear(6, 10)})
+    model = nn.ModuleDict({"proj": PackedLinear(6, 10), "norm": nn.LayerNorm(10)})
     assert find_targets(model, ["all"])[0] == ["proj"]
-    lora, x = LoraLinear(model["proj"]), torch.randn(3, 6)
-    lora.add("default", LoraSettings(rank=2, alpha=4.0, use_dora=True))
-    lora.active = ["default"]
-    assert torch.equal(dense(model["proj"]), model["proj"].qweight / 8)
-    torch.testing.assert_close(lora(x), model["proj"](x))
-    nn.init.ones_(lora.lora_B["default"].weight)
-    assert not torch.allclose(lora(x), model["proj"](x))
+    packed, x = model["proj"], torch.randn(3, 6)
+    assert torch.equal(dense(packed), packed.qweight / 8)
+    add_adapter(model, "default", LoraConfig(r=2, lora_alpha=4), ["proj"], [])
+    patch_forwards(model)
+    torch.testing.assert_close(model["proj"](x), packed(x))
+    nn.init.ones_(model["proj"].lora_B["default"].weight)
+    assert not torch.allclose(model["proj"](x), packed(x))

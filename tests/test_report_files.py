@@ -45,6 +45,10 @@ def steps(folder, first, last, max_steps=10, ends=True):
     return callback
 
 
+OWN_KEYS = {"grad_norm", "step_seconds", "memory_bytes", "time"}
+"""Of burnish's rows alone."""
+
+
 def rows(folder):
     return [json.loads(line) for line in (folder / "trainer_log.jsonl").read_text().splitlines()]
 
@@ -52,7 +56,7 @@ def rows(folder):
 def test_a_row_has_the_keys_and_numbers_that_llama_factory_writes(tmp_path):
     steps(tmp_path, 0, 4)
     first, evaluation = rows(tmp_path)[0], rows(tmp_path)[4]
-    assert first == {
+    assert {name: value for name, value in first.items() if name not in OWN_KEYS} == {
         "current_steps": 1, "total_steps": 10, "loss": 1.0, "lr": 0.1, "epoch": 0.2, "percentage": 10.0,
         "elapsed_time": "0:00:02", "remaining_time": "0:00:18", "throughput": 25.0, "total_tokens": 50,
     }  # fmt: skip
@@ -299,16 +303,18 @@ def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
 
 
 @pytest.mark.parametrize(
-    ("changes", "loader"),
+    ("changes", "loaded"),
     [
-        ({"method": "lora"}, "AutoPeftModelForCausalLM"),
-        ({"method": "full", "is_adapter": False}, "AutoModelForCausalLM"),
+        ({"method": "lora"}, 'AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-0.5B")\n'),
+        ({"method": "lora", "base_model": "/models/mine"}, 'from_pretrained("mine")  # the path of the model'),
+        ({"method": "lora"}, "PeftModel.from_pretrained(base, folder)"),
+        ({"method": "full", "is_adapter": False}, "AutoModelForCausalLM.from_pretrained(folder)"),
     ],
 )
-def test_the_code_on_the_card_loads_the_model(changes, loader):
+def test_the_code_on_the_card_loads_the_model(changes, loaded):
     code = card_text(facts(**changes)).split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
-    assert f"{loader}.from_pretrained(folder)" in code
+    assert loaded in code
 
 
 def test_an_addition_of_another_package_is_not_said_to_load_in_peft():

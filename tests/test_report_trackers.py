@@ -16,6 +16,8 @@ from burnish.core.state import TrainerControl, TrainerState
 from burnish.report.options import ReportOptions, check_trackers, counts_tokens, tracker_notes
 from burnish.report.trackers import TRACKERS, tracker_callbacks, tracker_problems, wanted_trackers
 
+pytestmark = pytest.mark.run
+
 Options = union("Options", ReportOptions, CheckpointOptions, FlowOptions)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from burnish.ops.attention import Scores, Sequences, _band, _one, flat_attention
-from burnish.ops.short import buckets_of, short_attention
+from burnish.ops.cpu.short import buckets_of, short_attention
 
 MANY = [random.Random(5).randint(1, 70) for _ in range(40)]
 CASES = {

@@ -15,6 +15,8 @@ import yaml
 from burnish.core.collection import collect_from_here, without_collection
 from small_run import make_user
 
+pytestmark = pytest.mark.run
+
 SOURCE = Path(__file__).parents[1] / "src"
 NEVER_NEEDED = {
     "datasets", "pyarrow", "pandas", "peft", "trl", "bitsandbytes", "scipy", "sklearn", "torchvision", "matplotlib",

@@ -5,8 +5,8 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
-from burnish.data.budget import Budget
-from burnish.data.stream import Cut, EvalBatches, RowStream, StreamOptions
+from burnish.data.batches.budget import Budget
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions, balanced, share_of_waiting
 
 
 def collate(items):
@@ -15,7 +15,7 @@ def collate(items):
 
 
 def stream(num_items=21, batch_size=2, accumulation=2, world_size=1, rank=0, seed=7, **options):
-    cut = Cut(batch_size, accumulation, world_size, rank, options.pop("drop_last", False))
+    cut = StepPartition(batch_size, accumulation, world_size, rank, options.pop("drop_last", False))
     lengths = options.pop("lengths", None)
     return RowStream(range(num_items), collate, cut, seed=seed, options=StreamOptions(**options), lengths=lengths)
 
@@ -88,7 +88,7 @@ def test_a_resumed_stream_touches_no_row_before_its_place(done):
             touched.append(index)
             return super().__getitem__(index)
 
-    s = RowStream(Rows(range(40_000)), collate, Cut(2, 2), seed=7, options=StreamOptions())
+    s = RowStream(Rows(range(40_000)), collate, StepPartition(2, 2), seed=7, options=StreamOptions())
     s.load_state_dict({"epoch": 0, "position": 4 * done})
     expected = s.order(0)[4 * done : 4 * done + 4]
     touched.clear()
@@ -193,7 +193,7 @@ def test_evaluation_on_two_ranks_sees_every_item_once():
 def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pads):
     lengths = [1 + (7 * i) % 19 for i in range(21)]
     plain = steps_of_epoch(stream())
-    cut = Cut(2, 2, budget=Budget(20, pads))
+    cut = StepPartition(2, 2, budget=Budget(20, pads))
     groups = list(RowStream(range(21), collate, cut, seed=7, lengths=lengths).groups())
     assert [sorted(items_of(group)) for group in groups] == [sorted(step) for step in plain]
     for group in groups:
@@ -203,17 +203,46 @@ def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pa
 
 
 def test_a_budget_puts_the_rows_of_several_micro_batches_together_where_they_fit():
-    groups = list(RowStream(range(12), collate, Cut(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12).groups())
+    groups = list(
+        RowStream(range(12), collate, StepPartition(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12).groups()
+    )
     assert [len(group.batches) for group in groups] == [2, 2]
 
 
-def test_ranks_have_the_same_items_with_a_budget_as_without():
+def steps_of_ranks(world_size, lengths, budget=None, items=21):
+    """For each step the items of every rank, and how many micro-batches each has."""
+    ranks = []
+    for rank in range(world_size):
+        cut = StepPartition(2, 2, world_size, rank, budget=budget)
+        ranks.append(list(RowStream(range(items), collate, cut, seed=7, lengths=lengths).groups()))
+    found = []
+    for groups in zip(*ranks, strict=True):
+        learned = [[batch for batch in group.batches if (batch["labels"] != -100).any()] for group in groups]
+        shares = [[i for batch in own for i in batch["input_ids"].flatten().tolist()] for own in learned]
+        found.append((shares, {len(group.batches) for group in groups}))
+    return found
+
+
+@pytest.mark.parametrize("budget", [None, Budget(6, False), Budget(6, True)])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_share_the_items_of_a_step_each_once_in_as_many_micro_batches(world_size, budget):
     lengths = [1 + i % 5 for i in range(21)]
-    for rank in range(2):
-        plain = stream(world_size=2, rank=rank)
-        cut = Cut(2, 2, 2, rank, budget=Budget(6, False))
-        ours = RowStream(range(21), collate, cut, seed=7, lengths=lengths)
-        assert [sorted(step) for step in steps_of_epoch(ours)] == [sorted(step) for step in steps_of_epoch(plain)]
+    plain = [sorted(step) for step in steps_of_epoch(RowStream(
+        range(21), collate, StepPartition(2, 2 * world_size), seed=7
+    ))]  # fmt: skip
+    for (shares, counts), wanted in zip(steps_of_ranks(world_size, lengths, budget), plain, strict=True):
+        assert sorted(item for share in shares for item in share) == wanted
+        assert len(counts) == 1
+
+
+def test_no_rank_waits_long_for_another_where_lengths_are_known():
+    lengths = [1 + (i * 37) % 101 for i in range(160)]
+    for shares, _ in steps_of_ranks(4, lengths, items=160):
+        tokens = [sum(lengths[item] for item in share) for share in shares]
+        assert max(tokens) - min(tokens) <= max(lengths) / 2
+        assert {len(share) for share in shares} == {4}
+    assert balanced([0, 1, 2], [5, 1, 1], 2) == [[0], [1, 2]]
+    assert share_of_waiting([[0, 1]], [3, 1], 2) == pytest.approx(1 / 3)
 
 
 def test_a_budget_cuts_the_batches_of_an_evaluation_too():

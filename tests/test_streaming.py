@@ -13,11 +13,13 @@ import pyarrow.parquet
 import pytest
 
 from burnish.cli import main
-from burnish.data import sources
-from burnish.data.stream import order_of
+from burnish.data.batches.stream import order_of
+from burnish.data.sets import sources
 from data_sets import write
 from small_run import as_words, make_user, records
 from test_train_run import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
+
+pytestmark = pytest.mark.run
 
 
 @pytest.fixture

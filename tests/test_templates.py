@@ -10,8 +10,8 @@ from burnish.core.errors import UserError
 from burnish.core.options import Given, build, union
 from burnish.core.types import Example, Message, as_lists
 from burnish.data.tally import Tally
-from burnish.data.templates import TemplateOptions, check_template, fit_tokenizer, load_template
-from burnish.data.truncate import EncodingOptions
+from burnish.data.templates.choose import TemplateOptions, check_template, fit_tokenizer, load_template
+from burnish.data.templates.truncate import EncodingOptions
 from template_cases import WEATHER, byte_tokenizer, template_options
 
 HI = (Message("user", "hi"), Message("assistant", "hello"))

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
-from burnish.data.template_table import Token, table
-from burnish.data.templates import fit_tokenizer, load_template
+from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.data.templates.table import Token, table
 from template_cases import chat_of, template_options
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "spec" / "golden"

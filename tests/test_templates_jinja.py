@@ -6,9 +6,9 @@ import pytest
 
 from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
-from burnish.data.template_table import table
-from burnish.data.templates import fit_tokenizer, load_template
-from burnish.data.tools import ToolError, function_schema
+from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.data.templates.table import table
+from burnish.data.templates.tools import ToolError, function_schema
 from template_cases import CONVERSATIONS, byte_tokenizer, chat_of, example, template_options
 
 THINKING = [{}, {"mask_history": True}, {"enable_thinking": False}, {"enable_thinking": None, "mask_history": True}]

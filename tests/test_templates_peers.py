@@ -10,9 +10,9 @@ import pytest
 
 from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
-from burnish.data.template_table import table
-from burnish.data.templates import fit_tokenizer, load_template
-from burnish.data.tools import TOOL_FORMATS, Call
+from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.data.templates.table import table
+from burnish.data.templates.tools import TOOL_FORMATS, Call
 from template_cases import (
     CALLS,
     CONVERSATIONS,

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from burnish.cli import main
 from small_run import as_words, make_user
 
+pytestmark = pytest.mark.run
+
 
 def run(given, command="train"):
     return main([command, *as_words(given)])

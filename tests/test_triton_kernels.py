@@ -14,18 +14,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from burnish.core.patching import restore
 from burnish.models import fused
-from burnish.models.fused import fuse
-from burnish.ops import cross_entropy, elementwise, kernels
+from burnish.models.fused import patch_forwards
+from burnish.ops import cross_entropy, elementwise
 from burnish.ops.cross_entropy import TokenLoss, linear_cross_entropy, plain_cross_entropy
-from burnish.ops.rotary import rotate, turned, turns_alike
+from burnish.ops.gpu import kernels
+from burnish.ops.gpu.rotary import rotate, turned, turns_alike
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (pip install triton)")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs with TRITON_INTERPRET=1, in a process of its own")
 compiled = pytest.mark.skipif(IS_INTERPRETED, reason="runs without TRITON_INTERPRET=1")
-MODULE = "burnish.ops.triton_kernels"
+MODULE = "burnish.ops.gpu.triton_kernels"
 CPU = torch.device("cpu")
 STRANGERS = "this Triton's interpreter makes numbers of arrays that this numpy makes none of"
 
@@ -191,7 +193,7 @@ def test_the_turning_of_a_model_is_replaced_where_it_is_the_formula():
 @interpreted
 @pytest.mark.usefixtures("on_cpu")
 def test_an_evaluation_leaves_the_logits_as_they_are():
-    from burnish.ops import triton_kernels
+    from burnish.ops.gpu import triton_kernels
 
     logits = draw(5, 700)
     before, targets = logits.clone(), torch.arange(5)
@@ -205,7 +207,7 @@ def test_an_evaluation_leaves_the_logits_as_they_are():
 def test_a_logit_far_above_the_others_overflows_nothing():
     logits = torch.full((2, 5000), -200.0)
     logits[0, 4999], logits[1, 3] = 3e4, 3e4
-    from burnish.ops import triton_kernels
+    from burnish.ops.gpu import triton_kernels
 
     losses = triton_kernels.token_losses(logits, torch.tensor([4999, 4]), None, 0.0, None, True)
     assert losses.tolist() == [0.0, 30200.0]
@@ -235,7 +237,7 @@ def test_a_model_gives_the_same_loss_and_gradients_through_kernels(monkeypatch, 
     def trained(is_fused):
         monkeypatch.setattr(kernels, "_KINDS", {"cpu"} if is_fused else set())
         model = tiny_model(family)
-        assert not is_fused or len(fuse(model)) == count
+        assert not is_fused or len(patch_forwards(model)) == count
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         return [loss, *(weight.grad for weight in model.parameters())]
@@ -246,15 +248,17 @@ def test_a_model_gives_the_same_loss_and_gradients_through_kernels(monkeypatch, 
 
 @interpreted
 @pytest.mark.usefixtures("on_cpu")
-def test_a_models_own_turning_is_back_when_its_forward_pass_is_over(monkeypatch):
+def test_the_rotary_function_of_a_family_is_replaced_and_put_back(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     model, own, called = tiny_model("llama"), modeling_llama.apply_rotary_pos_emb, []
     monkeypatch.setattr(fused, "_OF_CPU", fused._OF_GPU)
     monkeypatch.setattr(fused, "rotate", lambda *given: called.append(1) or rotate(*given))
-    fuse(model)
+    made = patch_forwards(model)
     model(input_ids=torch.arange(3, 9).view(1, 6))
     assert len(called) == 2
+    assert not [patch for patch in patch_forwards(tiny_model("llama")) if patch.why is fused.ROTARY]  # it is there
+    restore(made)
     assert modeling_llama.apply_rotary_pos_emb is own
 
 

@@ -8,8 +8,8 @@ import pytest
 from burnish.core.errors import UserError
 from burnish.core.types import Example, Message, as_lists
 from burnish.data.tally import Tally
-from burnish.data.templates import fit_tokenizer, load_template
-from burnish.data.truncate import infer_seqlen
+from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.data.templates.truncate import infer_seqlen
 from template_cases import CALL, WEATHER, byte_tokenizer, template_options
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "spec" / "golden" / "truncation_packing_pretrain.json"
@@ -176,7 +176,7 @@ def test_a_cut_text_keeps_its_eos():
     row = as_lists(template.encode_text([Example(text="once upon a time", source="d", number=1)], tally)[0])
     assert tokenizer.decode(row["input_ids"]) == "once upon</s>"
     assert tally.count("cut: messages shortened to cutoff_len") == 1
-    whole = as_lists(template.encode_text([Example(text="once upon a time")], Tally(), cut=False)[0])
+    whole = as_lists(template.encode_text([Example(text="once upon a time")], Tally(), truncate=False)[0])
     assert tokenizer.decode(whole["input_ids"]) == "once upon a time</s>"
 
 

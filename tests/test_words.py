@@ -9,10 +9,12 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from burnish.data import found_ids, piece_table, pre_tokens, word_premises, words
-from burnish.data.encoder import Encoder
-from burnish.data.word_premises import words_of
-from burnish.data.words import Words
+from burnish.data.tokens.by_word import piece_table, pre_tokens, ragged
+from burnish.data.tokens.by_word import premises as word_premises
+from burnish.data.tokens.by_word import reader as words
+from burnish.data.tokens.by_word.premises import words_of
+from burnish.data.tokens.by_word.reader import Words
+from burnish.data.tokens.encoder import Encoder
 
 CORPUS = [
     "The quick brown fox doesn't jump over 12 lazy dogs; I'll say: \"no\", we've seen 2,345 of them!\n\n- one\n- two",
@@ -240,7 +242,7 @@ def test_pieces_are_found_again_however_many_and_however_long_they_are():
 
     def read(pieces):
         asked.extend(pieces)
-        return found_ids.laid([None if piece[:1] == b"x" else list(piece[::3]) for piece in pieces])
+        return ragged.laid([None if piece[:1] == b"x" else list(piece[::3]) for piece in pieces])
 
     table = piece_table.PieceTable(read)
     pieces = [bytes(drawn.choices(b"ab\0x\xc3", k=drawn.choice([1, 2, 7, 8, 9, 14, 15, 16, 40]))) for _ in range(6000)]
@@ -257,7 +259,7 @@ def test_pieces_are_found_again_however_many_and_however_long_they_are():
 
 
 def test_a_long_piece_is_read_and_not_remembered():
-    table = piece_table.PieceTable(lambda pieces: found_ids.laid([[len(piece)] for piece in pieces]))
+    table = piece_table.PieceTable(lambda pieces: ragged.laid([[len(piece)] for piece in pieces]))
     long = b"a" * (piece_table.LONGEST + 1)
     for _ in range(2):
         text = long + b"b" + long
@@ -307,3 +309,13 @@ def test_a_truncation_that_somebody_else_asked_for_is_not_ours():
     tokenizer("one two three", truncation=True, max_length=1)
     assert encoder.encode(["one two", "seven doors"])["one two"] == expected["one two"]
     assert len(encoder.encode(["seven doors"])["seven doors"]) > 1
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece])
+def test_with_and_without_the_switch_the_ids_are_the_same(make):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), additional_special_tokens=SPECIAL)
+    by_word, by_tokenizer = Encoder(tokenizer), Encoder(tokenizer, tokenize_by_word=False)
+    texts = [*CORPUS, *(f"{SPECIAL[2]}user\n{text}{SPECIAL[3]}" for text in CORPUS), "", " ", "the  the"]
+    assert by_word._words() is not None
+    assert by_tokenizer._words() is None
+    assert by_word.encode(texts) == by_tokenizer.encode(texts)

@@ -1,20 +1,24 @@
 """A run small enough to reason about: a two-layer regression with dropout, on the real loop, stream and checkpoints."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from burnish.core.checkpoint import CheckpointOptions, Checkpoints, RngState
+from burnish.core.best import deciding_metric
+from burnish.core.checkpoint import CheckpointOptions, Checkpoints
 from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
-from burnish.core.loop import LoopOptions, evaluate
+from burnish.core.loop import LoopOptions, evaluate, log, microstep
 from burnish.core.meter import Meter
 from burnish.core.options import union
-from burnish.core.schedule import CurveOptions, StepOptions, plan_steps
+from burnish.core.parts import parts_of
+from burnish.core.run import Run
+from burnish.core.schedule import CurveOptions, StepOptions, plan_steps, schedule_of
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Loss, Run
-from burnish.data.stream import Cut, EvalBatches, RowStream, StreamOptions
+from burnish.core.types import Loss, Objective
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions
 from burnish.engine.base import EngineOptions, SingleEngine
 from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OptimOptions, create_optimizer, create_scheduler
@@ -35,7 +39,7 @@ class Regression(nn.Module):
 
 
 @dataclass
-class RegressionObjective:
+class RegressionObjective(Objective):
     """Squared error, summed; every row weighs one unless its label is ignored."""
 
     def collate(self, rows):
@@ -78,15 +82,21 @@ def make_run(folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, 
     )  # fmt: skip
     state.compute_steps(options, steps.max_steps)
     control, meter = TrainerControl(), Meter(engine.device, options.logging_nan_inf_filter)
-    cut = Cut(options.per_device_train_batch_size, options.gradient_accumulation_steps)
+    cut = StepPartition(options.per_device_train_batch_size, options.gradient_accumulation_steps)
     stream = RowStream(rows(num_rows), objective.collate, cut, seed=options.seed, options=options)
     handler = CallbackHandler([DefaultFlowCallback(), *callbacks], options, state, control, model=model)
     run = Run(
-        model=model, objective=objective, engine=engine, stream=stream, optimizer=optimizer, scheduler=scheduler,
-        state=state, control=control, callbacks=handler, meter=meter, evaluate=evaluate,
-        checkpoints=Checkpoints(folder, limit=options.save_total_limit, in_background=options.save_in_background),
-        parts={"model": model, "optimizer": optimizer, "scheduler": scheduler, "stream": stream, "state": state,
-               "meter": meter, "rng": RngState(), **(parts or {})},
+        model=model, objective=objective, engine=engine, stream=stream, optimizer=optimizer,
+        schedule=schedule_of(scheduler, partial(deciding_metric, options)), state=state, control=control,
+        callbacks=handler, meter=meter,
+        microstep=microstep, evaluate=evaluate, log=log,
+        checkpoints=Checkpoints(
+            folder, limit=options.save_total_limit, in_background=options.save_in_background, listeners=handler,
+            optimizer=optimizer,
+        ),
+        parts=parts_of(
+            model, "model", optimizer, scheduler, {"stream": stream, "state": state, "meter": meter, **(parts or {})}
+        ),
     )  # fmt: skip
     if eval_rows:
         run.eval_sets = {

@@ -16,15 +16,15 @@ _PUBLIC: dict[str, str] = {
     "Example": "burnish.core.types",
     "Message": "burnish.core.types",
     "EvalPrediction": "burnish.hf.values",
-    "SFTConfig": "burnish.hf.sft_config",
+    "SFTConfig": "burnish.hf.sft.config",
     "Seq2SeqTrainer": "burnish.hf.seq2seq",
     "Seq2SeqTrainingArguments": "burnish.hf.seq2seq",
-    "SFTTrainer": "burnish.hf.sft",
+    "SFTTrainer": "burnish.hf.sft.trainer",
     "Trainer": "burnish.hf.trainer",
     "TrainerCallback": "burnish.core.events",
     "TrainerControl": "burnish.core.state",
     "TrainerState": "burnish.core.state",
-    "TrainingArguments": "burnish.hf.arguments",
+    "TrainingArguments": "burnish.hf.arguments.training",
 }
 
 __all__ = [

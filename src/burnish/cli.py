@@ -1,7 +1,8 @@
 """The command line: ``burnish <command> [run.yaml] [key=value ...] [--key value ...]``.
 
 In: the words after ``burnish``. Out: an exit status, 0 for done, 2 for something the user gave that is wrong (options,
-data, models, folders), 1 for what the machine did wrong, 128 + signal where a signal ended it.
+data, models, folders), 1 for what the machine did wrong, 3 where a run came to its end and could not save a checkpoint
+on the way, 124 where max_train_seconds ended it, 128 + signal where a signal did.
 
 This file imports nothing heavy, so that ``burnish --help`` answers at once: each command imports what it needs.
 """
@@ -12,11 +13,15 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.sigint import exit_quietly, interruptible, stopping_at_once
+from burnish.core.work import watch_with
+from burnish.report.console import answer
+from burnish.report.work import WorkLine
 
 if TYPE_CHECKING:
     from burnish.app.plan import Plan
@@ -25,36 +30,44 @@ Arguments = list[str]
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
-    """``main`` as all that its process does, so that the process may leave Python's search for cyclic garbage out until
-    the training begins, and at its own end, where the memory goes back to the system without it: half a second."""
+    """Run ``main`` in a process of its own, which may skip Python's search for cyclic garbage until the training
+    begins, and at its end, where all memory returns to the system anyway. This saves half a second."""
     with without_collection():
         status = main(arguments)
     gc.freeze()
+    exit_quietly(status)
     return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Every exception becomes a sentence and an exit status here, and nowhere else."""
-    # GNU OpenMP's threads spin while they wait for each other. On a machine that does something else too they spin in
-    # each other's way: ten times slower was measured on two busy cores. It is read when torch is imported.
+    # GNU OpenMP's threads spin while they wait for each other, and on a busy machine hinder each other: ten times
+    # slower was measured on two busy cores. The variable is read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "RANK" in os.environ:
+        # torch's C++ code warns of harmless things (a search for unused weights that found none, for example).
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug(words)
     try:
-        return _run(words)
-    except BaseException as error:  # the outermost frame: what is not explained here would be a traceback for the user
+        with stopping_at_once():
+            return _run(words)
+    except BaseException as error:  # the outermost frame: an error that is not explained here would be a traceback
         return _explain(error, words, debug)
 
 
 def _run(words: Arguments) -> int:
     if not words or words[0] in {"--help", "-h", "help"}:
-        print(_help(), end="")
+        answer(_help().rstrip())
         return 0
     if words[0] in {"--version", "-V", "version"}:
         return _version(words[1:])
+    if words[0] == "_planner":
+        return _planner(words[1:])
     command = COMMANDS.get(words[0])
     if command is None:
         raise UserError(_unknown(words[0]))
+    watch_with(WorkLine())
     return command.run(words[1:])
 
 
@@ -67,19 +80,19 @@ def _explain(error: BaseException, words: Arguments, debug: bool) -> int:
 
 
 def _output_dir(words: Arguments) -> str | None:
-    """Where the traceback of a failure may be written, as far as it can be known from arguments that may be wrong."""
+    """The folder for the traceback of a failure, as far as it is known from arguments that may be wrong."""
     from burnish.app.config import read_arguments
 
     try:
         file, flags = read_arguments(words[1:])
-    except UserError:
+    except (UserError, OSError, RecursionError, MemoryError):  # reading the arguments may be the failure itself
         return None
     given = {**file, **flags}.get("output_dir")
     return str(given.value) if given is not None else None
 
 
 def _take_debug(words: Arguments) -> bool:
-    """Whether a bare ``--debug`` asks for tracebacks; it is taken out. ``--debug value`` is an option like others."""
+    """Remove a bare ``--debug``, and return whether there was one. ``--debug value`` is an option like others."""
     for position, word in enumerate(words):
         following = words[position + 1 : position + 2]
         if word == "--debug" and (not following or following[0].startswith("--") or "=" in following[0]):
@@ -94,6 +107,13 @@ def _take_debug(words: Arguments) -> bool:
 def _train(words: Arguments) -> int:
     if _wants_help(words):
         return _list_options("train", words)
+    from burnish.app.config import read_arguments
+    from burnish.app.launch import launch
+
+    file, flags = read_arguments(words)
+    status = launch(words, {**file, **flags})
+    if status is not None:
+        return status
     plan = _plan(words)
     from burnish.app.build import train_run
     from burnish.app.plan import placing
@@ -105,9 +125,18 @@ def _train(words: Arguments) -> int:
 def _explain_run(words: Arguments) -> int:
     if _wants_help(words):
         return _list_options("explain", words)
+    if "--json" in words:
+        from burnish.app.explain_json import as_json
+
+        text, status = as_json(lambda: _plan([word for word in words if word != "--json"]))
+        answer(text)
+        return status
     plan = _plan(words)
     from burnish.app.explain import explain
     from burnish.app.plan import placing
+    from burnish.engine.places import world_size
+
+    plan = replace(plan, world_size=world_size(plan.options))
 
     with placing(plan.provenance):
         explain(plan)
@@ -116,17 +145,77 @@ def _explain_run(words: Arguments) -> int:
 
 def _export(words: Arguments) -> int:
     if _wants_help(words):
-        return _list_options("export", [*words, "export_"])
+        return _list_options("export", words, beginnings=NEEDED_BY_EXPORT)
     from burnish.app.config import merge, read_arguments
 
     file, flags = read_arguments(words)
     from burnish.app.export import export
     from burnish.app.plan import aliases, placing, provenance_of
 
+    interruptible()  # on an interrupt, an incomplete model is removed
+
     given = merge(file, flags, aliases())
     with placing(provenance_of(given)):
         export(given)
     return 0
+
+
+def _api(words: Arguments) -> int:
+    if _wants_help(words):
+        from burnish.serve.options import ApiOptions
+
+        return _list_options("api", words, ApiOptions)
+    from burnish.serve.api import api
+
+    return api(words)
+
+
+def _runs(words: Arguments) -> int:
+    if _wants_help(words):
+        answer(f"usage: burnish runs {COMMANDS['runs'].usage}")
+        return 0
+    from burnish.web.listing import runs
+
+    return runs(words)
+
+
+def _webui(words: Arguments) -> int:
+    if _wants_help(words):
+        from burnish.web.options import WebOptions
+
+        return _list_options("webui", words, WebOptions)
+    from burnish.web.command import webui
+
+    return webui(words)
+
+
+def _planner(words: Arguments) -> int:
+    """Answers the page's questions about runs that are not begun; started by it, and by nobody else."""
+    from burnish.app.explain_json import planner
+
+    return planner()
+
+
+def _chat(words: Arguments) -> int:
+    if _wants_help(words):
+        from burnish.core.options import union
+        from burnish.infer.options import InferOptions
+        from burnish.models.generate import GenerationOptions
+
+        return _list_options("chat", words, union("ChatOptions", GenerationOptions, InferOptions))
+    from burnish.serve.terminal.chat import chat
+
+    return chat(words)
+
+
+def _eval(words: Arguments) -> int:
+    if _wants_help(words):
+        from burnish.serve.evaluate.command import EvalOptions
+
+        return _list_options("eval", words, EvalOptions)
+    from burnish.serve.evaluate.command import evaluate
+
+    return evaluate(words)
 
 
 def _demo(words: Arguments) -> int:
@@ -138,11 +227,14 @@ def _demo(words: Arguments) -> int:
 
 
 def _env(words: Arguments) -> int:
+    if words == ["--health"]:
+        from burnish.app.health import health
+
+        return health()
     _refuse_words("env", words)
     from burnish.app.env import environment
 
-    for name, value in environment().items():
-        print(f"{name:<14}{value}")
+    answer("\n".join(f"{name:<14}{value}" for name, value in environment().items()))
     return 0
 
 
@@ -150,7 +242,7 @@ def _version(words: Arguments) -> int:
     _refuse_words("version", words)
     from burnish import __version__
 
-    print(f"burnish {__version__}")
+    answer(f"burnish {__version__}")
     return 0
 
 
@@ -162,7 +254,7 @@ def _refuse_words(command: str, words: Arguments) -> None:
 def _plan(words: Arguments) -> Plan:
     from burnish.app.config import merge, read_arguments
 
-    file, flags = read_arguments(words)  # first: what is wrong here is said before torch is loaded
+    file, flags = read_arguments(words)  # first, so that faults of the arguments are reported before torch is loaded
     from burnish.app.checks import problems_in_files
     from burnish.app.plan import aliases, plan
 
@@ -181,18 +273,21 @@ COMMANDS: dict[str, Command] = {
     "train": Command(_RUN_USAGE, "fine-tune a model", _train),
     "explain": Command(_RUN_USAGE, "say what train would do, and why, before it does it", _explain_run),
     "export": Command(_RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export),
+    "api": Command("PATH [--adapter name=folder ...] [key=value ...]", "answer over HTTP, as OpenAI's API does", _api),
+    "webui": Command("[key=value ...]", "the page: set runs up, watch them, talk to what came of them", _webui),
+    "runs": Command("[FOLDER ...] [--json]", "the runs below some folders, and how they are", _runs),
+    "chat": Command(
+        "PATH [--adapter name=folder] [--once TEXT] [key=value ...]", "talk to a model at a terminal", _chat
+    ),
+    "eval": Command("PATH [PATH ...] task=mmlu_test [key=value ...]", "measure models on a task or a data set", _eval),
     "demo": Command(
         "[key=value ...] [--key value ...]", "fine-tune the small model that burnish carries, in two minutes", _demo
     ),
     "env": Command("", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),
 }
-# Commands of the same kind of tool that burnish does not have yet -> what serves instead.
+# Commands of similar tools that burnish does not have yet -> a replacement.
 _NOT_YET = {
-    "chat": "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
-    "api": "Load output_dir in any server that reads Hugging Face models.",
-    "eval": "burnish train evaluates on eval_dataset: do_eval: true does only that.",
-    "webui": "Write the options into a YAML file: burnish train --help lists them all.",
     "webchat": "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
 }
 
@@ -230,12 +325,26 @@ def _wants_help(words: Arguments) -> bool:
     return "--help" in words or "-h" in words
 
 
-def _list_options(command: str, words: Arguments) -> int:
+NEEDED_BY_EXPORT = (
+    "model_name_or_path", "adapter_name_or_path", "template", "trust_remote_code", "infer_dtype", "hf_hub_token",
+    "export_",
+)  # fmt: skip
+"""Options that ``burnish export`` reads, by the beginning of their names."""
+
+
+def _list_options(
+    command: str, words: Arguments, options: type | None = None, beginnings: Sequence[str] = ("",)
+) -> int:
+    """Print what a command does and its options: of a run, or those of ``options``; by the beginning of their names."""
     from burnish.app.config import CONFIG_SUFFIXES
     from burnish.app.listing import list_options
-    from burnish.app.plan import RunOptions
 
+    if options is None:
+        from burnish.app.options import RunOptions
+
+        options = RunOptions
     wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
-    print(f"usage: burnish {command} {COMMANDS[command].usage}\n")
-    print(list_options(RunOptions, wanted[0] if wanted else ""), end="")
+    told = COMMANDS[command]
+    answer(f"burnish {command}: {told.summary}\n\nusage: burnish {command} {told.usage}\n")
+    answer(list_options(options, wanted[0] if wanted else "", beginnings).rstrip())
     return 0

@@ -1,5 +1,5 @@
-"""Which weights move: full, freeze, LoRA, or a method of the peft library. Importing the package imports every file in
-it, and so registers them all."""
+"""Adapters choose the weights that are trained: full, freeze, LoRA, or a method of the peft library. Importing the
+package imports every file in it, and so registers them all."""
 
 from importlib import import_module
 from pkgutil import iter_modules

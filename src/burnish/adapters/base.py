@@ -1,10 +1,10 @@
-"""Which weights of a model move: the family of adapters, and what its members share.
+"""The family of adapters, which choose the weights of a model that are trained, and the functions that they share.
 
 A member is a class ``(options, folders) -> ModelAdapter``: ``options`` the flat options object, ``folders`` the local
 folders of the adapters that the run begins with (``adapter_name_or_path``, resolved by ``models/``).
 
     model = adapter.attach(model)        # freezes, wraps, loads
-    set_precision(model, torch.float32)  # what trains, in float32
+    engine.place(model, torch.float32)   # what trains, in float32
     adapter.state(model)                 # what a checkpoint holds
     adapter.save(model, folder)          # what another program loads
 """
@@ -25,13 +25,19 @@ from burnish.core.options import option
 from burnish.core.registry import Registry
 
 
+class NamedType(Protocol):
+    """The option that names the adapter."""
+
+    finetuning_type: str
+
+
 class ModelAdapter(Protocol):
-    """``core.types.Adapter`` with what a run asks of it besides.
+    """``core.types.Adapter`` with the methods that a run needs besides.
 
     Attributes:
-        saves_whole_model: whether ``save`` and ``state`` hold the model rather than an addition to it.
-        file_stem: the checkpoint's name for the weights: "model" or "adapter_model".
-        notes: sentences for a person: what was merged, found or chosen while attaching.
+        saves_whole_model: whether ``save`` and ``state`` hold the whole model rather than an adapter.
+        file_stem: the name of the weights' file in a checkpoint: "model" or "adapter_model".
+        notes: sentences for the user on what was merged, found or chosen while attaching.
     """
 
     saves_whole_model: bool
@@ -39,22 +45,22 @@ class ModelAdapter(Protocol):
     notes: list[str]
 
     def check(self, model: nn.Module) -> list[Problem]:
-        """What would keep this adapter from being attached. ``model`` may be on the meta device."""
+        """Find what would keep this adapter from being attached. ``model`` may be on the meta device."""
         ...
 
     def attach(self, model: nn.Module) -> nn.Module: ...
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]: ...
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Everything that training changes, in the dtype in which it is trained."""
+        """The weights that training changes, in the dtype of training."""
         ...
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Raises UserError where ``state`` is another model's."""
+        """Load weights. Raises UserError where ``state`` belongs to another model."""
         ...
 
     def save(self, model: nn.Module, folder: str) -> None: ...
     def save_config(self, model: nn.Module, folder: str) -> None:
-        """What has to lie beside a checkpoint's weights for another program to load them."""
+        """Write the files that another program needs to load a checkpoint's weights."""
         ...
 
 
@@ -64,7 +70,7 @@ ADAPTERS: Registry[AdapterFactory] = Registry("finetuning type")
 
 @dataclass
 class FinetuningOptions:
-    """Which weights move."""
+    """Weights that are trained."""
 
     finetuning_type: str = option(
         "lora", "Which weights are trained: all (full), some layers (freeze), or an adapter.", choices=ADAPTERS.names
@@ -73,13 +79,13 @@ class FinetuningOptions:
 
 
 def finetuning_notes(options: Any) -> list[str]:
-    """What was set for another finetuning type than the one that runs."""
+    """Notes on options of other finetuning types than the one of this run."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
     return [f'"{name}" has no effect: it is not for finetuning_type {options.finetuning_type}.' for name in unread]
 
 
 class ModelState:
-    """The weights as the part of a checkpoint that is called "model"."""
+    """The weights as the part "model" of a checkpoint."""
 
     def __init__(self, model: nn.Module, adapter: ModelAdapter) -> None:
         self.model, self.adapter = model, adapter
@@ -92,30 +98,20 @@ class ModelState:
         self.adapter.load_state(self.model, state)
 
 
-def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
-    """Give the parameters that train ``trainable_dtype``; the others keep the dtype they were loaded in.
-
-    Float32 is what an update of one part in ten thousand needs to be seen: bfloat16 has eight bits (pure_bf16 accepts
-    that loss). Tied weights stay tied.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(trainable_dtype)
-
-
 def trainable_summary(model: nn.Module) -> tuple[int, int]:
-    """Parameters that train, and all; a tied weight counts once."""
+    """(parameters that train, all parameters); a tied weight counts once."""
     sizes = [(_size(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Numbers in a parameter; bitsandbytes keeps two of 4 bits in a byte."""
+    """Number of elements of a parameter; bitsandbytes packs two 4-bit numbers into a byte."""
     per_element = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
-    return parameter.numel() * per_element
+    # DeepSpeed's third stage leaves an empty tensor where a weight lies on all processes.
+    return int(getattr(parameter, "ds_numel", parameter.numel()) * per_element)
 
 
-def parameter_lines(model: nn.Module, options: Any) -> list[str]:
+def parameter_lines(model: nn.Module, options: FinetuningOptions) -> list[str]:
     """A line per parameter, where ``print_param_status`` asks for them: name, dtype, device, whether it trains."""
     if not options.print_param_status:
         return []
@@ -137,7 +133,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what ``whole_state`` gave, bit for bit.
+    """Load the result of ``whole_state``, bit for bit.
 
     Raises:
         UserError: where names or shapes differ, naming a few.
@@ -172,7 +168,7 @@ def raise_unless_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor], wh
 
 
 def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str], what: str) -> list[Problem]:
-    """A problem for each wanted name that is not known, with the names there are."""
+    """A problem for each wanted name that is not known, with the known names."""
     listed = ", ".join(list(dict.fromkeys(known))[:30])
     return [
         Problem(

@@ -1,17 +1,19 @@
-"""Freeze training: a few of the model's own layers move, everything else stays as it is.
+"""Freeze training: some of the model's own layers are trained, everything else is frozen.
 
-In:  how many layers from which end, which modules in them, which modules outside the layers.
+In:  the number of layers, from which end, the modules in them, and modules outside the layers.
 Out: ``requires_grad`` on exactly those parameters. The whole model is saved.
 Refuses: module names that the model does not have, with those it has.
 
-LLaMA Pro (Wu et al. 2024, section 3.2, https://arxiv.org/abs/2401.02415) puts a new layer behind each group of layers,
-and trains the new ones alone: ``use_llama_pro`` takes the last layer of each group of a model that was expanded so.
+LLaMA Pro (Wu et al. 2024, section 3.2, https://arxiv.org/abs/2401.02415) inserts a new layer after each group of
+layers, and trains only the new ones: ``use_llama_pro`` trains the last layer of each group of such a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from torch import nn
 
@@ -23,7 +25,7 @@ from burnish.core.options import option
 
 @dataclass
 class FreezeOptions:
-    """Which of the model's layers are trained with finetuning_type freeze."""
+    """Layers that are trained with finetuning_type freeze."""
 
     freeze_trainable_layers: int = option(
         2, "How many layers are trained: the last n, or the first n where negative.", unit="layers"
@@ -39,9 +41,23 @@ class FreezeOptions:
     )
 
 
+class FreezeChoices(Protocol):
+    """The options that say which layers train."""
+
+    finetuning_type: str
+    freeze_trainable_layers: int
+    freeze_trainable_modules: list[str]
+    freeze_extra_modules: list[str] | None
+    use_llama_pro: bool
+
+
 @ADAPTERS.register("freeze", options=FreezeOptions)
 class FreezeAdapter(FullAdapter):
-    """Some layers of the model are trained, the rest is frozen. Saved and resumed as the whole model is."""
+    """Trains some layers of the model; the rest is frozen. Saved and resumed like the whole model."""
+
+    def __init__(self, options: FreezeChoices, folders: Sequence[Path] = ()) -> None:
+        super().__init__(options, folders)
+        self._options = options
 
     def check(self, model: nn.Module) -> list[Problem]:
         problems = super().check(model)
@@ -50,18 +66,18 @@ class FreezeAdapter(FullAdapter):
             return [*problems, Problem("finetuning_type freeze finds no stack of layers in this model.")]
         problems += self._check_count(len(layers))
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
-        wanted = [name for name in self.options.freeze_trainable_modules if name != "all"]
+        wanted = [name for name in self._options.freeze_trainable_modules if name != "all"]
         problems += unknown_names("freeze_trainable_modules", wanted, sorted(inside), "module in the layers")
         outside = sorted({name for name, _ in _outside(model)})
-        extra = self.options.freeze_extra_modules or []
+        extra = self._options.freeze_extra_modules or []
         return problems + unknown_names("freeze_extra_modules", extra, outside, "module outside the layers")
 
     def _check_count(self, num_layers: int) -> list[Problem]:
-        count = self.options.freeze_trainable_layers
+        count = self._options.freeze_trainable_layers
         if count == 0:
             what = f"freeze_trainable_layers is 0; give 1 to {num_layers}, or -1 to -{num_layers} for the first."
             return [Problem(what)]
-        if self.options.use_llama_pro and (count < 0 or num_layers % count):
+        if self._options.use_llama_pro and (count < 0 or num_layers % count):
             what = (
                 f"use_llama_pro makes freeze_trainable_layers equal groups of {num_layers} layers. Received: {count}."
             )
@@ -70,8 +86,8 @@ class FreezeAdapter(FullAdapter):
 
     def _chosen(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """The layers that train."""
-        count = self.options.freeze_trainable_layers
-        if self.options.use_llama_pro:
+        count = self._options.freeze_trainable_layers
+        if self._options.use_llama_pro:
             group = len(layers) // count
             return layers[group - 1 :: group]
         return layers[-count:] if count > 0 else layers[:-count]
@@ -82,19 +98,22 @@ class FreezeAdapter(FullAdapter):
             raise UserError(problems)
         model.requires_grad_(False)
         _, layers = decoder_layers(model)
-        modules = set(self.options.freeze_trainable_modules)
+        if abs(self._options.freeze_trainable_layers) > len(layers):
+            asked = abs(self._options.freeze_trainable_layers)
+            self.notes.append(f"freeze_trainable_layers is {asked}, and the model has {len(layers)}: all are trained.")
+        modules = set(self._options.freeze_trainable_modules)
         for layer in self._chosen(layers):
             for name, parameter in layer.named_parameters():
                 if "all" in modules or modules & set(name.split(".")[:-1]):
                     parameter.requires_grad_(parameter.is_floating_point())
         for name, module in _outside(model):
-            if name in (self.options.freeze_extra_modules or []):
+            if name in (self._options.freeze_extra_modules or []):
                 module.requires_grad_(True)
         return model
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The model's stack of layers and its path: the ModuleList of the length the config says, else the longest."""
+    """The model's stack of layers and its path: the ModuleList of the config's length, else the longest."""
     stacks = [(path, list(m)) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     config = getattr(model, "config", None)
     expected = getattr(getattr(config, "text_config", config), "num_hidden_layers", None)
@@ -103,7 +122,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _outside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(last part of the name, module) of what holds parameters outside the layers."""
+    """Yield (last part of the name, module) of modules with parameters outside the layers."""
     path, _ = decoder_layers(model)
     for name, module in model.named_modules():
         if not name.startswith(path) and next(module.parameters(recurse=False), None) is not None:

@@ -1,4 +1,4 @@
-"""Full training: every weight of the model moves."""
+"""Full training: every weight of the model is trained."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, load_whole_state, whole_state
+from burnish.adapters.base import ADAPTERS, NamedType, load_whole_state, whole_state
 from burnish.core.errors import Problem, UserError
 
 
 @ADAPTERS.register("full")
 class FullAdapter:
-    """Every weight is trained."""
+    """Trains every weight."""
 
     saves_whole_model = True
     file_stem = "model"
 
-    def __init__(self, options: Any, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, options: NamedType, folders: Sequence[Path] = ()) -> None:
         self.options, self.folders = options, list(folders)
         self.notes: list[str] = []
 
@@ -49,7 +49,7 @@ class FullAdapter:
 
 
 def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: nn.Module) -> list[Problem]:
-    """What keeps weights of the model itself from being trained."""
+    """Find what keeps weights of the model itself from being trained."""
     problems = []
     if folders:
         problems.append(

@@ -1,35 +1,36 @@
 """LoRA: a low-rank update beside the frozen weights (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with rsLoRA,
-DoRA and PiSSA, in peft's file format.
+DoRA and PiSSA, in peft's modules and files.
 
-In:  the options below; folders of adapters to begin with. All but the last are merged in order; the last goes on
-     training, unless ``create_new_adapter``.
-Out: the same model object with LoRA layers in it; ``adapter_model.safetensors`` and ``adapter_config.json``.
+In:  the options below; folders of adapters to begin with. All but the last are merged in order; the last is trained
+     further, unless ``create_new_adapter`` is set.
+Out: the same model object with peft's layers in it; ``adapter_model.safetensors`` and ``adapter_config.json``.
 Refuses: targets that the model does not have, adapters that do not fit it, damaged files; all before any weight is
-read, since ``check`` needs no more than the model's shapes.
+read, since ``check`` needs only the model's shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS
-from burnish.adapters.lora_config import WEIGHTS_NAME, LoraConfig
-from burnish.adapters.lora_fit import Fit, check_fit, raise_unless_fitting
-from burnish.adapters.lora_layer import LoraLayer, LoraSettings, is_conv1d
+from burnish.adapters.base import ADAPTERS, NamedType
+from burnish.adapters.lora_fit import CONFIG_NAME, WEIGHTS_NAME, Fit, check_fit, raise_unless_fitting
 from burnish.adapters.lora_model import (
+    FILE_PREFIX,
     adapter_state,
     add_adapter,
     disabled,
     embeddings,
     find_modules,
     find_targets,
+    is_conv1d,
     load_adapter_state,
     merge_into_base,
     output_head,
@@ -40,7 +41,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import option, set_without
 
 DEFAULT = "default"
-"""The name, in memory, of the adapter that trains; peft's."""
+"""The name, in memory, of the adapter that is trained; the same as in peft."""
 
 
 @dataclass
@@ -76,8 +77,8 @@ class LoraOptions:
     loraplus_lr_embedding: float = option(1e-6, "The learning rate of an embedding's B, with LoRA+.", gt=0)
 
 
-def lora_notes(options: Any) -> list[str]:
-    """What was set for a part of LoRA that is off."""
+def lora_notes(options: NamedType) -> list[str]:
+    """Notes on options of parts of LoRA that are off."""
     if options.finetuning_type != "lora":
         return []  # said for the whole group
     switches = {
@@ -90,18 +91,19 @@ def lora_notes(options: Any) -> list[str]:
 
 @ADAPTERS.register("lora", options=LoraOptions)
 class LoraAdapter:
-    """Low-rank updates of the linear layers are trained, the model itself is frozen."""
+    """Trains low-rank updates of the linear layers; the model itself is frozen."""
 
     saves_whole_model = False
     file_stem = WEIGHTS_NAME.removesuffix(".safetensors")
 
-    def __init__(self, options: Any, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, options: LoraOptions, folders: Sequence[Path] = ()) -> None:
         self.options = options
         continues = bool(folders) and not options.create_new_adapter
         self.to_merge = list(folders)[: -1 if continues else None]
         self.to_continue = folders[-1] if continues else None
         self.notes: list[str] = []
-        self.config: LoraConfig | None = None
+        self.config: Any = None  # peft's LoraConfig
+        self._beginning = Beginning({})
 
     def check(self, model: nn.Module) -> list[Problem]:
         problems = []
@@ -120,62 +122,142 @@ class LoraAdapter:
             merge_into_base(model)
             self.notes.append(f"The adapter {folder} was merged.")
         if self.to_continue is not None:
-            self.config = load_adapter(model, self.to_continue)
-            self.notes += _continued(model, self.to_continue, self.config)
+            fit = Fit.of_folder(self.to_continue)
+            self._put_in(model, fit)
+            fill_adapter(model, self.to_continue, fit)
+            self.notes += _continued(model, self.to_continue, fit.config)
         else:
             fit, _ = self._new_config(model)
-            self.config = fit.config
-            add_adapter(model, DEFAULT, fit.config, fit.targets, fit.whole)
+            self._put_in(model, fit)
             self.notes += _chosen(model, self.options, fit)
         train_only(model, DEFAULT)
         return model
 
+    def _put_in(self, model: nn.Module, fit: Fit) -> None:
+        add_adapter(model, DEFAULT, fit.config, fit.targets, fit.whole)
+        self.config = fit.config
+        if str(fit.config.init_lora_weights).startswith("pissa"):
+            self._beginning = Beginning.of(model)
+
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return disabled(model)
+        return self._beginning.instead(model) if self._beginning else disabled(model)
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        return adapter_state(model, DEFAULT)
+        state = adapter_state(model, DEFAULT)
+        return self._beginning.less(state) if self._beginning else state
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise_unless_fitting(self.state(model), state)
-        load_adapter_state(model, DEFAULT, state)
+        load_adapter_state(model, DEFAULT, self._beginning.taken(model, state) if self._beginning else state)
 
     def save(self, model: nn.Module, folder: str) -> None:
-        save_adapter(model, self._attached(), Path(folder))
+        from safetensors.torch import save_file
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        state = {key: tensor.cpu().contiguous().clone() for key, tensor in self.state(model).items()}
+        save_file(state, Path(folder) / WEIGHTS_NAME, metadata={"format": "pt"})
+        self.save_config(model, folder)
 
     def save_config(self, model: nn.Module, folder: str) -> None:
-        write_config(model, self._attached(), Path(folder))
-
-    def _attached(self) -> LoraConfig:
         if self.config is None:
             raise RuntimeError("Nothing is attached yet, so there is no adapter to save.")
-        return self.config
+        config = self._beginning.as_lora(self.config) if self._beginning else self.config
+        config = config.to_dict() | {"inference_mode": True, "fan_in_fan_out": any(map(is_conv1d, model.modules()))}
+        listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        text = json.dumps(listed, indent=2, sort_keys=True)
+        (Path(folder) / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
     def _new_config(self, model: nn.Module) -> tuple[Fit, list[Problem]]:
-        """The adapter that the options ask for, and what keeps it from being made."""
+        """The adapter that the options ask for, and the problems that keep it from being made."""
+        from peft import LoraConfig
+
         options = self.options
         extra = options.additional_target or _new_tokens(model)
         whole, problems = find_modules(model, extra)
         targets, missing = find_targets(model, options.lora_target, left_out=whole)
         config = LoraConfig(
-            settings=LoraSettings(
-                rank=options.lora_rank,
-                alpha=2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha,
-                dropout=options.lora_dropout,
-                use_rslora=options.use_rslora,
-                use_dora=options.use_dora,
-                pissa=options.pissa_iter if options.pissa_init else None,
-            ),
-            target_modules=shortest_names(targets, model),
-            modules_to_save=tuple(extra),
-            base_model=getattr(getattr(model, "config", None), "name_or_path", None) or None,
-        )
+            task_type="CAUSAL_LM", r=options.lora_rank,
+            lora_alpha=2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha,
+            lora_dropout=options.lora_dropout, use_rslora=options.use_rslora, use_dora=options.use_dora,
+            init_lora_weights=_pissa(options.pissa_iter) if options.pissa_init else True,
+            target_modules=set(shortest_names(targets, model)), modules_to_save=sorted(extra) or None,
+            base_model_name_or_path=getattr(getattr(model, "config", None), "name_or_path", None) or None,
+        )  # fmt: skip
         fit = Fit(config, targets, whole)
         return fit, [*problems, *missing, *fit.problems(model)]
 
 
+def _pissa(iterations: int) -> str:
+    """peft's name of it: of the exact decomposition, or of the fast one with so many iterations."""
+    return "pissa" if iterations < 0 else f"pissa_niter_{iterations}"
+
+
+@dataclass
+class Beginning:
+    """What an adapter began with whose factors PiSSA took out of the weights: ``W = W_res + s B0 A0`` (Meng et al.
+    2024, section 3, https://arxiv.org/abs/2404.02948).
+
+    Such an adapter is saved as what it has become since, plain LoRA of twice the rank, so that it fits the weights that
+    everyone has: ``W_res + s B A = W + s [B, -B0] [A; A0]``.
+
+    Args:
+        state: its tensors by their names in a file.
+    """
+
+    state: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Beginning:
+        return cls({key: tensor.clone() for key, tensor in adapter_state(model, DEFAULT).items()})
+
+    def __bool__(self) -> bool:
+        return bool(self.state)
+
+    def less(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state of an adapter as LoRA beside the whole weights."""
+        a = {k: torch.cat([state[k], begun]) for k, begun in self.state.items() if k.endswith(_FACTORS[0])}
+        b = {k: torch.cat([state[k], -begun], 1) for k, begun in self.state.items() if k.endswith(_FACTORS[1])}
+        return {**state, **a, **b}
+
+    def taken(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``less`` undone. Where the state began with another decomposition, it becomes the beginning, and the weights
+        are what that left; on the same devices it is this one, to the bit."""
+        found = dict(state)
+        for key_a, a0 in [item for item in self.state.items() if item[0].endswith(_FACTORS[0])]:
+            key_b = key_a.replace("lora_A", "lora_B")
+            b0, rank = self.state[key_b], len(a0)
+            found[key_a], found[key_b] = state[key_a][:rank], state[key_b][:, :rank]
+            a, b = state[key_a][rank:].to(a0), -state[key_b][:, rank:].to(b0)
+            if not (torch.equal(a, a0) and torch.equal(b, b0)):
+                layer: Any = model.get_submodule(key_a.removeprefix(FILE_PREFIX).removesuffix(_FACTORS[0]))
+                shift = layer.scaling[DEFAULT] * (b0 @ a0 - b @ a)
+                weight = layer.base_layer.weight.data
+                weight.copy_(weight.float() + (shift.t() if is_conv1d(layer.base_layer) else shift))
+                self.state[key_a], self.state[key_b] = a, b
+        return found
+
+    @contextmanager
+    def instead(self, model: nn.Module) -> Iterator[None]:
+        """Inside it the model is the one that there was before the adapter."""
+        state = {key: tensor.clone() for key, tensor in adapter_state(model, DEFAULT).items()}
+        load_adapter_state(model, DEFAULT, self.state)
+        try:
+            yield
+        finally:
+            load_adapter_state(model, DEFAULT, state)
+
+    def as_lora(self, config: Any) -> Any:
+        """The config of what is saved: twice the rank, the same scale."""
+        scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+        rank = 2 * config.r
+        return replace(config, r=rank, lora_alpha=scaling * rank, use_rslora=False, init_lora_weights=True)
+
+
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+
 def _new_tokens(model: nn.Module) -> list[str]:
-    """Embedding and head, where the vocabulary was given new rows: frozen, the new tokens would stay noise."""
+    """Embedding and head, where the vocabulary has new rows: frozen, these would stay random."""
     if not getattr(model, "has_new_tokens", False):
         return []
     head = output_head(model)
@@ -183,27 +265,26 @@ def _new_tokens(model: nn.Module) -> list[str]:
     return sorted({path.split(".")[-1] for path in paths})
 
 
-def _continued(model: nn.Module, folder: Path, config: LoraConfig) -> list[str]:
-    """What a person should know of an adapter that goes on training."""
-    settings = config.settings
-    kind = f"rank {settings.rank}, alpha {settings.alpha:g}, dropout {settings.dropout:g}"
+def _continued(model: nn.Module, folder: Path, config: Any) -> list[str]:
+    """Notes on an adapter that is trained further."""
+    kind = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
     notes = [f"The adapter {folder} is taken as it is: {kind}; lora_rank and its kin describe new ones."]
-    base = getattr(getattr(model, "config", None), "name_or_path", None)
-    if config.base_model and base and Path(config.base_model).name != Path(base).name:
-        notes.append(f"That adapter was trained on {config.base_model}; the base here is {base}.")
+    base, own = getattr(getattr(model, "config", None), "name_or_path", None), config.base_model_name_or_path
+    if own and base and Path(own).name != Path(base).name:
+        notes.append(f"That adapter was trained on {own}; the base here is {base}.")
     return notes
 
 
-def _chosen(model: nn.Module, options: Any, fit: Fit) -> list[str]:
-    """What was decided for a new adapter that the options do not say."""
+def _chosen(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
+    """Notes on choices for a new adapter that the options do not make."""
     notes = []
     if options.additional_target:
         more = f" and {len(fit.whole) - 3} more" if len(fit.whole) > 3 else ""
         notes.append(f"Trained whole beside the adapter: {', '.join(fit.whole[:3])}{more} (additional_target).")
     elif fit.whole:
-        names = " and ".join(fit.config.modules_to_save)
+        names = " and ".join(fit.config.modules_to_save or ())
         notes.append(f"The vocabulary has grown, so {names} are trained whole beside the adapter.")
-    # Experts that are one tensor of three dimensions are no layers, and neither is a convolution (Mamba).
+    # Experts in one tensor of three dimensions are not layers, and neither is a convolution (Mamba).
     solid = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     fused = [name for name in solid if "experts" in name]
     others = [name for name in solid if name not in fused]
@@ -213,7 +294,7 @@ def _chosen(model: nn.Module, options: Any, fit: Fit) -> list[str]:
     return notes
 
 
-def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> LoraConfig:
+def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> None:
     """Put the adapter in ``folder`` into the model, under ``name``, active and frozen.
 
     Raises:
@@ -222,47 +303,41 @@ def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> LoraCon
     problems = check_fit(model, folder)
     if problems:
         raise UserError(problems)
-    from safetensors.torch import load_file
-
     fit = Fit.of_folder(folder)
     add_adapter(model, name, fit.config, fit.targets, fit.whole)
+    fill_adapter(model, folder, fit, name)
+
+
+def fill_adapter(model: nn.Module, folder: Path, fit: Fit, name: str = DEFAULT) -> None:
+    """Give an adapter that was put in the weights that lie in ``folder``. It is frozen then."""
+    from safetensors.torch import load_file
+
     state = load_file(folder / WEIGHTS_NAME)
     load_adapter_state(model, name, state)
     for key, path in fit.base.items():
         _set_parameter(model, path, state[key])
     for path in [*fit.targets, *fit.whole]:
         model.get_submodule(path).requires_grad_(False)
-    return fit.config
 
 
 def _set_parameter(model: nn.Module, path: str, value: Tensor) -> None:
-    """Put a weight of the model itself, saved with an adapter, where it belongs, whether or not that is wrapped now."""
+    """Set a weight of the model itself that was saved with an adapter, whether or not its layer is wrapped now."""
     holder, _, leaf = path.rpartition(".")
     module = model.get_submodule(holder)
-    if isinstance(module, LoraLayer):
-        module = module.base_layer
     with torch.no_grad():
-        module.get_parameter(leaf).copy_(value)
+        getattr(module, "base_layer", module).get_parameter(leaf).copy_(value)
 
 
-def save_adapter(model: nn.Module, config: LoraConfig, folder: Path, name: str = DEFAULT) -> None:
-    """Write ``adapter_model.safetensors`` and ``adapter_config.json``."""
-    from safetensors.torch import save_file
+class RateChoices(Protocol):
+    """The options that give parameters a learning rate."""
 
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {key: tensor.cpu().contiguous().clone() for key, tensor in adapter_state(model, name).items()}
-    save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    write_config(model, config, folder)
+    learning_rate: float
+    loraplus_lr_ratio: float | None
+    loraplus_lr_embedding: float
 
 
-def write_config(model: nn.Module, config: LoraConfig, folder: Path) -> None:
-    """Write ``adapter_config.json``."""
-    is_stored_transposed = any(is_conv1d(module) for module in model.modules())
-    replace(config, fan_in_fan_out=is_stored_transposed).write(folder)
-
-
-def learning_rates(model: nn.Module, options: Any) -> dict[str, float]:
-    """Parameter name -> its own learning rate, for those that LoRA+ gives one; the others learn at ``learning_rate``.
+def learning_rates(model: nn.Module, options: RateChoices) -> dict[str, float]:
+    """Parameter name -> its own learning rate under LoRA+; all others are trained at ``learning_rate``.
 
     Source: Hayou et al. 2024, section 4, https://arxiv.org/abs/2402.12354
     """

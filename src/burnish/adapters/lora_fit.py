@@ -1,26 +1,37 @@
-"""Whether a LoRA adapter fits a model, told from names and shapes alone.
+"""Check that a LoRA adapter fits a model, from names and shapes alone.
 
 In:  a model (its parameters may be on the meta device) and an adapter's folder, of which the config and the header of
      the weights are read; or two states, of a checkpoint and of this run.
-Out: where each adapter tensor belongs, and problems a person can act on.
+Out: the place of each adapter tensor, and problems for the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from burnish.adapters.base import raise_unless_same
-from burnish.adapters.lora_config import WEIGHTS_NAME, LoraConfig
-from burnish.adapters.lora_layer import LoraLinear, features
-from burnish.adapters.lora_model import FILE_PREFIX, linear_layers
+from burnish.adapters.lora_model import FILE_PREFIX, features, linear_layers
 from burnish.core.errors import Problem, UserError
+from burnish.core.json_files import FETCH_AGAIN, read_object
+from burnish.core.options import raise_if
 from burnish.core.tensor_files import TensorInfo, read_header
 
-# The last part of a tensor's name in a file, and which sides of the layer its shape tells.
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_OTHERS = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
+    "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+"""Fields of peft's config by which an adapter is more than low-rank updates of layers and modules trained whole."""
+
+# The last part of a tensor's name in a file; its kind.
 _FACTORS = (
     "lora_A.weight",
     "lora_B.weight",
@@ -34,23 +45,24 @@ _BASE = "base_layer.weight"
 
 @dataclass(frozen=True)
 class Fit:
-    """An adapter and the places in a model where it goes.
+    """An adapter and its places in a model.
 
     Args:
-        targets: paths of the layers that get factors.
-        whole: paths of the modules of which a trained copy is held.
+        config: peft's ``LoraConfig``.
+        targets: paths of the layers with factors.
+        whole: paths of the modules with a trained copy.
         base: name in the file -> parameter of the model it replaces (an embedding saved with the adapter).
     """
 
-    config: LoraConfig
+    config: Any
     targets: Sequence[str]
     whole: Sequence[str]
     base: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_folder(cls, folder: Path) -> Fit:
-        """Raises UserError where a file is missing, damaged, or of a kind that burnish does not run."""
-        config = LoraConfig.read(folder)
+        """Read an adapter. Raises UserError where a file is missing, damaged, or of a kind that burnish lacks."""
+        config = read_config(folder)
         targets: dict[str, None] = {}
         whole: dict[str, None] = {}
         base: dict[str, str] = {}
@@ -61,34 +73,108 @@ class Fit:
                 targets[path] = None
             elif kind == _BASE:
                 base[key] = f"{path}.weight"
-            elif module := _copied(holder, config.modules_to_save):
+            elif module := _copied(holder, config.modules_to_save or ()):
                 whole[module] = None
             else:
                 base[key] = path
         return cls(config, list(targets), list(whole), base)
 
+    def rank_at(self, path: str) -> int:
+        """The rank in the layer at ``path``."""
+        from peft.utils.other import get_pattern_key
+
+        pattern = self.config.rank_pattern
+        return int(pattern.get(get_pattern_key(pattern.keys(), path), self.config.r))
+
     def problems(self, model: nn.Module) -> list[Problem]:
-        """What the settings ask of layers that cannot do it."""
-        rank = self.config.settings.rank
-        modules = [model.get_submodule(path) for path in self.targets]
-        small = [
-            path
-            for path, module in zip(self.targets, modules, strict=True)
-            if self.config.settings.pissa is not None and rank > min(_sides(module))
-        ]
-        if not small:
+        """Find layers that do not allow the settings."""
+        sides = {path: min(_sides(model.get_submodule(path))) for path in self.targets}
+        small = next((path for path, side in sides.items() if self.config.r > side), None)
+        if small is None or not str(self.config.init_lora_weights).startswith("pissa"):
             return []
         return [
             Problem(
-                f"pissa_init with lora_rank {rank}: {small[0]} has only {min(_sides(model.get_submodule(small[0])))} "
-                "singular values.",
+                f"pissa_init with lora_rank {self.config.r}: {small} has only {sides[small]} singular values.",
                 remedy="Lower lora_rank, or leave that layer out of lora_target.",
             )
         ]
 
 
+def read_config(folder: Path) -> Any:
+    """The adapter in ``folder``, as peft's ``LoraConfig``.
+
+    Raises:
+        UserError: where there is none, or one that is more than LoRA.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise UserError(_no_adapter(folder))
+    raw = read_object(path)
+    raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_values(raw))
+    if more := _more_than_lora(raw):
+        raise UserError(
+            Problem(
+                f"this adapter uses {more}, which finetuning_type lora does not do.",
+                where=str(path),
+                remedy="Set finetuning_type: peft to run it through the peft library.",
+            )
+        )
+    from peft import LoraConfig
+
+    try:
+        known = {each.name for each in fields(LoraConfig)} - {"runtime_config"}
+        return LoraConfig(**{name: value for name, value in raw.items() if name in known})
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise UserError(Problem(f"peft refuses this adapter's config: {error}.", where=str(path))) from error
+
+
+_TEXT, _NUMBER, _COUNT, _FLAG = "text", "a number above 0", "a whole number above 0", "true or false"
+_KINDS = {
+    "r": _COUNT, "lora_alpha": _NUMBER, "use_rslora": _FLAG, "use_dora": _FLAG, "lora_bias": _FLAG,
+    "rank_pattern": _COUNT, "alpha_pattern": _NUMBER, "base_model_name_or_path": _TEXT, "target_modules": _TEXT,
+    "modules_to_save": _TEXT,
+}  # fmt: skip
+
+
+def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each value that is of another kind than peft writes."""
+    for name, kind in _KINDS.items():
+        value = raw.get(name)
+        is_pattern = name.endswith("_pattern")
+        if value is None:
+            continue
+        inside = value.values() if is_pattern and isinstance(value, Mapping) else value
+        items = list(inside) if is_pattern or isinstance(inside, list) else [inside]
+        if (is_pattern and not isinstance(value, Mapping)) or not all(_is(kind, item) for item in items):
+            yield f'"{name}" must be {kind}. Received: {json.dumps(value)}.'
+    dropout = raw.get("lora_dropout", 0)
+    if not (_is_number(dropout) and 0 <= dropout < 1):
+        yield f'"lora_dropout" must be from 0 to below 1. Received: {json.dumps(dropout)}.'
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind == _TEXT:
+        return isinstance(value, str)
+    if kind == _FLAG:
+        return isinstance(value, bool)
+    return _is_number(value) and value > 0 and (kind == _NUMBER or isinstance(value, int))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _more_than_lora(raw: Mapping[str, Any]) -> str:
+    """What an adapter is or has that LoRA is not; the empty string for none."""
+    if raw.get("peft_type") != "LORA":
+        return f"the method {raw.get('peft_type')}"
+    if raw.get("bias", "none") != "none":
+        return f"bias: {raw['bias']}"
+    return next((name for name in _OTHERS if raw.get(name)), "")
+
+
 def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
-    """What keeps the adapter in ``folder`` from being put on ``model``."""
+    """Find what keeps the adapter in ``folder`` from being put on ``model``."""
     try:
         fit = Fit.of_folder(folder)
         header = _weights_header(folder)
@@ -135,15 +221,15 @@ def _weights_header(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _copied(holder: str, names: Sequence[str]) -> str:
-    """The module trained whole that a tensor of the module at ``holder`` belongs to, or the empty string. peft takes
-    every module whose path ends in the letters of a name."""
+    """The module trained whole to which a tensor of the module at ``holder`` belongs, or the empty string. As in peft,
+    a name fits every path that ends in its letters."""
     parts = holder.split(".")
     paths = (".".join(parts[: count + 1]) for count in range(len(parts)))
     return next((path for path in paths if path.endswith(tuple(names))), "")
 
 
 def _place(key: str) -> tuple[str, str]:
-    """A name in a file as (path in the model, which factor); ("lm_head.weight", "") for a tensor of a whole module."""
+    """Split a name in a file: (path in the model, factor), or ("lm_head.weight", "") for a tensor of a whole module."""
     name = key.removeprefix(FILE_PREFIX)
     for kind in (*_FACTORS, _BASE):
         if name.endswith(f".{kind}"):
@@ -155,15 +241,15 @@ def _sides(module: nn.Module) -> tuple[int, int]:
     """(I, O) of a linear layer; (vocabulary, width) of an embedding."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
-    return (module.in_features, module.out_features) if isinstance(module, LoraLinear) else features(module)
+    return features(module)
 
 
 def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
-    """How a tensor of the file differs in shape from its place in the model; empty where it fits."""
+    """The difference in shape between a tensor of the file and its place in the model; empty where it fits."""
     path, kind = _place(key)
     if kind in _FACTORS:
         inputs, outputs = _sides(model.get_submodule(path))
-        rank = fit.config.at(path).rank
+        rank = fit.rank_at(path)
         a, b, vector = (rank, inputs), (outputs, rank), (outputs,)
         expected = dict(zip(_FACTORS, (a, b, vector, a, b, vector), strict=True))[kind]
     else:
@@ -202,9 +288,24 @@ def _misfit(model: nn.Module, folder: Path, fit: Fit, differences: Sequence[str]
 
 def _its_base(fit: Fit) -> str:
     return (
-        f"It was trained on {fit.config.base_model}." if fit.config.base_model else "Give the model it was trained on."
+        f"It was trained on {fit.config.base_model_name_or_path}."
+        if fit.config.base_model_name_or_path
+        else "Give the model it was trained on."
     )
 
 
 def _times(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "a single number"
+
+
+def _no_adapter(folder: Path) -> Problem:
+    if not folder.is_dir():
+        return Problem(
+            f'adapter_name_or_path "{folder}" is no folder.', remedy="Give the folder that holds the adapter."
+        )
+    what = "a whole model" if (folder / "config.json").is_file() else "no adapter"
+    return Problem(
+        f"this folder holds {what}: it has no {CONFIG_NAME}.",
+        where=str(folder),
+        remedy="Give a model as model_name_or_path, and an adapter as adapter_name_or_path.",
+    )

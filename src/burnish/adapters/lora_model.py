@@ -1,31 +1,51 @@
-"""LoRA in a whole model: put the layers in, find them, switch them, merge them.
+"""LoRA in a whole model, in peft's modules: put them in, find them, switch them, merge them.
 
-A model keeps its class and its methods; only the layers named are replaced by ``LoraLinear``, ``LoraEmbedding`` or
-``TrainedCopy`` (lora_layer.py). Nothing here knows files or options.
+A model keeps its class and its methods; only the layers named are replaced by peft's, which keep them as
+``base_layer``. What the layers compute is ``ops.lora``, where that stands as their forward pass. Nothing here knows
+options; of files it knows the names of tensors.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from burnish.adapters.lora_config import LoraConfig
-from burnish.adapters.lora_layer import LoraEmbedding, LoraLayer, LoraLinear, is_linear
-from burnish.adapters.switch import BASE, AdapterModule, TrainedCopy
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.patching import Reason, patch, restore
+from burnish.ops.quantised import is_quantised
 
 FILE_PREFIX = "base_model.model."
 """What peft's classes around a model add to every name in a file."""
+BASE = "__base__"
+"""In ``rows_through``: the row that gets no adapter; peft's name."""
+ROWS = Reason("adapted layer", "each row of a batch goes through an adapter of its own")
 
 _ALL = {"all", "all-linear"}
+_FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save"}
+"""Under which of its names a module of peft's keeps an adapter's weights, each under the adapter's name."""
 
 
-def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
-    return ((path, module) for path, module in model.named_modules() if isinstance(module, AdapterModule))
+def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of peft's that hold adapters or copies that are trained whole."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    kinds = (BaseTunerLayer, ModulesToSaveWrapper)
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, kinds))
+
+
+def adapters_in(module: Any) -> list[str]:
+    """The names of the adapters that a module of peft's holds."""
+    held = [vars(module)["_modules"].get(factors) for factors in _FACTORS]
+    return list(dict.fromkeys(name for names in held if names is not None for name in names))
 
 
 # --- which layers ---------------------------------------------------------------------------------------------------
@@ -33,8 +53,10 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers by path, without those inside adapters."""
-    inside = {f"{path}.{name}" for path, m in adapter_modules(model) for name, _ in m.named_modules() if name}
-    return {path: m for path, m in model.named_modules() if path not in inside and _adaptable(m)}
+    adapted = dict(adapter_modules(model))
+    inside = {f"{path}.{name}" for path, m in adapted.items() for name, _ in m.named_modules() if name}
+    found = ((path, m) for path, m in model.named_modules() if path not in inside)
+    return {path: m for path, m in found if is_linear(getattr(m, "base_layer", m))}
 
 
 def find_targets(
@@ -54,7 +76,7 @@ def find_targets(
     missing = []
     for name in wanted:
         if name in _ALL:
-            paths = [path for path in free if path in linear and linear[path] is not head]
+            paths = [path for path in free if path in linear and linear[path] is not head and not _skips(model, path)]
         else:
             paths = [path for path in free if _names(name, path)]
         if not paths and any(_names(name, path) for path in linear):
@@ -103,41 +125,72 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], lis
 # --- putting in -----------------------------------------------------------------------------------------------------
 
 
-def add_adapter(model: nn.Module, name: str, config: LoraConfig, targets: Sequence[str], whole: Sequence[str]) -> None:
+def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str], whole: Sequence[str]) -> None:
     """Put adapter ``name`` over the layers at ``targets`` and train copies of the modules at ``whole``; make it the
-    active one. Where modules that are copied share a weight, their copies share one too."""
-    for path in targets:
-        module = model.get_submodule(path)
-        if not isinstance(module, LoraLayer):
-            module = (LoraEmbedding if isinstance(module, nn.Embedding) else LoraLinear)(module)
-            model.set_submodule(path, module)
-        module.add(name, config.at(path))
-        module.train(model.training)
+    active one. Where modules that are copied share a weight, their copies share one too.
+
+    Factors are kept in float32: peft draws them so, and rounds them to the format of the layer.
+
+    Args:
+        config: peft's ``LoraConfig``; what it says of targets is not read.
+    """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import Linear
+
+    here = copy.copy(config)
+    here.target_modules, here.modules_to_save = set(targets), list(whole) or None
+    here.fan_in_fan_out = any(is_conv1d(model.get_submodule(path)) for path in targets)
+    packed = {type(layer) for layer in map(model.get_submodule, targets) if is_packed(layer)}
+    if packed:  # of whatever library: what peft does over a dense layer asks nothing of its weight
+        here._register_custom_module(dict.fromkeys(packed, Linear))
+    is_shape = any(parameter.is_meta for parameter in model.parameters())
+    if is_shape:
+        here.init_lora_weights = True  # nothing is there that could be decomposed
+    before, mode = torch.get_rng_state(), model.training
+    try:
+        with torch.device("meta") if is_shape else nullcontext():
+            inject_adapter_in_model(here, model, name)
+    except ValueError as error:  # what peft says of layers that it cannot adapt
+        raise UserError(Problem(f"peft refuses this adapter: {error}")) from error
+    model.train(mode)
+    if not is_shape and config.init_lora_weights is True:
+        _draw_again(model, name, before)
+    for path, parameter in model.named_parameters():
+        if _file_name(path, name) and "modules_to_save" not in path:
+            parameter.data = parameter.data.float()
     copied: dict[int, nn.Parameter] = {}
     for path in whole:
-        module = model.get_submodule(path)
-        if not isinstance(module, TrainedCopy):
-            module = TrainedCopy(module)
-            model.set_submodule(path, module)
-        module.add(name)
-        module.train(model.training)
+        module: Any = model.get_submodule(path)
         _share(module.original_module, module.modules_to_save[name], copied)
     set_active(model, [name])
+
+
+def _draw_again(model: nn.Module, name: str, before: Tensor) -> None:
+    """A of each linear layer as it was drawn, in float32; the draws are peft's, one by one."""
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    for _, layer in adapter_modules(model):
+        if name not in getattr(layer, "lora_A", ()):
+            continue
+        a, b = layer.lora_A[name], layer.lora_B[name]
+        drawn = nn.Linear(a.in_features, a.out_features, bias=False)
+        nn.Linear(b.in_features, b.out_features, bias=b.bias is not None)
+        nn.init.kaiming_uniform_(drawn.weight, a=5**0.5)
+        a.weight.data = drawn.weight.data.to(a.weight.device)
+    torch.set_rng_state(after)
 
 
 def set_active(model: nn.Module, names: Sequence[str]) -> None:
     """The adapters whose updates are added up; a layer that lacks one of them leaves it out."""
     for _, module in adapter_modules(model):
-        module.active = list(names)
+        held = [name for name in names if name in adapters_in(module)]
+        module.set_adapter(held if hasattr(module, "base_layer") else held[-1:])
 
 
 def train_only(model: nn.Module, name: str) -> None:
     """Let adapter ``name`` move, and nothing else."""
-    model.requires_grad_(False)
-    for _, module in adapter_modules(model):
-        if name in module.adapters:
-            for parameter in module.trainable(name):
-                parameter.requires_grad_(True)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(_file_name(path, name)))
 
 
 # --- switching ------------------------------------------------------------------------------------------------------
@@ -145,20 +198,18 @@ def train_only(model: nn.Module, name: str) -> None:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """The model as it was before any adapter. What was merged is taken out for the while, to the bit."""
+    """The model as it was before any adapter."""
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modules = [module for _, module in adapter_modules(model)]
-    merged = [module for module in modules if module.is_merged]
-    before = [module.is_disabled for module in modules]
     try:
         for module in modules:
-            module.unmerge()
-            module.is_disabled = True
+            module.enable_adapters(False)
         yield
     finally:
-        for module, was in zip(modules, before, strict=True):
-            module.is_disabled = was
-        for module in merged:
-            module.merge()
+        for module in modules:
+            module.enable_adapters(True)
+        for parameter, is_trained in trained.items():
+            parameter.requires_grad_(is_trained)
 
 
 @contextmanager
@@ -166,55 +217,71 @@ def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
     """Each row of a batch through an adapter of its own; ``"__base__"`` for none.
 
     Raises:
-        UserError: for a name that the model has no adapter of, and where an adapter is merged.
+        UserError: for a name that the model has no adapter of.
     """
     modules = [module for _, module in adapter_modules(model)]
-    known = {name for module in modules for name in module.adapters} | {BASE}
+    known = {name for module in modules for name in adapters_in(module)} | {BASE}
     if set(adapters) - known:
         raise UserError(f"There is no adapter {sorted(set(adapters) - known)}. Known: {', '.join(sorted(known))}.")
-    if any(module.is_merged for module in modules):
-        raise UserError("Rows cannot go through adapters of their own while one is merged; unmerge it first.")
+    rows = list(adapters)
+    ways = ((module, partial(type(module).forward, module, adapter_names=rows)) for module in modules)
+    made = [patch(module, "forward", way, ROWS) for module, way in ways]
     try:
-        for module in modules:
-            module.rows = list(adapters)
         yield
     finally:
-        for module in modules:
-            module.rows = None
-
-
-def merge(model: nn.Module) -> None:
-    """Put the active adapters into the base weights, for faster generation; ``unmerge`` undoes it exactly. Costs a
-    second copy of the adapted weights."""
-    for _, module in adapter_modules(model):
-        module.merge()
-
-
-def unmerge(model: nn.Module) -> None:
-    for _, module in adapter_modules(model):
-        module.unmerge()
+        restore(made)
 
 
 def merge_into_base(model: nn.Module) -> nn.Module:
-    """The model with its adapters merged for good and their layers gone.
+    """The model with its adapters merged for good, in float32, and their layers gone.
 
     Raises:
         UserError: where a merged weight is not finite; the model is then as it was.
     """
-    merge(model)
-    broken = [path for path, module in adapter_modules(model) if not _is_finite(module.bare())]
+    modules = list(adapter_modules(model))
+    layers = [(path, module) for path, module in modules if hasattr(module, "base_layer")]
+    for _, layer in layers:
+        if is_quantised(layer.base_layer):
+            raise UserError(_no_merge(layer.base_layer))
+    before = [(layer, dict(layer.base_layer.named_parameters(recurse=False))) for _, layer in layers]
+    broken = [path for path, layer in layers if not _merges(layer)]
     if broken:
-        unmerge(model)
+        for layer, parameters in before:
+            layer.merged_adapters.clear()
+            for name, parameter in parameters.items():
+                layer.base_layer.register_parameter(name, parameter)
         raise UserError(
             Problem(
                 f"merging the adapter gives weights that are not finite, in {', '.join(broken[:3])}.",
                 remedy="The adapter is damaged or diverged in training; take an earlier checkpoint of it.",
             )
         )
-    for path, module in list(adapter_modules(model)):
-        model.set_submodule(path, module.bare())
+    for path, module in modules:
+        model.set_submodule(path, module.base_layer if hasattr(module, "base_layer") else _in_use(module))
+    vars(model).pop("peft_config", None)
     _settle_tie(model)
     return model
+
+
+def _merges(layer: Any) -> bool:
+    """Merge one layer, into weights of its own: they may be another module's too. False where the sum is not finite."""
+    base, dtype = layer.base_layer, layer.base_layer.weight.dtype
+    for name, parameter in list(base.named_parameters(recurse=False)):
+        copied = parameter.detach().float() if name == "weight" else parameter.detach()
+        base.register_parameter(name, nn.Parameter(copied.clone(), requires_grad=False))
+    try:
+        layer.merge(safe_merge=not base.weight.is_meta)
+    except ValueError:
+        return False
+    base.weight.data = base.weight.data.to(dtype)
+    return True
+
+
+def _in_use(module: Any) -> nn.Module:
+    """What stands for a module that is trained whole: its copy, or where none is active itself."""
+    names = [name for name in module.active_adapters if name in module.modules_to_save]
+    used: nn.Module = module.modules_to_save[names[-1]] if names else module.original_module
+    return used
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -225,27 +292,34 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
     because safetensors refuses names that share memory."""
     found: dict[str, Tensor] = {}
     places: set[int] = set()
-    for path, module in adapter_modules(model):
-        for key, tensor in module.state(name).items() if name in module.adapters else ():
+    for path, tensor in model.state_dict(keep_vars=True).items():
+        if key := _file_name(path, name):
             is_shared = tensor.data_ptr() in places and not tensor.is_meta
-            found[f"{FILE_PREFIX}{path}.{key}"] = tensor.detach().clone() if is_shared else tensor.detach()
+            found[key] = tensor.detach().clone() if is_shared else tensor.detach()
             places.add(tensor.data_ptr())
     return found
 
 
+@torch.no_grad()
 def load_adapter_state(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> None:
     """Put a file's tensors into adapter ``name``. Names and shapes have been checked."""
-    for path, module in adapter_modules(model):
-        if name in module.adapters:
-            prefix = f"{FILE_PREFIX}{path}."
-            module.load(name, {key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
+    for path, tensor in model.state_dict(keep_vars=True).items():
+        if key := _file_name(path, name):
+            tensor.copy_(state[key])
+
+
+def _file_name(path: str, name: str) -> str:
+    """``a.lora_A.default.weight`` -> ``base_model.model.a.lora_A.weight``; "" for what is not of adapter ``name``."""
+    parts = path.split(".")
+    at = next((i for i, (kind, whose) in enumerate(pairwise(parts)) if kind in _FACTORS and whose == name), None)
+    if at is None:
+        return ""
+    kept = parts[:at] if parts[at] == "modules_to_save" else parts[: at + 1]
+    rest = [] if parts[at] == "lora_magnitude_vector" else parts[at + 2 :]
+    return FILE_PREFIX + ".".join([*kept, *rest])
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
-
-
-def _adaptable(module: nn.Module) -> bool:
-    return isinstance(module, LoraLinear) or is_linear(module)
 
 
 def _ends(path: str, name: str) -> bool:
@@ -256,8 +330,14 @@ def _within(path: str, module: str) -> bool:
     return f"{path}.".startswith(f"{module}.")
 
 
+def _skips(model: nn.Module, path: str) -> bool:
+    """Whether the fast kernels of a state-space model go past a layer, so that peft refuses to adapt it."""
+    family = getattr(getattr(model, "config", None), "model_type", "")
+    return "mamba" in family and path.endswith("out_proj")
+
+
 def _names(name: str, path: str) -> bool:
-    """Whether ``name`` is the end of ``path``, or a regular expression for all of it."""
+    """Return whether ``name`` is the end of ``path``, or a regular expression for all of it."""
     if _ends(path, name):
         return True
     return bool(re.search(r"[*+?|()\[\]^$\\]", name) and re.fullmatch(name, path))
@@ -282,7 +362,7 @@ def _share(original: nn.Module, copied_module: nn.Module, copied: dict[int, nn.P
         shared = copied.setdefault(id(parameter), own)
         if shared is not own:
             holder, _, leaf = name.rpartition(".")
-            setattr(copied_module.get_submodule(holder), leaf, shared)
+            copied_module.get_submodule(holder).register_parameter(leaf, shared)
 
 
 def _settle_tie(model: nn.Module) -> None:
@@ -293,3 +373,33 @@ def _settle_tie(model: nn.Module) -> None:
     head, embedding = output_head(model), model.get_input_embeddings()  # type: ignore[operator]
     if head is not None and getattr(head, "weight", None) is not getattr(embedding, "weight", None):
         config.tie_word_embeddings = False
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' ``Conv1D``: a linear layer that stores its weight as (I, O). Known by name, so that adapters work
+    without transformers."""
+    return type(module).__name__ == "Conv1D"
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module) or is_packed(module)
+
+
+def is_packed(module: nn.Module) -> bool:
+    """A linear layer of GPTQ or AWQ, whatever the library: known by the name of its packed weight."""
+    return isinstance(getattr(module, "qweight", None), Tensor) and hasattr(module, "in_features")
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """(I, O) of a linear layer."""
+    if is_conv1d(layer):
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        return weight.shape[0], weight.shape[1]
+    return layer.in_features, layer.out_features  # type: ignore[return-value]
+
+
+def _no_merge(layer: nn.Module) -> Problem:
+    return Problem(
+        f"an adapter cannot be merged into a quantised base ({type(layer).__name__}): the sum would be rounded away.",
+        remedy="Merge it into the base in full precision: burnish export without quantization_bit.",
+    )

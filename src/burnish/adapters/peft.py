@@ -1,4 +1,4 @@
-"""Any method of the peft library: prompt tuning, IA3, OFT and the rest, through peft itself.
+"""Any method of the peft library, through peft itself: prompt tuning, IA3, OFT, ...
 
 In:  peft's config, as a mapping with ``peft_type`` and the method's own fields, as a JSON file, or as a folder with an
      ``adapter_config.json``; from Python also a ``PeftConfig`` or a model that peft has wrapped already. OFT may be
@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, raise_unless_same
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.json_files import read_object
 from burnish.core.options import option
-from burnish.core.tensor_files import read_json
 
 
 @dataclass
@@ -38,12 +38,12 @@ class PeftOptions:
 
 @ADAPTERS.register("peft", options=PeftOptions, is_of_peft=True)
 class PeftAdapter:
-    """An adapter of the peft library is trained, the model itself is frozen."""
+    """Trains an adapter of the peft library; the model itself is frozen."""
 
     saves_whole_model = False
     file_stem = "peft_state"  # names as in memory: peft's own file leaves out what some methods need to go on exactly
 
-    def __init__(self, options: Any, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, options: PeftOptions, folders: Sequence[Path] = ()) -> None:
         self.options, self.folders = options, list(folders)
         self.notes: list[str] = []
         self._base: set[int] = set()
@@ -76,8 +76,8 @@ class PeftAdapter:
         return wrapped
 
     def _continued(self, model: nn.Module, folder: str) -> nn.Module:
-        """The adapter in ``folder``, training on. peft saves and loads a learned prompt as a table of vectors, for use
-        only; it trains on as that table, also where a network computed it before."""
+        """Load the adapter in ``folder`` to train it further. peft saves and loads a trained prompt as a table of
+        vectors, for use only; that table is trained further, even if a network computed it before."""
         from peft import PeftConfig, PeftModel
 
         is_prompt = PeftConfig.from_pretrained(folder).is_prompt_learning
@@ -145,7 +145,15 @@ class OftOptions:
     module_dropout: float = option(0.0, "The share of rotations that a step leaves out.", ge=0, lt=1)
 
 
-def check_oft(options: Any) -> list[Problem]:
+class OftChoices(Protocol):
+    """The options that describe an adapter of OFT."""
+
+    finetuning_type: str
+    oft_rank: int
+    oft_block_size: int
+
+
+def check_oft(options: OftChoices) -> list[Problem]:
     if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
         return []
     return [
@@ -159,13 +167,17 @@ def check_oft(options: Any) -> list[Problem]:
 
 @ADAPTERS.register("oft", options=OftOptions, is_of_peft=True)
 class OftAdapter(PeftAdapter):
-    """The inputs of layers are turned by small orthogonal matrices, and those are trained (OFT, through peft)."""
+    """Trains small orthogonal matrices that rotate the inputs of layers (OFT, through peft)."""
+
+    def __init__(self, options: OftOptions, folders: Sequence[Path] = ()) -> None:
+        super().__init__(PeftOptions(), folders)
+        self.oft = options
 
     def _config(self) -> Any:
         """Source: Qiu et al. 2023, https://arxiv.org/abs/2306.07280."""
         from peft import OFTConfig
 
-        options = self.options
+        options = self.oft
         return OFTConfig(
             task_type="CAUSAL_LM",
             r=options.oft_rank,
@@ -214,6 +226,6 @@ def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
         path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
         if not path.is_file():
             raise UserError(Problem(f'peft_config "{given}" is no file, and no folder with an adapter_config.json.'))
-        raw: Mapping[str, Any] = read_json(path)
+        raw: Mapping[str, Any] = read_object(path)
         return raw
     return given

@@ -1,9 +1,9 @@
 """Options of LLaMA-Factory, transformers and TRL that burnish knows and does not have.
 
-A file that was written for those tools often carries keys that ask for nothing: ``use_galore: false``. A key of
-``ABSENT`` at its harmless value is passed over; at any other value it is refused by name, with what to use instead,
-because a key that is dropped in silence gives a run that was not asked for. So is a choice of ``ABSENT_CHOICES``. A key
-of ``NO_EFFECT`` changes nothing that burnish does; that is said once.
+A file that was written for those tools often has keys that ask for nothing: ``use_galore: false``. A key of ``ABSENT``
+at its harmless value is ignored; at any other value it is refused by name, with a replacement, because silently
+dropping a key would give another run than the user asked for. So is a choice of ``ABSENT_CHOICES``. A key of
+``NO_EFFECT`` changes nothing in burnish; a note says so once.
 
 Names and defaults: LLaMA-Factory 0.9.5 (hparams) with those of its older versions from 0.7.1 on, transformers 5.23
 (TrainingArguments, Seq2SeqTrainingArguments) with those that older transformers had, TRL 1.16 (SFTConfig).
@@ -17,6 +17,7 @@ from typing import Any
 
 from burnish.core.errors import Problem
 from burnish.core.options import Given
+from burnish.core.secrets import has_secret_name, keep_secret
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,15 @@ class Absent:
 def take_absent(
     given: Mapping[str, Given], known: Mapping[str, Any]
 ) -> tuple[dict[str, Given], list[Problem], list[str]]:
-    """``given`` without the names of these tables, a problem for each that asks for something, notes on the rest.
+    """Remove the names of these tables from ``given``; returns it, a problem for each name that asks for something, and
+    notes on the others.
 
     Args:
         known: the options and other names that burnish has; they are never absent.
     """
+    for key, item in given.items():
+        if has_secret_name(key):
+            keep_secret(item.value)
     foreign = {key: item for key, item in given.items() if key not in known and key in ABSENT | NO_EFFECT}
     chosen = {key: item for key, item in given.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
     problems = [
@@ -53,7 +58,7 @@ def take_absent(
 
 
 def _asks_for_nothing(value: Any, harmless: Any) -> bool:
-    """Whether a written value is the harmless one, whatever way it was written: "False", "1e3", "none"."""
+    """Return whether a value is the harmless one, in any spelling: "False", "1e3", "none"."""
     written = str(value).strip().lower()
     if value is None or written in {"", "none", "null", "~"}:
         return True
@@ -73,21 +78,19 @@ def _number(text: str) -> float | None:
 
 ABSENT: dict[str, Absent] = {}
 NO_EFFECT: dict[str, str] = {}
-_ELSEWHERE = "burnish trains with stage: sft and stage: pt. A model that it has trained goes on in TRL's {} as it is."
 ABSENT_CHOICES: dict[str, dict[str, str]] = {
     "stage": {
-        "rm": _ELSEWHERE.format("RewardTrainer"),
-        "ppo": _ELSEWHERE.format("PPOTrainer"),
-        "dpo": _ELSEWHERE.format("DPOTrainer"),
-        "kto": _ELSEWHERE.format("KTOTrainer"),
-        "orpo": _ELSEWHERE.format("ORPOTrainer"),
+        "ppo": "It writes answers while it trains, which burnish does not. stage: dpo learns from the same pairs.",
+        "grpo": "It writes answers while it trains, which burnish does not. stage: dpo learns from pairs.",
+        "rloo": "It writes answers while it trains, which burnish does not. stage: dpo learns from pairs.",
+        "orpo": "Set stage: dpo and pref_loss: orpo.",
     },
     "flash_attn": {"off": "Set flash_attn: disabled, which is its name since LLaMA-Factory 0.8.1."},
     "quantization_method": dict.fromkeys(
         ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."
     ),
 }
-"""Values of options that burnish has, and not with this value -> a sentence."""
+"""Option and value -> a sentence, for values that burnish lacks of options that it has."""
 
 
 def _absent(instead: str, **harmless: Any) -> None:
@@ -99,20 +102,17 @@ def _no_effect(reason: str, names: str) -> None:
 
 
 def _family(switch: str, harmless: Any, instead: str, members: str) -> None:
-    """A feature that is not here: its switch is refused where it is on, and its settings say nothing without it."""
+    """Add a feature that burnish lacks: its switch is refused where it is on; its settings are ignored without it."""
     ABSENT[switch] = Absent(harmless, instead)
     _no_effect(f'it belongs to "{switch}", which burnish does not have.', members)
 
 
-# --- what is learned --------------------------------------------------------------------------------------------------
+# --- data, objectives, templates --------------------------------------------------------------------------------------
 _no_effect(
-    "it belongs to preference training, and burnish trains with stage: sft or stage: pt.",
-    "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
-    "simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters "
-    "ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type "
-    "ld_alpha dpo_beta dpo_loss dpo_ftx orpo_beta",
+    "it belongs to stage: ppo, which burnish does not have.",
+    "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters "
+    "reward_model_quantization_bit reward_model_type",
 )
-_absent("For TRL's dft set use_dft_loss: true; else leave it out: the loss is cross entropy.", loss_type="nll")
 _family(
     "use_asft_loss", False,
     "It keeps a frozen copy of the model beside the one that trains. use_dft_loss: true is the same loss without it.",
@@ -131,7 +131,7 @@ _no_effect(
     "use_audio_in_video audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector",
 )
 
-# --- how it is learned ------------------------------------------------------------------------------------------------
+# --- optimizers, adapters, models -------------------------------------------------------------------------------------
 _absent("Set optim: adafactor.", adafactor=False)
 _no_effect(
     "weights move after the backward pass, once gradients are added up and clipped, and not inside it; that takes the "
@@ -184,7 +184,7 @@ _no_effect(
     "include_for_metrics",
 )
 
-# The files of LLaMA-Factory's version 1 have words of their own for what its older ones and burnish call otherwise.
+# LLaMA-Factory's version 1 has other names than its older versions and burnish.
 _absent("Set model_name_or_path.", model=None)
 _absent("Set dataset and dataset_dir.", train_dataset=None)
 _absent(
@@ -193,7 +193,7 @@ _absent(
 _absent("Set quantization_bit and its kin.", quant_config=None)
 _no_effect("burnish finds it out by itself.", "model_class kernel_config init_config sample_backend")
 
-# --- where it runs, and what is kept ----------------------------------------------------------------------------------
+# --- devices, processes, checkpoints ----------------------------------------------------------------------------------
 _LAUNCH = "Start the run with torchrun or accelerate launch."
 _absent(_LAUNCH, use_mca=False, parallelism_config=None, ray_num_workers=1, ray_init_kwargs=None)
 _no_effect(
@@ -212,9 +212,7 @@ _no_effect(
 )
 _family("use_hyper_parallel", False, _LAUNCH, "hyper_parallel_args")
 _no_effect("the launcher says it.", "local_rank master_addr master_port")
-_no_effect(
-    "weights are not sharded over processes.", "sharded_ddp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap"
-)
+_no_effect("fsdp and fsdp_config say it.", "sharded_ddp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap")
 _no_effect("burnish runs on CPUs and GPUs.", "tpu_num_cores tpu_metrics_debug use_mps_device mp_parameters")
 _no_effect("torch_compile_backend says it.", "torchdynamo")
 _no_effect("fp16 runs under torch's autocast.", "fp16_opt_level fp16_backend half_precision_backend")
@@ -231,7 +229,7 @@ _family(
 )  # fmt: skip
 _absent("Give a folder or an id of the Hugging Face hub.", om_hub_token=None)
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------------------
 _family(
     "use_swanlab", False, "Set report_to instead: burnish train --help report_to.",
     "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
@@ -250,8 +248,7 @@ _no_effect("tokens per second are always shown.", "include_effective_tokens_per_
 _absent("Say how answers are generated with do_sample, temperature and their like.", generation_config=None)
 _no_effect(
     "answers are generated by the model that was trained, as it is in memory.",
-    "sortish_sampler use_kv_cache infer_backend offload_folder vllm_dtype vllm_maxlen vllm_gpu_util vllm_enforce_eager "
-    "vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
+    "sortish_sampler use_kv_cache offload_folder vllm_dtype sglang_lora_backend",
 )
 _absent("Leave it out: weights are written as safetensors, never as pickles.", export_legacy_format=False)
 _family(

@@ -1,7 +1,7 @@
 """Plan -> Run, and the run from its first line to its last file. Read top to bottom:
 
 prepare     tokenizer, template, records -> rows; nothing is written, no weight is read (prepare.py)
-assemble    model, adapter, engine, optimizer, stream, callbacks, checkpoints -> Run
+build       model, adapter, engine, stream, callbacks -> Run (assemble.py puts it together)
 resume      from the newest whole checkpoint, if it is this run's (resume.py)
 train       core/loop.py
 finish      evaluate, save, plot, describe (finish.py)
@@ -12,48 +12,61 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines, set_precision, trainable_summary
+from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines, trainable_summary
 from burnish.adapters.lora import learning_rates
+from burnish.app.agreement import raise_unless_same
+from burnish.app.assemble import Pieces, assemble
 from burnish.app.callbacks import callbacks_of
 from burnish.app.checks import FINISHED_NAME, trains
-from burnish.app.failure import TRACEBACK_NAME
+from burnish.app.clearing import SetAside
+from burnish.app.failure import TRACEBACK_NAME, described
 from burnish.app.finish import finish
 from burnish.app.interrupt import InterruptCallback
+from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared, item_lengths, prepare
-from burnish.app.resume import accumulation_for, clear, resume, start_of
-from burnish.core.checkpoint import Checkpoints, RngState, only_writer
+from burnish.app.references import reference_of
+from burnish.app.resume import accumulation_for, resume, start_of
+from burnish.app.rewards import begin_head
+from burnish.app.saving import PatientCheckpoints, status_of
+from burnish.app.stall import StallWatch
+from burnish.core.checkpoint import Checkpoints, only_writer, output_folder
 from burnish.core.collection import collect_from_here
 from burnish.core.events import CallbackHandler
-from burnish.core.loop import TrainOutput, evaluate, train
-from burnish.core.meter import Meter
-from burnish.core.schedule import StepPlan
+from burnish.core.loop import TrainOutput, train
+from burnish.core.patching import allows, summary
+from burnish.core.run import Run
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Engine, Run
-from burnish.data.ahead import going_ahead
-from burnish.data.batching import collator, packs_rows
-from burnish.data.budget import Budget
-from burnish.data.stream import Cut, EvalBatches, RowStream
+from burnish.core.types import Engine
+from burnish.data.batches.batching import collator, packs_rows
+from burnish.data.batches.budget import Budget
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
+from burnish.data.rows.ahead import going_ahead
 from burnish.engine.base import create_engine, set_seed
 from burnish.engine.options import local_rank
-from burnish.models.attention import Layout, lay_flat
+from burnish.models.attention import PADDING_FREE
 from burnish.models.attention_choice import asked_attention
-from burnish.models.fused import fuse
-from burnish.models.liger import apply_liger, takes_liger
-from burnish.models.load import load_model, raise_if_not_finite
+from burnish.models.dropout import switch_off_dropout
+from burnish.models.fitted import fit
+from burnish.models.fused import patch_forwards
+from burnish.models.liger import LIGER, apply_liger, takes_liger
+from burnish.models.load import load_model, raise_if_empty, raise_if_not_finite
 from burnish.models.quantize import is_quantised
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
-from burnish.ops.kernels import kernel_notes
-from burnish.ops.probe import shares_prefixes
+from burnish.objectives.preference_options import PREFERENCE_STAGES
+from burnish.ops.gpu.kernels import ask_for_kernels, kernel_notes
+from burnish.ops.probe import Fitted
 from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
-from burnish.report.console import note, set_log_levels, warn
+from burnish.report.console import kept_in, note, set_log_levels, warn
+from burnish.report.journal import JOURNAL_NAMES, Journal, given_yaml
 from burnish.report.options import counts_tokens
 from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
@@ -87,7 +100,7 @@ def train_run(plan: Plan) -> Result:
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
     """From the engine to the last file."""
-    options, folder = plan.options, Path(plan.options.output_dir)
+    options, folder = plan.options, output_folder(plan.options)
     engine = create_engine(options)
     set_log_levels(options, engine.rank == 0, local_rank() == 0)
 
@@ -95,98 +108,130 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
         """Ranks hear of a signal at different moments and must stop at the same step; one read per step."""
         return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
 
-    with only_writer(folder) if engine.rank == 0 else nullcontext(), InterruptCallback(any_rank) as interrupt:
+    interrupts = InterruptCallback(any_rank, options.max_train_seconds)
+    with only_writer(folder, JOURNAL_NAMES) if engine.rank == 0 else nullcontext(), interrupts as interrupt:
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
             note(sentence)
         if start.done:
             return Result(None, folder)
         found = start.checkpoint
-        if engine.rank == 0:
-            Checkpoints(folder).sweep()
-            for name in (TRACEBACK_NAME, FINISHED_NAME):  # of a failure that this run makes good, or of fewer steps
-                (folder / name).unlink(missing_ok=True)
-            if found is None and options.overwrite_output_dir:
-                clear(folder)
-        engine.barrier()
-        run = assemble(plan, prepared, engine, found, [interrupt])
-        if found is not None:
-            resume(run, found)
-        if options.profile:
-            watch(run, folder / "profile", options)
-        collect_from_here()
-        try:
-            output = train(run, options) if trains(options) else None
-        finally:
-            run.checkpoints.wait()  # one that is under way is whole before the folder is let go
-        if interrupt.exit_code is not None:
-            return Result(output, folder, exit_code=interrupt.exit_code)
-        return Result(output, folder, finish(run, plan, prepared, output))
+        journal = journal_of(plan, engine) if engine.rank == 0 else None
+        replaces = engine.rank == 0 and found is None and options.overwrite_output_dir and trains(options)
+        with journal or nullcontext(), SetAside(folder) if replaces else nullcontext() as earlier:
+            if engine.rank == 0:
+                Checkpoints(folder).remove_incomplete()
+                (folder / TRACEBACK_NAME).unlink(missing_ok=True)  # of a failure that this run makes good
+                if trains(options):
+                    (folder / FINISHED_NAME).unlink(missing_ok=True)  # of fewer steps
+            engine.barrier()
+            raise_unless_same(plan, prepared.fingerprints(), len(prepared.rows), engine)
+            watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
+            run = build_run(plan, prepared, engine, found, [interrupt, *filter(None, [earlier, journal]), *watch_over])
+            if found is not None:
+                resume(run, found)
+            if options.profile:
+                watch(run, folder / "profile", options)
+            collect_from_here()
+            with kept_in(folder) if engine.rank == 0 else nullcontext():
+                try:
+                    output = train(run, options) if trains(options) else None
+                finally:
+                    run.checkpoints.wait()  # one that is under way is whole before the folder is let go
+                if interrupt.exit_code is not None:
+                    if journal is not None:
+                        journal.stopped(interrupt.exit_code)
+                    return Result(output, folder, exit_code=interrupt.exit_code)
+                metrics = finish(run, plan, prepared, output)
+                return Result(output, folder, metrics, exit_code=status_of(run.checkpoints))
 
 
-# --- assemble ---------------------------------------------------------------------------------------------------------
+def journal_of(plan: Plan, engine: Engine) -> Journal:
+    """What others may read of the run, begun: who runs it, and what was given."""
+    folder = output_folder(plan.options)
+    journal = Journal(folder, partial(described, output_dir=str(folder)))
+    given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
+    journal.begin(given_yaml(given, plan.provenance), [str(engine.device)])
+    return journal
 
 
-def assemble(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
+# --- build ------------------------------------------------------------------------------------------------------------
+
+
+def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
     """Every part of the run, made in the order in which each needs the one before it."""
     options, objective, steps = plan.options, prepared.objective, prepared.steps
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, engine, options)
-    lies_flat, sentences = fit_objective(objective, model, prepared.tokenizer, options)
+    fitted, sentences = fit_objective(objective, model, prepared.tokenizer, options)
     for sentence in sentences:
         note(sentence)
 
-    optimizer = create_optimizer(model.named_parameters(), model, options, learning_rates(model, options))
-    wrapped, optimizer = engine.prepare(objective.module(model), optimizer)
-    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
+    said = begin_head(objective, options)
+    objective.reference, more = reference_of(objective, model, adapter, engine, options, fitted.is_padding_free)
+    for sentence in (*said, *more):
+        note(sentence)
+    trained = [*model.named_parameters(), *objective.own_parameters()]
     accumulation = accumulation_for(found, options, engine.world_size)
-    budget = Budget(options.max_tokens_per_batch, pads=not lies_flat) if options.max_tokens_per_batch else None
+    pads, most = not fitted.is_padding_free, options.max_tokens_per_batch
+    budget = Budget(most, pads) if most else None
     stream = row_stream(prepared, options, engine, accumulation, budget)
-    state, control = first_state(options, steps, engine), TrainerControl()
     facts = RunFacts(
         len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), options.per_device_train_batch_size,
         accumulation, engine.world_size, steps.max_steps, *trainable_summary(model),
     )  # fmt: skip
     listeners = CallbackHandler(
-        callbacks_of(options, facts, callbacks), options, state, control, model=model,
-        processing_class=prepared.tokenizer, optimizer=optimizer, lr_scheduler=scheduler, train_dataloader=stream,
-        eval_dataloader=None,
+        callbacks_of(options, facts, callbacks), options, TrainerState(), TrainerControl(),
+        processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
-    meter = Meter(engine.device, options.logging_nan_inf_filter)
-    parts = {
-        "model": ModelState(model, adapter), "optimizer": optimizer, "scheduler": scheduler, "stream": stream,
-        "state": state, "callbacks": listeners, "meter": meter, "rng": RngState(), **getattr(engine, "parts", {}),
-    }  # fmt: skip
-    if options.save_only_model:
-        parts = {name: parts[name] for name in ("model", "state")}
-    listeners.fire("on_init_end")
-    return Run(
-        model=wrapped, objective=objective, engine=engine, stream=stream, optimizer=optimizer, scheduler=scheduler,
-        state=state, control=control, callbacks=listeners, meter=meter, parts=parts,
-        eval_sets=eval_sets(prepared, options, engine, budget), evaluate=evaluate,
+    pieces = Pieces(
+        model=ModelState(model, adapter), objective=objective, engine=engine, stream=stream, steps=steps,
+        rows=options.per_device_train_batch_size, callbacks=listeners,
+        parts={"callbacks": listeners, **objective.parts}, checkpoints=PatientCheckpoints,
+        optimizer=lambda: create_optimizer(trained, model, options, learning_rates(model, options)),
+        scheduler=lambda made: create_scheduler(made, options, steps.max_steps, options.learning_rate),
+        folder=output_folder(options), fingerprints=prepared.fingerprints(),
+        write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
+        eval_sets=eval_sets(prepared, options, engine, budget),
         flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
-        checkpoints=checkpoints_of(prepared, options, engine, adapter, model),
     )  # fmt: skip
+    run = assemble(options, pieces)
+    if patched := summary(model):
+        note(f"Patched: {'; '.join(patched)}.")
+    listeners.fire("on_init_end")
+    return run
 
 
-def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: Any) -> Any:
+def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: RunOptions) -> Any:
     """The model with its weights, on its device, and what moves in the format in which it moves."""
     notes: list[str] = []
     device = engine.device if is_quantised(options, prepared.config) else None  # its kernels are chosen for a device
-    model = load_model(options, dtype=load_dtype(options, engine), device=device, config=prepared.config, notes=notes)
-    raise_if_not_finite(model, options.model_name_or_path)
+    model = load_model(
+        options,
+        dtype=load_dtype(options, engine),
+        device=device,
+        config=prepared.config,
+        notes=notes,
+        needs_head=options.stage != "rm",
+    )
+    raise_if_not_finite(model, options.model_name_or_path or "")
+    if not options.train_from_scratch:
+        raise_if_empty(model, options.model_name_or_path or "", notes)
     fit_vocabulary(model, prepared.tokenizer, options, notes)
     model = adapter.attach(model)
-    set_precision(model, trainable_dtype(options, model, engine))
-    model.to(engine.device)  # before the optimizer, which may keep copies of weights
+    if options.stage in PREFERENCE_STAGES and options.disable_dropout and switch_off_dropout(model):
+        notes.append("Dropout is off, LoRA's too, as a model is compared with itself (disable_dropout).")
+    engine.place(model, trainable_dtype(options, model, engine))
     for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):
         note(sentence)
     return model
 
 
-def row_stream(prepared: Prepared, options: Any, engine: Engine, accumulation: int, budget: Budget | None) -> RowStream:
-    cut = Cut(
+def row_stream(
+    prepared: Prepared, options: RunOptions, engine: Engine, accumulation: int, budget: Budget | None
+) -> RowStream:
+    cut = StepPartition(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
@@ -198,7 +243,7 @@ def row_stream(prepared: Prepared, options: Any, engine: Engine, accumulation: i
     )  # fmt: skip
 
 
-def eval_sets(prepared: Prepared, options: Any, engine: Engine, budget: Budget | None) -> dict[str, EvalBatches]:
+def eval_sets(prepared: Prepared, options: RunOptions, engine: Engine, budget: Budget | None) -> dict[str, EvalBatches]:
     return {
         name: EvalBatches(
             rows, prepared.objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank,
@@ -208,61 +253,52 @@ def eval_sets(prepared: Prepared, options: Any, engine: Engine, budget: Budget |
     }  # fmt: skip
 
 
-def first_state(options: Any, steps: StepPlan, engine: Engine) -> TrainerState:
-    state = TrainerState(
-        max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
-        train_batch_size=options.per_device_train_batch_size,
-        is_local_process_zero=engine.rank == 0, is_world_process_zero=engine.rank == 0,
-    )  # fmt: skip
-    state.compute_steps(options, steps.max_steps)
-    return state
+def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: Path) -> None:
+    """What makes the weights of a checkpoint loadable elsewhere."""
+    if adapter.saves_whole_model:
+        save_config(model, target)
+    else:
+        adapter.save_config(model, str(target))
+    tokenizer.save_pretrained(target)
 
 
-def checkpoints_of(prepared: Prepared, options: Any, engine: Engine, adapter: ModelAdapter, model: Any) -> Checkpoints:
-    """The checkpoints of the run, each with what makes it loadable elsewhere."""
-
-    def write_extras(target: Path) -> None:
-        if adapter.saves_whole_model:
-            save_config(model, target)
-        else:
-            adapter.save_config(model, str(target))
-        prepared.tokenizer.save_pretrained(target)
-
-    return Checkpoints(
-        options.output_dir, fingerprints=prepared.fingerprints(), write_extras=write_extras,
-        limit=options.save_total_limit, in_background=options.save_in_background, rank=engine.rank,
-        barrier=engine.barrier,
-    )  # fmt: skip
-
-
-def fit_objective(objective: Any, model: Any, tokenizer: Any, options: Any) -> tuple[bool, list[str]]:
+def fit_objective(objective: Any, model: Any, tokenizer: Any, options: RunOptions) -> tuple[Fitted, list[str]]:
     """Choose between flat and padded batches, and find the way through layers and head.
 
     Returns:
-        whether batches lie flat, and sentences for a person.
+        what the model was seen to do, and sentences for a person.
     """
-    layout, device, said = Layout(False), next(model.parameters()).device, []
-    if takes_liger(options, device) and not (options.torch_compile and options.enable_liger_kernel is None):
-        said = apply_liger(model, options.liger_kernel_config, is_asked=options.enable_liger_kernel is not None)
+    device, said = next(model.parameters()).device, []
+    ask_for_kernels(options.gpu_kernels)
+    is_asked = options.enable_liger_kernel is not None
+    if takes_liger(options, device) and (is_asked or (not options.torch_compile and allows(options, LIGER))):
+        said = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
     if not options.torch_compile:  # a compiler fuses by itself
-        fuse(model)
+        patch_forwards(model, options)
         said = [*said, *kernel_notes(device)]
-    if wants_flat(options):
-        layout = lay_flat(model, own_attention=asked_attention(options) is None)
-    needed_only = layout.is_flat and computes_needed_only(objective, model, options)
-    if options.needed_tokens_only and not needed_only:
+    fitted = fit(
+        model, padding_free=wants_flat(options), own_attention=takes_own_attention(options),
+        prefix_sharing=wants_needed_only(objective, model, options, device),
+        head_of=None if options.fused_loss is False else model,
+    )  # fmt: skip
+    if options.needed_tokens_only and not fitted.shares_prefixes:
         what = "rows are padded, or model or loss draw at random, or go over all of them"
         said = [*said, f"All tokens are computed, needed or not: {what}."]
-    notes = objective.fit(model, collator(options, tokenizer.pad_token_id, layout.is_flat, needed_only))
-    return layout.is_flat, [sentence for sentence in (layout.note, *said, *notes) if sentence]
+    collate = collator(options, tokenizer.pad_token_id, fitted.is_padding_free, fitted.shares_prefixes)
+    return fitted, [*fitted.notes, *said, *objective.fit(fitted, collate)]
 
 
-def wants_flat(options: Any) -> bool:
+def takes_own_attention(options: RunOptions) -> bool:
+    """Whether burnish's attention may stand in for the model's."""
+    return asked_attention(options) is None and allows(options, PADDING_FREE)
+
+
+def wants_flat(options: RunOptions) -> bool:
     """Whether rows are to be laid end to end; the model has the last word."""
     return bool(options.padding_free or packs_rows(options, options.stage))
 
 
-def wants_needed_only(objective: Any, model: Any, options: Any, device: torch.device) -> bool:
+def wants_needed_only(objective: Any, model: Any, options: RunOptions, device: torch.device) -> bool:
     """Whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it. ``model``
     need have no weights."""
     is_usual = device.type == "cpu" and not options.torch_compile
@@ -271,13 +307,7 @@ def wants_needed_only(objective: Any, model: Any, options: Any, device: torch.de
     return bool(wanted and allows is not None and allows(model))
 
 
-def computes_needed_only(objective: Any, model: Any, options: Any) -> bool:
-    """Whether they are left out: if the model, asked, is seen to allow it too."""
-    wanted = wants_needed_only(objective, model, options, next(model.parameters()).device)
-    return wanted and shares_prefixes(model)
-
-
-def load_dtype(options: Any, engine: Any) -> Any:
+def load_dtype(options: RunOptions, engine: Any) -> Any:
     """Weights that train are loaded as they are and raised to float32; others in the format they compute in."""
     if options.pure_bf16:
         return torch.bfloat16
@@ -285,7 +315,7 @@ def load_dtype(options: Any, engine: Any) -> Any:
     return "auto" if trains_all or getattr(engine, "dtype", None) is None else engine.dtype
 
 
-def trainable_dtype(options: Any, model: Any, engine: Any) -> torch.dtype:
+def trainable_dtype(options: RunOptions, model: Any, engine: Any) -> torch.dtype:
     """Of what the method trains; in a run that only evaluates or predicts, as the other weights."""
     if options.pure_bf16:
         return torch.bfloat16
@@ -295,6 +325,6 @@ def trainable_dtype(options: Any, model: Any, engine: Any) -> torch.dtype:
     return loaded if keeps_load_precision(options) else torch.float32
 
 
-def keeps_load_precision(options: Any) -> bool:
+def keeps_load_precision(options: RunOptions) -> bool:
     """Whether the optimizer keeps float32 copies of its own."""
     return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))

@@ -1,4 +1,4 @@
-"""Checks that belong to no single component, because they hold the options of several against each other.
+"""Checks that belong to no single component, because they compare the options of several.
 
 Each is ``check_<topic>(options) -> list[Problem]``; ``plan.py`` calls them all, with the components' own.
 """
@@ -10,44 +10,51 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import SGD
 
+from burnish.app.clearing import EARLIER_RUN, problems_of_sources
 from burnish.app.failure import TRACEBACK_NAME
-from burnish.core.early_stopping import metric_name, missing_metric
+from burnish.app.options import RunOptions
+from burnish.core.best import metric_name, missing_metric
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import broken_link
 from burnish.core.meter import RATES
 from burnish.core.schedule import StepPlan
 from burnish.core.state import STATE_NAME
-from burnish.data.batching import packs_rows
-from burnish.engine.options import autocast_dtype, device_of
+from burnish.data.batches.batching import packs_rows
+from burnish.engine.deepspeed_settings import zero_stage
+from burnish.engine.options import autocast_dtype, device_of, engine_name
 from burnish.models.attention_choice import asked_attention, is_flash
-from burnish.optim.builtin import create_scheduler
+from burnish.optim.builtin import OPTIMIZERS, create_scheduler
+from burnish.report.console import RUN_LOG
+from burnish.report.journal import JOURNAL_NAMES
 from burnish.report.jsonl import LOG_NAME
 
 FINISHED_NAME = ".finished.json"
-"""Left by a run that has done all its steps: what it depended on, so that the same command knows it again."""
+"""File of a run that has done all its steps, with its fingerprints, so that the same command recognises it."""
 _CHECKPOINTS = "checkpoint-*"
-_BEFORE_A_CHECKPOINT = re.compile(rf"\.lock|\.incomplete-.*|runs|{LOG_NAME}|{TRACEBACK_NAME}")
-"""What a run that ended before its first checkpoint leaves: the same command begins anew, and writes over it."""
+_BEFORE_A_CHECKPOINT = re.compile(
+    rf"\.lock|\.incomplete-.*|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(JOURNAL_NAMES)}"
+)
+"""Files of a run that ended before its first checkpoint; the same command begins again, and overwrites them."""
 
 
-def trains(options: Any) -> bool:
-    """Whether the run trains: as it is told, or, where it is not told, unless it only evaluates or predicts."""
+def trains(options: RunOptions) -> bool:
+    """Return whether the run trains: as ``do_train`` says; if it is not given, unless the run evaluates or predicts."""
     if options.do_train is None:
         return not (options.do_eval or options.do_predict)
     return bool(options.do_train)
 
 
-def evaluates(options: Any) -> bool:
-    """Whether the run measures its loss on the evaluation set, at its end if not before."""
+def evaluates(options: RunOptions) -> bool:
+    """Return whether the run measures its loss on the evaluation set, at its end or before."""
     return bool(options.do_eval or options.eval_strategy != "no")
 
 
-def check_something_to_do(options: Any) -> list[Problem]:
+def check_something_to_do(options: RunOptions) -> list[Problem]:
     if trains(options) or options.do_eval or options.do_predict:
         return []
     return [
@@ -58,8 +65,8 @@ def check_something_to_do(options: Any) -> list[Problem]:
     ]
 
 
-def check_output_dir(options: Any) -> list[Problem]:
-    """A folder is given, it can be written, and it holds nothing that the run would mix with or overwrite."""
+def check_output_dir(options: RunOptions) -> list[Problem]:
+    """Check that a folder is given and can be written, and holds nothing that the run would overwrite or mix with."""
     if not options.output_dir:
         return [
             Problem("output_dir is missing.", remedy="Name a folder for what the run writes: output_dir: saves/first")
@@ -71,10 +78,13 @@ def check_output_dir(options: Any) -> list[Problem]:
         return [Problem(f'output_dir "{folder}" cannot be made: {error.strerror}.', remedy="Name another output_dir.")]
 
 
-def _check_folder(folder: Path, options: Any) -> list[Problem]:
+def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
+    if link := broken_link(folder):
+        what = f'output_dir "{folder}" cannot be made: "{link}" is a link to {os.readlink(link)}, which is not there.'
+        return [Problem(what, remedy="Remove the link, or name another output_dir.")]
     if folder.exists() and not folder.is_dir():
         return [Problem(f'output_dir must be a folder. "{folder}" is a file.', remedy="Name another output_dir.")]
-    if options.model_name_or_path and folder.resolve() == Path(options.model_name_or_path).resolve():
+    if options.model_name_or_path and _is_same(folder, Path(options.model_name_or_path)):
         return [
             Problem(
                 f'output_dir "{folder}" is the model that the run begins with, and would be written over.',
@@ -86,18 +96,24 @@ def _check_folder(folder: Path, options: Any) -> list[Problem]:
         return [Problem(f'output_dir "{folder}" cannot be made: "{parent}" is a file.')]
     if not os.access(parent, os.W_OK | os.X_OK):
         return [Problem(f'output_dir "{folder}" cannot be written: no permission in "{parent}".')]
-    return _check_contents(folder, options) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
 
 
-def _check_contents(folder: Path, options: Any) -> list[Problem]:
+def _is_same(one: Path, other: Path) -> bool:
+    return one.is_dir() and other.is_dir() and one.samefile(other)
+
+
+def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
     if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
         return []
     has_checkpoints = any(folder.glob(_CHECKPOINTS))
     if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":
-        return []  # the run goes on from there, or is done; whether it is this run at all is found when that is read
+        return []  # the run goes on from there, or is done; whether it is the same run is checked when that is read
     shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
-    is_a_run = has_checkpoints or (folder / STATE_NAME).is_file()
+    is_a_run = has_checkpoints or (folder / STATE_NAME).is_file() or EARLIER_RUN in inside
     what = "an earlier run" if is_a_run else "other files"
     return [
         Problem(
@@ -111,8 +127,8 @@ def _nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def check_evaluation_set(options: Any) -> list[Problem]:
-    """Whoever evaluates needs something to evaluate on."""
+def check_evaluation_set(options: RunOptions) -> list[Problem]:
+    """Check that a run which evaluates has an evaluation set."""
     wanted = [f"eval_strategy: {options.eval_strategy}"] if options.eval_strategy != "no" else []
     wanted += [f"{name}: true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)]
     if not wanted or options.eval_dataset or options.val_size > 0:
@@ -125,8 +141,8 @@ def check_evaluation_set(options: Any) -> list[Problem]:
     ]
 
 
-def check_flash_attention(options: Any) -> list[Problem]:
-    """Flash attention needs a GPU, and numbers of 16 bits."""
+def check_flash_attention(options: RunOptions) -> list[Problem]:
+    """Check that flash attention has a GPU and a 16-bit dtype."""
     name, device = asked_attention(options), device_of(options)
     if not is_flash(name):
         return []
@@ -138,8 +154,37 @@ def check_flash_attention(options: Any) -> list[Problem]:
     return []
 
 
-def check_best_model(options: Any) -> list[Problem]:
-    """The best model can only be found where evaluation and saving meet."""
+SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
+"""Optimizers that go element by element and keep nothing of whole weights: a part of a weight is a weight to them."""
+
+
+def check_sharded(options: RunOptions) -> list[Problem]:
+    """Find the options that do not go together with sharded weights, of which each process holds a part."""
+    engine = engine_name(options)
+    if engine not in ("fsdp", "deepspeed"):
+        return []
+    problems = []
+    optimizer = OPTIMIZERS.choose(options.optim, options).name
+    if trains(options) and optimizer not in SHARDABLE:
+        problems.append(
+            Problem(
+                f'"{engine}" gives each process parts of weights, and the optimizer {optimizer} looks at whole ones.',
+                remedy=f"Choose one of {', '.join(SHARDABLE)}; or several processes without {engine}.",
+            )
+        )
+    if options.quantization_bit is not None and engine == "deepspeed" and zero_stage(options) == 3:
+        problems.append(
+            Problem('"quantization_bit" and ZeRO-3 do not go together.', remedy="Use zero2, or fsdp: full_shard.")
+        )
+    if options.torch_compile:
+        problems.append(
+            Problem(f'"torch_compile" and "{engine}" together were never run here.', remedy="Leave torch_compile out.")
+        )
+    return problems
+
+
+def check_best_model(options: RunOptions) -> list[Problem]:
+    """Check that the run evaluates whenever it saves, or the best model could not be found."""
     if not options.load_best_model_at_end and options.save_strategy != "best":
         return []
     cause = "load_best_model_at_end" if options.load_best_model_at_end else "save_strategy: best"
@@ -161,8 +206,8 @@ def check_best_model(options: Any) -> list[Problem]:
     return _check_meeting_steps(options, cause)
 
 
-def _check_meeting_steps(options: Any, cause: str) -> list[Problem]:
-    """Where both go by steps, every checkpoint falls on an evaluation."""
+def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
+    """Check that every checkpoint coincides with an evaluation, where both are set in steps."""
     if options.eval_strategy != "steps" or options.save_strategy != "steps":
         return []
     every_eval = options.eval_steps if options.eval_steps is not None else options.logging_steps
@@ -180,8 +225,8 @@ def _check_meeting_steps(options: Any, cause: str) -> list[Problem]:
     ]
 
 
-def check_curve_arguments(options: Any) -> list[Problem]:
-    """Whether the curve takes what it is given; it is asked for a run of any length."""
+def check_curve_arguments(options: RunOptions) -> list[Problem]:
+    """Check the arguments of the learning-rate curve; the length of the run does not matter."""
     if not options.lr_scheduler_kwargs:
         return []
     try:
@@ -192,11 +237,11 @@ def check_curve_arguments(options: Any) -> list[Problem]:
     return []
 
 
-def check_deciding_metric(options: Any, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
-    """A metric that no evaluation will have, which would be noticed by the first of them only.
+def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
+    """Find a metric that no evaluation will have, before the first evaluation does.
 
     Args:
-        metrics: of a set, as the objective calls them; None where it does not say.
+        metrics: names of the objective's metrics; None where it does not give them.
         sets: names of the evaluation sets; "" of the only one.
     """
     name = metric_name(options)
@@ -208,8 +253,8 @@ def check_deciding_metric(options: Any, metrics: Sequence[str] | None, sets: Ite
     return [replace(problem, remedy=f"Set {switch}: true.") if hasattr(options, switch) else problem]
 
 
-def step_notes(options: Any, steps: StepPlan) -> list[str]:
-    """What is probably not meant about the rows of a step."""
+def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
+    """Notes on a step that takes more rows than the set has, which is probably not meant."""
     if steps.rows is None or steps.rows >= steps.rows_per_step:
         return []
     return [
@@ -218,12 +263,12 @@ def step_notes(options: Any, steps: StepPlan) -> list[str]:
     ]
 
 
-def may_run_ahead(options: Any) -> bool:
-    """Whether rows can be encoded while the loop runs: nothing needs all of them, or all lengths, before it."""
+def may_run_ahead(options: RunOptions) -> bool:
+    """Return whether rows can be encoded while the loop runs: no option needs all rows, or all lengths, before it."""
     return trains(options) and not _needs_all_rows(options)
 
 
-def check_encode_ahead(options: Any) -> list[Problem]:
+def check_encode_ahead(options: RunOptions) -> list[Problem]:
     if options.encode_ahead is not True or not (why := _needs_all_rows(options)):
         return []
     return [
@@ -234,8 +279,8 @@ def check_encode_ahead(options: Any) -> list[Problem]:
     ]
 
 
-def check_streaming(options: Any) -> list[Problem]:
-    """LLaMA-Factory's conditions, and what cannot be had without reading everything first."""
+def check_streaming(options: RunOptions) -> list[Problem]:
+    """Check LLaMA-Factory's conditions for streaming, and refuse options that need all rows first."""
     if not options.streaming:
         return []
     problems = []
@@ -250,8 +295,8 @@ def check_streaming(options: Any) -> list[Problem]:
     return problems
 
 
-def _needs_all_rows(options: Any) -> str:
-    """The option that needs them; "" where none does."""
+def _needs_all_rows(options: RunOptions) -> str:
+    """The option that needs all rows before the first step; "" where none does."""
     if packs_rows(options, options.stage):
         return f"packing (stage {options.stage})" if options.packing is None else "packing"
     if options.group_by_length or options.train_sampling_strategy == "group_by_length":
@@ -266,20 +311,21 @@ def _needs_all_rows(options: Any) -> str:
 _PEEKED = 1000
 
 
-def problems_in_files(options: Any) -> list[Problem]:
-    """What is wrong with the files of the model and the data. ``prepare`` finds the same and more; here it completes a
-    list of problems, and a misspelled option is to wait neither for transformers nor for a hub."""
+def problems_in_files(options: RunOptions) -> list[Problem]:
+    """Find what is wrong with the files of the model and the data. ``prepare`` finds the same and more; this quickly
+    completes a list of problems, so that a misspelled option is reported without transformers or a hub."""
     from burnish.data.options import check_data
-    from burnish.data.sources import load_datasets
+    from burnish.data.sets.sources import load_datasets
     from burnish.data.tally import Tally
     from burnish.models.check import check_model
 
-    problems = check_model(options, asks_library=False)
+    problems = check_model(options, asks_library=False, needs_head=options.stage != "rm")
     if check_data(options):  # in the list already
         return problems
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)
-        load_datasets(replace(options, max_samples=first, val_size=0.0), options.seed, Tally(), asks_hubs=False)
+        some = replace(options, max_samples=first, val_size=0.0)
+        load_datasets(some, options.seed, Tally(), asks_hubs=False, stage=options.stage)
     except UserError as error:
         problems += error.problems
     return problems

@@ -1,14 +1,14 @@
-"""What the user gave, value by value, each with the place it came from.
+"""Reading arguments and configuration files: values, each with its place.
 
 In: the arguments of a command, ``run.yaml key=value --key value --flag``, and the YAML or JSON file they name.
 Out: option name -> ``Given(value, where)``, where ``where`` is "run.yaml, line 12" or "the command line".
 
-A scalar stays the text that was written: the declared type of the option decides what it means, not YAML's guess. So
-``1e-5`` is a number where a number is wanted, ``no`` is the strategy "no" where text is wanted, and ``1.10`` keeps its
-zero. Which options exist and what type they have is the planner's business (``plan.py``).
+A scalar stays the text that was written: the declared type of the option decides its meaning, not YAML's guess. So
+``1e-5`` is a number for a numeric option, ``no`` is the strategy "no" for a text option, and ``1.10`` keeps its zero.
+``plan.py`` knows the options and their types.
 
 Refuses: a file that is missing, empty, not text, not YAML or not a mapping; a key given twice, at any depth; an alias
-within what it stands for; an argument of no known form.
+inside its own anchor; an argument of no known form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 
 import yaml
 
+from burnish.core.conversion import MOST_NODES, num_nodes
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.files import odd_kind
 from burnish.core.options import Given
 
 COMMAND_LINE = "the command line"
@@ -29,13 +31,13 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, Given], dict[str, Given]]:
-    """The values of the file that a command names, and those of its flags; ``merge`` puts one over the other."""
+    """Read the file that a command names, and its flags; ``merge`` overrides the first by the second."""
     config, flags = split_arguments(arguments)
     return (read_config(config) if config is not None else {}), flags
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Given]]:
-    """The file and the flags. A flag given twice means its last value, so that a script can append to a command.
+    """Find the file and the flags. Of a flag given twice the last value counts, so that a script can append flags.
 
     ``--key value``, ``--key=value``, ``key=value`` and ``--flag`` (which is true) are read; ``-`` and ``_`` are the
     same in a key. Several values after one key are a list: ``--report_to wandb tensorboard``.
@@ -65,10 +67,10 @@ def _key(written: str) -> str:
 
 
 def _take_values(waiting: list[str]) -> list[str]:
-    """The words that belong to the key just read: up to the next key."""
+    """Take the words that belong to the last key: up to the next key."""
     values: list[str] = []
     while waiting and not waiting[0].startswith("--"):
-        # The first word is the value whatever it holds; a later one may be a ``key=value`` or the file.
+        # The first word is always the value; a later one may be a ``key=value`` or the file.
         if values and ("=" in waiting[0] or waiting[0].endswith(CONFIG_SUFFIXES)):
             break
         values.append(waiting.pop(0))
@@ -104,7 +106,7 @@ def _only_config(files: list[str]) -> Path | None:
 
 
 def merge(file: Mapping[str, Given], flags: Mapping[str, Given], aliases: Mapping[str, str]) -> dict[str, Given]:
-    """The values of the file, overridden by those of the command line; what was overridden stays known.
+    """Override the values of the file by those of the command line; overridden values stay known.
 
     Args:
         aliases: other name -> name, so that a flag overrides the same option under another name in the file.
@@ -123,7 +125,7 @@ def merge(file: Mapping[str, Given], flags: Mapping[str, Given], aliases: Mappin
 
 
 def read_config(path: Path) -> dict[str, Given]:
-    """The top-level keys of a YAML or JSON file, each with its line."""
+    """Read the top-level keys of a YAML or JSON file, each with its line."""
     text = _text_of(path)
     parsed = _json_values(path, text) if path.suffix == ".json" else None
     root = _compose(path, text.replace("\t", " ") if parsed is not None else text)
@@ -149,6 +151,8 @@ def read_config(path: Path) -> dict[str, Given]:
 def _text_of(path: Path) -> str:
     if path.is_dir():
         raise UserError(Problem(f'"{path}" is a folder; a configuration is a .yaml or .json file.{_listed(path)}'))
+    if kind := odd_kind(path):
+        raise UserError(Problem(f'"{path}" is {kind}; a configuration is a .yaml or .json file.'))
     if not path.is_file():
         raise UserError(Problem(f'There is no file "{path}".{_nearest_file(path)}'))
     raw = path.read_bytes()
@@ -165,7 +169,7 @@ def _text_of(path: Path) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    """``Did you mean "first.yaml"?``, or what there is instead."""
+    """``Did you mean "first.yaml"?``, or a list of the files that are there."""
     folder = path.parent
     if not folder.is_dir():
         return f' There is no folder "{folder}" either.'
@@ -189,12 +193,15 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(text)
+    except RecursionError:
+        what = "lists and objects are nested in each other too deep to be read."
+        raise UserError(Problem(what, where=str(path), remedy="Write out what is meant.")) from None
     except json.JSONDecodeError as error:
         raise _syntax_error(path, text, error.lineno, error.colno, error.msg) from None
     return values if isinstance(values, dict) else {}
 
 
-# PyYAML's words for what it notices only further down -> what is wrong where it began.
+# PyYAML's message for a fault that it notices only further down -> the fault where it began.
 _SEEN_TOO_LATE = {
     "could not find expected ':'": 'between a key and its value stands ": ", and here it does not',
     "found unexpected end of stream": "a quotation mark is opened here and never closed",
@@ -202,9 +209,16 @@ _SEEN_TOO_LATE = {
 
 
 def _compose(path: Path, text: str) -> yaml.Node | None:
-    """The syntax tree, whose nodes know their lines."""
+    """Parse to a syntax tree, whose nodes know their lines."""
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if num_nodes(root) > MOST_NODES:
+            what = f"with its aliases (*) written out, the file would hold more than {MOST_NODES:,} values."
+            raise UserError(Problem(what, where=str(path), remedy="Write out what is meant."))
+        return root
+    except RecursionError:
+        what = "lists and mappings are nested in each other too deep to be read."
+        raise UserError(Problem(what, where=str(path), remedy="Write out what is meant.")) from None
     except yaml.MarkedYAMLError as error:
         begun = _SEEN_TOO_LATE.get(error.problem or "")
         mark = error.context_mark if begun else error.problem_mark or error.context_mark
@@ -219,7 +233,7 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
 def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> UserError:
     """``run.yaml:3:1: ...``, the line, and a caret under the place."""
     lines = text.splitlines() or [""]
-    line = min(line, len(lines))  # the end of the file is found behind its last line
+    line = min(line, len(lines))  # an error at the end of the file is reported after its last line
     source = lines[line - 1]
     remedy = "" if path.suffix == ".json" else "Every line is key: value; a text that holds : or # is put in quotes."
     if "\t" in source[:column] and remedy:
@@ -247,7 +261,7 @@ def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) 
 
 
 def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) -> Iterator[Problem]:
-    """Keys that a mapping in ``node`` has twice or that are no text, and aliases of what is ``around`` them."""
+    """Find keys that a mapping in ``node`` has twice or that are no text, and aliases of nodes ``around`` them."""
     if node in around:
         yield Problem("an alias (*) stands for something that it is a part of.", where=_line(path, around[-1]))
         return
@@ -277,8 +291,8 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def _pairs(mapping: yaml.Node) -> Iterable[tuple[yaml.Node, yaml.Node]]:
-    """The pairs of the mapping, then those of ``<<: *base`` and ``<<: [*base, *other]``: whoever has a key first, gives
-    it (https://yaml.org/type/merge.html)."""
+    """The pairs of a mapping, then those of ``<<: *base`` and ``<<: [*base, *other]``: the first pair of a key counts
+    (https://yaml.org/type/merge.html)."""
     own = [pair for pair in mapping.value if pair[0].tag != _MERGE]
     bases = [base for key, value in mapping.value if key.tag == _MERGE for base in _bases(value)]
     found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
@@ -292,15 +306,15 @@ def _bases(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _written(node: yaml.Node) -> Any:
-    """A top-level value: text as written, None where nothing is, and containers with their plain contents resolved."""
+    """A top-level value: text as written, None for nothing, and containers with their plain contents resolved."""
     if isinstance(node, yaml.ScalarNode):
         nothing = node.style is None and node.value in {"", "~", "null", "Null", "NULL"}
         return None if nothing else node.value
     return _nested(node)
 
 
-# Inside a list or mapping no declared type says what a plain scalar means; YAML 1.2's core schema does, and it reads
-# 1e-5 as the number that YAML 1.1 takes for text (https://yaml.org/spec/1.2.2/#103-core-schema).
+# Inside a list or mapping there is no declared type for a plain scalar, so YAML 1.2's core schema decides: it reads
+# 1e-5 as a number, which is text in YAML 1.1 (https://yaml.org/spec/1.2.2/#103-core-schema).
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+")

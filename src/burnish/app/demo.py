@@ -1,12 +1,14 @@
-"""``burnish demo``: fine-tune the carried model on the carried data, and show what it answers before and after.
+"""``burnish demo``: fine-tune the included model on the included data, and show its answers before and after.
 
 In: nothing; options may be overridden like those of ``train``. Out: ``./demo-run``, about thirty lines of text.
-The answers are asked of what lies in the folder, through transformers alone: what was saved works without burnish.
+The saved model answers through transformers alone, to show that it works without burnish.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from burnish.app.plan import Plan, plan
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given
 from burnish.models.quiet import quiet
+from burnish.report.console import note
 
 CARRIED = Path(__file__).parents[1] / "demo"
 SHOWN = 6
@@ -31,22 +34,23 @@ class Question:
 def demo(words: list[str]) -> int:
     """Train, ask before and after, print. Returns the exit status."""
     from burnish.app.build import train_run
+    from burnish.core.checkpoint import output_folder
 
     run = demo_plan(words)
     questions = held_out()
-    print(f"A small model that was not taught this yet answers {len(questions)} held-out questions ...", flush=True)
+    note(f"A small model that was not taught this yet answers {len(questions)} held-out questions ...")
     before = answers(CARRIED / "model", questions)
     result = train_run(run)
     if result.exit_code is not None:
         return result.exit_code
-    after = answers(Path(run.options.output_dir), questions)
-    print(_report(questions, before, after))
-    print(_next_steps(run.options.output_dir))
+    after = answers(output_folder(run.options), questions)
+    note(_report(questions, before, after))
+    note(_next_steps(str(output_folder(run.options))))
     return 0
 
 
 def demo_plan(words: list[str]) -> Plan:
-    """The carried configuration, its paths made those of the installed package, then what the command line says."""
+    """The included configuration, with the paths of the installed package, overridden by the command line."""
     given = read_config(CARRIED / "demo.yaml")
     places = {"model_name_or_path": CARRIED / "model", "dataset_dir": CARRIED / "data"}
     config, flags = split_arguments(words)
@@ -63,7 +67,7 @@ def held_out() -> list[Question]:
 
 
 def answers(folder: Path, questions: list[Question], batch_size: int = 50) -> list[str]:
-    """What the model in ``folder`` answers, greedily."""
+    """Greedy answers of the model in ``folder``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with quiet():
@@ -110,15 +114,23 @@ def _cut(text: str, width: int) -> str:
 
 def _next_steps(output_dir: str) -> str:
     config = _short_path(CARRIED / "demo.yaml")
+    command = _command()
     return (
-        f"\nwritten: {output_dir}/model.safetensors, {output_dir}/README.md, {output_dir}/training_loss.png\n"
         f"\nnext, from {Path.cwd()}:\n"
-        f"  burnish explain {config}\n"
-        f"  burnish train {config} finetuning_type=lora output_dir=lora-run\n"
-        "  burnish train --help"
+        f"  {command} chat {output_dir}\n"
+        f"  {command} explain {config}\n"
+        f"  {command} train {config} finetuning_type=lora output_dir=lora-run\n"
+        f"  {command} train --help"
     )
 
 
+def _command() -> str:
+    """``burnish`` where the shell finds this one, else its path as it can be typed from here."""
+    here = Path(sys.executable).with_name("burnish")
+    found = shutil.which("burnish")
+    return "burnish" if found and Path(found).resolve() == here.resolve() else str(_short_path(here))
+
+
 def _short_path(path: Path) -> Path:
-    """As a person would type it from here."""
+    """The path relative to the working directory, if it is inside it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,4 +1,4 @@
-"""Versions and devices: what a person copies into a report of a fault. Nothing secret, nothing about the user."""
+"""Versions and devices, for a bug report. Nothing secret, nothing about the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBRARIES = (
 
 
 def environment() -> dict[str, str]:
-    """Name -> version or description, in the order in which to print them. Loads torch, to ask for devices."""
+    """Name -> version or description, in the order of printing. Loads torch, to list devices."""
     import torch
 
     from burnish import __version__

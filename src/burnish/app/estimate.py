@@ -1,8 +1,8 @@
-"""How much memory a run will need on each device, and how much disk, from sizes alone.
+"""Estimates, from sizes alone, of the memory that a run needs on each device, and of the disk space.
 
 In: counts of parameters, the shape of the model, the tokens of a micro-batch. Out: bytes, term by term, each with the
-sentence that explains it. These are estimates: what is counted is counted right, and what is not counted (buffers of
-libraries, fragmentation) is usually below a fifth.
+sentence that explains it. The terms are exact; what is not counted (buffers of libraries, fragmentation) is usually
+less than a fifth.
 """
 
 # P parameters, N of them trained, L layers, H hidden size, F intermediate size, K size of all keys of a token,
@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder that the estimate needs."""
+    """Sizes of a decoder for the estimate."""
 
     layers: int
     hidden: int
@@ -27,7 +27,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: object) -> Shape:
-        """From a transformers configuration, whose attribute map gives every family the same names."""
+        """Read a transformers config, whose attribute map gives all model families the same names."""
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads") or 1
         head_size = _size(config, "head_dim") or hidden // heads
         return cls(
@@ -49,9 +49,9 @@ class Formats:
     """Bytes of one number.
 
     Args:
-        frozen, trained: of a weight that stands still, and of one that moves; its gradient has the same.
+        frozen, trained: of a frozen weight, and of a trained one; its gradient has the same.
         compute: of an activation.
-        moments: what the optimizer keeps for each trained parameter, all together.
+        moments: of the optimizer's state per trained parameter, all tensors together.
     """
 
     frozen: float
@@ -73,15 +73,15 @@ def memory_terms(
     params: int, trained: int, shape: Shape, formats: Formats, tokens: int, logits: Term | None = None, *,
     learns: bool = True, copies: bool = True, recompute: bool = False, selective: bool = False, offload: bool = False,
 ) -> list[Term]:  # fmt: skip
-    """The parts of what a run needs on a device.
+    """The parts of the memory that a run needs on a device.
 
     Args:
         params: P. trained: N. tokens: T, padding included.
-        logits: those that exist at one time.
-        learns: something is kept for a backward pass.
+        logits: those that are in memory at a time.
+        learns: activations are kept for a backward pass.
         copies: autocast's copies of weights are kept for it.
         recompute: activation checkpointing is on; ``selective``: it keeps the results of products and attention.
-        offload: what is kept lies in the memory of the machine.
+        offload: activations are moved to the memory of the machine.
     """
     frozen = params - trained
     weights = round(frozen * formats.frozen) + trained * formats.trained
@@ -107,10 +107,10 @@ def memory_terms(
 def _activations(
     shape: Shape, tokens: int, compute_bytes: int, recompute: bool, selective: bool, offload: bool
 ) -> Term:
-    """What autograd keeps for the backward pass.
+    """Activations that autograd keeps for the backward pass.
 
     Counted from the tensors that autograd saves in a pre-norm layer with a gated MLP and fused attention (Llama, Qwen
-    and their kin; ``torch.autograd.graph.saved_tensors_hooks``, torch 2.13, held by a test): the queries, the attention
+    and similar; ``torch.autograd.graph.saved_tensors_hooks``, torch 2.13, held by a test): the queries, the attention
     output, the inputs of four linear layers and of both norms (those in float32), keys and values, and four tensors of
     the MLP. Checkpointing keeps the input of each layer, and one layer in full while it is computed again. Offloading
     leaves one layer's share on the device, while it is on its way.
@@ -141,11 +141,11 @@ def layer_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
 
 
 def disk_bytes(model_bytes: int, checkpoint_bytes: int, checkpoints: int) -> int:
-    """What ``output_dir`` holds at its fullest: the final model, the checkpoints kept, and one being written.
+    """The most bytes in ``output_dir`` at a time: the final model, the checkpoints kept, and one being written.
 
     Args:
         model_bytes: of what is saved at the end, the model or the adapter.
-        checkpoint_bytes: of one checkpoint: the weights as they are trained, and what the optimizer keeps.
+        checkpoint_bytes: of one checkpoint: the weights in their training dtype, and the optimizer's state.
         checkpoints: how many are kept; 0 where none is written.
     """
     return model_bytes + (checkpoint_bytes * (checkpoints + 1) if checkpoints else 0)

@@ -1,7 +1,7 @@
-"""``burnish explain``: what a run will do, before it does it.
+"""``burnish explain``: a description of what a run will do, before it starts.
 
-In: a plan. Out: sections of lines, and two rows with every trained token marked; ``explain_view.py`` draws them. All
-that ``train`` would refuse before it reads a weight is refused here, by the same code; nothing is written.
+In: a plan. Out: sections of lines, and two rows with every trained token marked; ``explain_view.py`` prints them.
+Everything that ``train`` would refuse before it reads a weight is refused here, by the same code; nothing is written.
 """
 
 from __future__ import annotations
@@ -9,39 +9,44 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
 from burnish.app.build import wants_flat, wants_needed_only
 from burnish.app.callbacks import listeners_of
 from burnish.app.checks import evaluates, trains
-from burnish.app.estimate import shown_bytes
+from burnish.app.estimate import Shape, shown_bytes
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.listing import shown
+from burnish.app.options import RunOptions
+from burnish.app.patches import patched_shapes, tried_patches
 from burnish.app.plan import Plan
 from burnish.app.predict import ANSWERS_NAME
 from burnish.app.prepare import Prepared, item_lengths, prepare
+from burnish.app.references import needs_reference, planned_reference
 from burnish.app.resources import (
     available_memory,
     compute_dtype,
     disk_of,
     free_disk,
+    loaded_dtype,
     memory_of,
     rows_of_batch,
     tokens_of_largest_batch,
     trained_dtype,
 )
 from burnish.app.resume import start_of
-from burnish.core.checkpoint import Checkpoints, load_state
+from burnish.app.sharing import peaks, shared, sharing_of
+from burnish.core.checkpoint import Checkpoints, load_state, output_folder
+from burnish.core.patching import patches_of, summary
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
+from burnish.core.secrets import BLOTTED
 from burnish.core.types import IGNORE_INDEX, Row
-from burnish.data.batching import collate_needed, packs_rows
-from burnish.data.stream import num_tokens
+from burnish.data.batches.batching import answers_of, collate_needed, packs_rows
+from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.engine.options import device_of
 from burnish.models.load import context_length, meta_model
-from burnish.models.patches import PATCHES
 from burnish.report.pace import counted
 
 LOOKED_AT = 1000
@@ -91,10 +96,28 @@ def _model(plan: Plan, prepared: Prepared) -> Section:
         trained,
         Line("context", f"{context:,} tokens" if context else "without a limit"),
         Line("device", f"{device}, {formats}"),
+        *_reference(plan, prepared),
     ]
-    needed = [patch for patch in PATCHES if patch.is_needed(meta_model(config, options.trust_remote_code))]
-    lines += [Line("patch", f"{patch.reason} ({patch.library}, {patch.link})") for patch in needed]
-    return Section("Model", lines if needed else [*lines, Line("patches", "none")])
+    return Section("Model", [*lines, *_patches(plan, prepared)])
+
+
+def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
+    """The patches that the run will make to the model's code."""
+    model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
+    for sentence in summary(model) or ["nothing"]:
+        yield Line("patched", sentence, plan.where("patches"))
+    for why in dict.fromkeys(done.why for done in patches_of(model)):
+        yield Line("why", f"{why.kind}: {why.why}")
+    for why in tried_patches(plan.options, prepared.config):
+        yield Line("tried", f"{why.kind}: {why.why}; kept if the model says the same")
+
+
+def _reference(plan: Plan, prepared: Prepared) -> list[Line]:
+    """Lines about the reference model: the one that the policy is compared with, and its cost."""
+    if not needs_reference(prepared.objective):
+        return []
+    text = planned_reference(plan.options, prepared.sizes, prepared.formats)
+    return [Line("reference", text, plan.where("ref_model"))]
 
 
 def _name(dtype: Any) -> str:
@@ -142,11 +165,11 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
 
 
 def _looked_at(plan: Plan, prepared: Prepared) -> Sequence[Row]:
-    """The rows that the run goes through; the first evaluation set of one that does not train."""
+    """The rows of the run; for one that does not train, those of the first evaluation set."""
     return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ())
 
 
-def _kind(options: Any, is_eval: bool = False) -> str:
+def _kind(options: RunOptions, is_eval: bool = False) -> str:
     return "pack" if packs_rows(options, options.stage, is_eval) else "row"
 
 
@@ -161,15 +184,16 @@ def _size_of(rows: Sequence[Row | None], kind: str) -> str:
 def _labelled_share(rows: Sequence[Row]) -> str:
     """``38.2 % of the tokens, 12.3 in a row``."""
     looked_at = list(islice(rows, LOOKED_AT))
-    tokens = sum(len(row["labels"]) for row in looked_at)
-    trained = sum(label != IGNORE_INDEX for row in looked_at for label in row["labels"])
+    labels = [answer["labels"] for row in looked_at for answer in answers_of(row).values()]
+    tokens = sum(map(len, labels))
+    trained = sum(label != IGNORE_INDEX for some in labels for label in some)
     among = "" if len(looked_at) == len(rows) else f" (counted in the first {len(looked_at):,})"
     return f"{100 * trained / tokens:.3g} % of the tokens, {trained / len(looked_at):.1f} in each{among}"
 
 
-def _spared_share(rows: Sequence[Row], prepared: Prepared, options: Any) -> float:
-    """The share of tokens that need not be computed, if the first rows were the first micro-batches. Whether the model
-    draws at random is not asked, which takes weights; that an adapter does is known."""
+def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) -> float:
+    """The share of tokens that need not be computed, as if the first rows were the first micro-batches. A model that
+    draws random numbers is not detected, which would need its weights; an adapter with dropout is."""
     shapes = meta_model(prepared.config, options.trust_remote_code)
     draws = options.finetuning_type == "lora" and options.lora_dropout > 0
     wanted = wants_flat(options) and wants_needed_only(prepared.objective, shapes, options, device_of(options))
@@ -177,7 +201,8 @@ def _spared_share(rows: Sequence[Row], prepared: Prepared, options: Any) -> floa
         return 0.0
     looked_at = list(islice(rows, LOOKED_AT))
     size = rows_of_batch(options)
-    batches = [collate_needed(looked_at[begin : begin + size]) for begin in range(0, len(looked_at), size)]
+    cut = (looked_at[begin : begin + size] for begin in range(0, len(looked_at), size))
+    batches = [collate_needed([answer for row in some for answer in _computed(row)]) for some in cut]
     computed: int = sum(batch["input_ids"].numel() for batch in batches)
     return 1 - computed / sum(map(num_tokens, batches))
 
@@ -186,17 +211,41 @@ def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     """The first row, and the one in the middle."""
     rows, marked = _looked_at(plan, prepared), "trained" if trains(plan.options) else "measured"
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
-        title = f"Row {index + 1:,} of {len(rows):,}, what is {marked}"
-        yield Sample(title, pieces_of(_first_of_pack(rows[index]), prepared.tokenizer))
+        for name, answer in answers_of(rows[index]).items():
+            title = f"Row {index + 1:,} of {len(rows):,}, {_title(plan, rows[index], name)}what is {marked}"
+            yield Sample(title, pieces_of(_first_of_pack({**rows[index], **answer}), prepared.tokenizer))
+
+
+_TITLES = {
+    "chosen": "the chosen answer, ",
+    "rejected": "the rejected answer, ",
+    "kl": "its prompt with another record's answer, for the baseline; ",
+}
+
+
+def _title(plan: Plan, row: Row, name: str) -> str:
+    if plan.options.stage == "rm":
+        return f"{_TITLES[name]}scored at its last token; "
+    if "tag" in row and not name:
+        return f"a {'desirable' if row['tag'] else 'undesirable'} answer, "
+    return _TITLES.get(name, "")
+
+
+def _computed(row: Row) -> list[Row]:
+    """The sequences of a row that lie in one micro-batch, or of a pack the pack."""
+    if row.get("seq_lengths"):
+        return [row]
+    return [answer for name, answer in answers_of(row).items() if name != "kl"]
 
 
 def _first_of_pack(row: Row) -> Row:
-    end = row.get("seq_lengths", [len(row["input_ids"])])[0]
+    end = (row.get("seq_lengths") or [len(row["input_ids"])])[0]
     return {"input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
 
 
 def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool]]:
-    """The row's text, cut where training begins and ends. Decoded piece by piece: a character may be several tokens."""
+    """The row's text, split where learned tokens begin and end. Each piece is decoded as a whole, because a character
+    may be several tokens."""
     pairs = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), strict=True)
     runs = ((trained, [token for token, _ in run]) for trained, run in groupby(pairs, key=lambda pair: pair[1]))
     return [(tokenizer.decode(ids, skip_special_tokens=False), trained) for trained, ids in runs]
@@ -212,8 +261,11 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
         Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
-        Line("processes", f"x {plan.world_size} = {rows}", "the launcher" if plan.world_size > 1 else ""),
+        Line("processes", f"x {plan.world_size} = {rows}", _starter(plan)),
     ]
+    if (waiting := _share_of_waiting(plan, prepared)) is not None:
+        text = f"{100 * waiting:.2g} % of a process's time, for the one with the most tokens, if time goes with tokens"
+        lines.append(Line("waiting", text))
     if options.max_tokens_per_batch is not None:
         text = f"as few as hold them, of at most {options.max_tokens_per_batch:,} tokens"
         lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
@@ -227,6 +279,24 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
     return Section("Steps", lines)
 
 
+def _starter(plan: Plan) -> str:
+    """Who says how many processes there are."""
+    given = plan.where("num_processes")
+    return given or ("the launcher" if plan.world_size > 1 else "")
+
+
+def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
+    """Share of time that processes wait for one another, in the first steps; None for one process, or where lengths
+    are not known before the run."""
+    rows, per_step = prepared.rows, prepared.steps.rows_per_step
+    if plan.world_size == 1 or prepared.sample is not rows or not len(rows):
+        return None
+    seed = plan.options.seed if plan.options.data_seed is None else plan.options.data_seed
+    order = order_of(len(rows), seed, 0)[: LOOKED_AT * per_step]
+    parts = [order[start : start + per_step] for start in range(0, len(order), per_step)]
+    return share_of_waiting(parts, item_lengths(prepared.sample), plan.world_size)
+
+
 def _total(plan: Plan, prepared: Prepared) -> Line:
     options, steps = plan.options, prepared.steps
     if options.max_steps > 0:
@@ -237,9 +307,9 @@ def _total(plan: Plan, prepared: Prepared) -> Line:
 
 
 def _start(plan: Plan, prepared: Prepared) -> Line:
-    """Where the run begins; refused here where ``train`` would refuse to go on."""
+    """The start of the run: step 0 or a checkpoint. Refuses what ``train`` would refuse to resume from."""
     start = start_of(plan, prepared.fingerprints, prepared.steps)
-    there = len(Checkpoints(plan.options.output_dir).all())
+    there = len(Checkpoints(output_folder(plan.options)).all())
     removed = f"{counted(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
     text = f"at step 0; {removed}" if there else "at step 0"
     if start.checkpoint is not None:
@@ -259,7 +329,7 @@ def _rate(plan: Plan, prepared: Prepared) -> Line:
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def curve_picture(options: Any, max_steps: int, width: int = 24) -> str:
+def curve_picture(options: RunOptions, max_steps: int, width: int = 24) -> str:
     """The learning rate over the run in ``width`` bars; nothing for a curve that follows a metric."""
     if options.lr_scheduler_type in FOLLOWS_METRIC:
         return ""
@@ -269,7 +339,7 @@ def curve_picture(options: Any, max_steps: int, width: int = 24) -> str:
 
 
 def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
-    """When is logged, evaluated and saved, in steps and in how many times."""
+    """Intervals of logging, evaluation and saving, in steps, and the number of times."""
     options, total = plan.options, prepared.steps.max_steps
     every = {
         "log": (options.logging_strategy, options.logging_steps, "logging"),
@@ -289,13 +359,13 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
 
 
 def _times(verb: str, every: int, total: int) -> str:
-    """The last step is evaluated and saved whether the interval divides it or not; it is not logged."""
+    """The number of times, in words. The last step is always evaluated and saved, but not always logged."""
     count = total // every if verb == "log" else math.ceil(total / every)
     return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
 def _measuring(plan: Plan, prepared: Prepared) -> Section:
-    """What a run does that does not train, and the files that it leaves."""
+    """The evaluations and predictions of a run that does not train, and its files."""
     options, where = plan.options, plan.where("per_device_eval_batch_size")
     across = options.per_device_eval_batch_size * plan.world_size
     lines = []
@@ -324,7 +394,7 @@ def _events(plan: Plan) -> Section:
 def _options(plan: Plan) -> Section:
     """Every option that is not at its default."""
     lines = [
-        Line(spec.name, f"{shown(value)} (default {shown(spec.default)})", where)
+        Line(spec.name, f"{BLOTTED if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
         for spec, value, where in plan.changed()
     ]
     return Section("Options that are not at their default", lines)
@@ -333,13 +403,18 @@ def _options(plan: Plan) -> Section:
 def _resources(plan: Plan, prepared: Prepared) -> Section:
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
+    sharing = sharing_of(options, plan.world_size)
+    shape, trained = Shape.of(prepared.config.get_text_config()), sizes.trained if trains(options) else 0
     terms = memory_of(options, prepared.config, sizes, formats, tokens)
+    terms = shared(terms, sharing, shape, formats, sizes.total, trained)
     total, free = sum(term.num_bytes for term in terms), available_memory(options)
     lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
-    lines.append(
-        Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {device_of(options)}")
-    )
+    where = device_of(options) if plan.world_size == 1 else f"{device_of(options)}, for each of {plan.world_size}"
+    lines.append(Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {where}"))
+    if plan.world_size > 1 and trained:
+        at_times = peaks(sharing, sizes.total, trained, formats, loaded_dtype(prepared.config).itemsize)
+        lines += [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in at_times]
     if needed := disk_of(options, prepared.config, sizes, formats, prepared.steps):
-        there = f"in {options.output_dir}; {shown_bytes(free_disk(Path(options.output_dir)))} are free"
+        there = f"in {options.output_dir}; {shown_bytes(free_disk(output_folder(options)))} are free"
         lines.append(Line("disk", f"{shown_bytes(needed):<10} {there}", plan.where("output_dir")))
     return Section("Memory and disk, estimated", lines)

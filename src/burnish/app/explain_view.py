@@ -1,7 +1,7 @@
-"""How an explanation looks: calm columns in a terminal, the same words as plain lines anywhere else.
+"""Printing of an explanation: columns and colours in a terminal, the same words as plain lines anywhere else.
 
 In: the sections and samples of ``explain.py``. Out: text on standard output. In a terminal a trained token is bold and
-green; without colours it stands between ⟦ and ⟧.
+green; without colours it is between ⟦ and ⟧.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from burnish.report.console import is_terminal
+from burnish.report.console import answer, is_terminal
+from burnish.report.streams import can_draw
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -23,12 +24,12 @@ _WIDEST_LABEL = 32
 _WIDEST = 118
 _OPEN, _CLOSE = "⟦", "⟧"
 _LONGEST_PIECE = 600
-"""Characters of one piece of a sample that are shown; the middle of a longer one is left out."""
+"""Most characters of a sample's piece that are shown; the middle of a longer one is left out."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that is known. ``where`` says who set it."""
+    """One line of an explanation. ``where`` is the place where the value was set."""
 
     label: str
     text: str
@@ -43,25 +44,25 @@ class Section:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row. ``title``: which, and what is marked in it; ``pieces``: text, and whether it is marked."""
+    """One row. ``title``: its name, and the meaning of marks; ``pieces``: text, and whether it is marked."""
 
     title: str
     pieces: list[tuple[str, bool]]
 
 
 def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:
-    """Print it all."""
-    if is_terminal(sys.stdout):
+    """Print everything. Raises OSError where standard output cannot be written."""
+    if is_terminal(sys.stdout) and can_draw(sys.stdout):
         from rich.console import Console
 
         screen = Console()
         screen.print(drawn(sections, samples, screen.width), soft_wrap=True, highlight=False)
     else:
-        print(plain(sections, samples))
+        answer(plain(sections, samples))
 
 
 def plain(sections: Sequence[Section], samples: Sequence[Sample], width: int = 100) -> str:
-    """Without colours."""
+    """The text without colours."""
     blocks = ["\n".join([section.title, *_section_lines(section, width)]) for section in sections]
     blocks += [f"{sample.title} in {_OPEN} {_CLOSE}\n{_indented(_marked(sample))}" for sample in samples]
     return "\n\n".join(blocks)
@@ -73,13 +74,13 @@ def _section_lines(section: Section, width: int) -> Iterator[str]:
 
 
 def label_width(section: Section) -> int:
-    """Room for the labels of a section; the same in all that have no long ones."""
+    """Width of the labels of a section; the same in all sections without long labels."""
     longest = max((len(line.label) for line in section.lines), default=0)
     return min(max(_LABEL_WIDTH, longest + 2), _WIDEST_LABEL) if longest else 0
 
 
 def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
-    """``label   text  (where)``, its further lines under the text. A label that is too long has a line of its own."""
+    """Wrap ``label   text  (where)``; further lines are under the text. A label that is too long has its own line."""
     room = max(30, min(width, _WIDEST) - labels - 2)
     lines = textwrap.wrap(line.text, room, break_long_words=False, break_on_hyphens=False) or [""]
     if line.where:
@@ -95,7 +96,7 @@ def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
 
 
 def _short_place(where: str) -> str:
-    """``demo.yaml, line 5`` for a file in another folder: its name says enough, in a list of lines of one file."""
+    """Shorten the place of a value in another folder to the file's name: ``demo.yaml, line 5``."""
     return re.sub(r"[^\s]*/([^/\s]+, line \d+)", r"\1", where)
 
 
@@ -107,7 +108,7 @@ def _marked(sample: Sample) -> str:
 
 
 def _visible(text: str, trained: bool) -> str:
-    """A piece without its middle where it is long; a line break that is trained is seen."""
+    """Shorten a long piece in the middle; make line breaks that are trained visible."""
     if len(text) > _LONGEST_PIECE:
         half = _LONGEST_PIECE // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
@@ -122,7 +123,7 @@ def _indented(text: str) -> str:
 
 
 def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) -> Text:
-    """With colours: titles bold, labels in cyan, who set a value dim, what is trained green."""
+    """The text with colours: titles bold, labels in cyan, places of values dim, trained tokens green."""
     from rich.text import Text
 
     text = Text()
@@ -137,7 +138,7 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
 
 
 def _drawn_line(line: Line, width: int, labels: int) -> Text:
-    """The line as ``plain`` lays it out, coloured by where its parts fall."""
+    """The line in the layout of ``plain``, its parts coloured."""
     from rich.text import Text
 
     text = Text("\n".join(_wrapped(line, width, labels)) + "\n")
@@ -160,7 +161,7 @@ def _drawn_sample(sample: Sample, width: int) -> Text:
 
 
 def _folded(text: str, width: int) -> str:
-    """``text`` with line breaks in place of spaces where its lines would be longer; as many characters as before."""
+    """Replace spaces by line breaks so that no line is longer; the number of characters stays the same."""
     folded, start, space = list(text), 0, -1
     for place, character in enumerate(text):
         if character == "\n":

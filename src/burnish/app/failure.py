@@ -1,11 +1,13 @@
-"""What a person is told when a command fails, and the exit status.
+"""Failures of a command: the message, and the exit status.
 
     2          what the user gave is wrong: options, data, models, folders; its sentences are printed
     1          the machine: disk, permissions, memory; a loss that is not finite; a fault in burnish
+    3          done, but a checkpoint could not be saved on the way (app/saving.py)
+    124        ended by max_train_seconds (app/clock.py)
     128 + n    signal n: 130 after Ctrl-C
 
 In: the exception that reached the command line. Out: at most four lines (what, where, why, what to try) on standard
-error, and the status. The traceback is nobody's answer: it goes to a file, or with ``--debug`` to the terminal.
+error, and the status. The traceback goes to a file, or with ``--debug`` to the terminal.
 """
 
 from __future__ import annotations
@@ -20,30 +22,41 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from burnish.core.errors import NonFiniteError, Problem, UserError
+from burnish.core.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
+from burnish.core.secrets import without_secrets
 from burnish.report import console
+from burnish.report.journal import is_of_this_process, write_failure
+from burnish.report.streams import OutputError, let_go, say
 
 TRACEBACK_NAME = "traceback.txt"
-"""Left in ``output_dir`` by a failure; not a file that another run would overwrite."""
+"""File with the traceback of a failure, in ``output_dir``."""
 
 
 def explain_failure(error: BaseException, output_dir: str | None, debug: bool = False) -> int:
-    """Say what went wrong. Returns the exit status.
+    """Print what went wrong. Returns the exit status.
 
     Args:
-        output_dir: of the run, where it is known; names what is safe, and takes the traceback.
+        output_dir: of the run, where it is known; its checkpoints are named, and the traceback is written there.
         debug: print the traceback too.
     """
     console.end_live()
+    if output_dir is not None and is_of_this_process(Path(output_dir)):
+        write_failure(Path(output_dir), described(error, output_dir), error)
     if debug:
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)), sys.stderr)
     if isinstance(error, KeyboardInterrupt):
         return _interrupted(output_dir)
     if isinstance(error, BrokenPipeError):
-        return _nobody_listens()
+        let_go(sys.stdout)
+        return 128 + signal.SIGPIPE  # burnish explain | head: the reader has gone, which needs no message
+    if isinstance(error, OutputError):
+        console.problem(str(error))
+        return 1
     for cause in causes(error):
         if isinstance(cause, UserError):
-            for problem in cause.problems:
+            # Every process finds the same; of those that another launcher started, one of a machine says it.
+            says = os.environ.get("LOCAL_RANK", "0") == "0" or console.FAILURE_FILE in os.environ
+            for problem in cause.problems if says else ():
                 console.problem(problem)
             return 2
         found = explained(cause, output_dir)
@@ -52,8 +65,19 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
     return _said(_unexpected(error, output_dir), error, output_dir, debug)
 
 
+def described(error: BaseException, output_dir: str | None) -> Problem:
+    """Describe a failure to the user, as one problem."""
+    for cause in causes(error):
+        if isinstance(cause, UserError):
+            return cause.problems[0]
+        found = explained(cause, output_dir)
+        if found is not None:
+            return found
+    return _unexpected(error, output_dir)
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those from which it was raised: a library may wrap a full disk in an error of its own."""
+    """Yield the exception and its causes, because a library may wrap a full disk in an error of its own."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -63,10 +87,12 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def explained(error: BaseException, output_dir: str | None) -> Problem | None:
-    """What the machine did, in a sentence; None for a fault that nobody foresaw."""
+    """Explain a failure of the machine in a sentence; None for an unexpected error."""
+    if isinstance(error, NotSavedError):
+        return error.problem
     if isinstance(error, NonFiniteError):
         return Problem(str(error), why=what_is_safe(output_dir))
-    if is_out_of_memory(error):
+    if is_out_of_memory(error) or error_number(error) == errno.ENOMEM:
         return _out_of_memory(error)
     number = error_number(error)
     return _DISK[number](error, output_dir) if number in _DISK else None
@@ -76,7 +102,7 @@ def explained(error: BaseException, output_dir: str | None) -> Problem | None:
 
 
 def error_number(error: BaseException) -> int | None:
-    """The operating system's number. Libraries in Rust (safetensors) give it in their text: "(os error 28)"."""
+    """The operating system's error number. Libraries in Rust (safetensors) have it in their text: "(os error 28)"."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = re.search(r"\(os error (\d+)\)", str(error))
@@ -129,10 +155,10 @@ def _reason(error: BaseException) -> str:
 
 
 def what_is_safe(output_dir: str | None) -> str:
-    """The newest checkpoint that was finished. Its files are not read again here: a folder of that name is whole."""
+    """Name the newest finished checkpoint. Its files are not read again: a folder of that name is whole."""
     if output_dir is None:
         return ""
-    # Imported here: they load torch, and a misspelled command is answered by this file too.
+    # Imported here, because they load torch, and this file also answers a misspelled command.
     from burnish.core.checkpoint import Checkpoints
     from burnish.core.manifest import MANIFEST_NAME
 
@@ -145,16 +171,7 @@ _SAFE = "Safe: "
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-_MEMORY_TEXTS = ("DefaultCPUAllocator", "not enough memory", "out of memory", "Cannot allocate memory")
 _BYTES = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch's error for an accelerator is known by name, so that nothing is imported where memory is short."""
-    if isinstance(error, MemoryError) or error_number(error) == errno.ENOMEM:
-        return True
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return "OutOfMemoryError" in names or ("RuntimeError" in names and any(t in str(error) for t in _MEMORY_TEXTS))
 
 
 def _out_of_memory(error: BaseException) -> Problem:
@@ -170,12 +187,12 @@ def _out_of_memory(error: BaseException) -> Problem:
 
 
 def _requested(text: str) -> int | None:
-    """``you tried to allocate 4398046511104 bytes``, ``Tried to allocate 20.00 GiB``."""
+    """Bytes in ``you tried to allocate 4398046511104 bytes``, ``Tried to allocate 20.00 GiB``."""
     return _amount(re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text))
 
 
 def _free(text: str) -> int | None:
-    """``... of which 3.00 GiB is free``, or what the system has available."""
+    """Bytes in ``... of which 3.00 GiB is free``, or the memory that the system has available."""
     return _amount(re.search(r"of which ([\d.]+) (\w+) is free", text)) or _available_bytes()
 
 
@@ -186,7 +203,7 @@ def _amount(match: re.Match[str] | None) -> int | None:
 
 
 def _available_bytes() -> int | None:
-    """Of the host's memory: the least of what is free and what the process's control group leaves."""
+    """Available bytes of the host's memory: the minimum of free memory and what the process's control group allows."""
     found = [_meminfo_bytes(), _cgroup_bytes()]
     return min((value for value in found if value is not None), default=None)
 
@@ -216,7 +233,7 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-# --- signals, and what nobody foresaw ---------------------------------------------------------------------------------
+# --- signals, and unexpected errors -----------------------------------------------------------------------------------
 
 
 def _interrupted(output_dir: str | None) -> int:
@@ -224,16 +241,8 @@ def _interrupted(output_dir: str | None) -> int:
     return 128 + signal.SIGINT
 
 
-def _nobody_listens() -> int:
-    """``burnish explain | head``: the reader has gone, which is not a failure worth a word."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())  # or Python complains once more when it flushes at exit
-    os.close(devnull)
-    return 128 + signal.SIGPIPE
-
-
 def _unexpected(error: BaseException, output_dir: str | None) -> Problem:
-    """The kind of error, the first line of its text, the deepest place in burnish that it passed, and what is safe."""
+    """Problem with the kind of error, the first line of its text, its deepest place in burnish, and the checkpoint."""
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {_cut(first, 300)}" if first else type(error).__name__
     inside = f"{os.sep}burnish{os.sep}"
@@ -263,14 +272,16 @@ def _said(problem: Problem, error: BaseException, output_dir: str | None, debug:
 
 
 def write_traceback(error: BaseException, output_dir: str | None) -> str:
-    """Into ``output_dir`` where the run has made it, else a temporary file. Returns its path, or "" where both fail."""
-    text = "".join(traceback.format_exception(error))
-    folders = [Path(output_dir)] if output_dir and os.path.isdir(output_dir) else []  # false for a name too long
+    """Write the traceback into ``output_dir`` if it exists, else into a temporary file. Returns its path, or "" where
+    both fail."""
+    text = without_secrets("".join(traceback.format_exception(error)))
+    is_there = output_dir and os.path.isdir(output_dir)  # false for a name too long
+    folders = [Path(output_dir)] if output_dir and is_there and console.is_speaker() else []
     for folder in [*folders, Path(tempfile.gettempdir())]:
         name = TRACEBACK_NAME if folder in folders else f"burnish-{os.getpid()}-{TRACEBACK_NAME}"
         try:
             (folder / name).write_text(text, encoding="utf-8")
-        except OSError:  # the disk may be what failed; the next folder may lie on another
+        except OSError:  # this disk may have failed; the next folder may be on another one
             continue
         return str(folder / name)
     return ""

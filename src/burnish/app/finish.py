@@ -1,10 +1,11 @@
-"""The end of a run: the model, the last evaluation, predictions, figures and pictures, in ``output_dir``.
+"""The end of a run: model, last evaluation, predictions, results and pictures, in ``output_dir``.
 
-In: a run that has trained, or that was made to evaluate or to predict. Out: files, and the figures of ``all_results``.
+In: a run that has trained, or that evaluates or predicts only. Out: files, and the numbers of ``all_results``.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,35 +13,44 @@ from typing import Any
 
 from burnish.adapters.base import ModelState, trainable_summary
 from burnish.app.checks import evaluates
+from burnish.app.finished import write_finished
+from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
 from burnish.app.prepare import Prepared
-from burnish.app.resume import write_finished
-from burnish.core.loop import TrainOutput, evaluate_all, save, switch
-from burnish.core.types import Run
-from burnish.data.ahead import AheadRows
+from burnish.app.rewards import save_head
+from burnish.core.checkpoint import output_folder
+from burnish.core.loop import TrainOutput, evaluate_all, save, set_training_mode
+from burnish.core.patching import summary
+from burnish.core.run import Run
+from burnish.data.rows.ahead import AheadRows
 from burnish.models.save import save_model
 from burnish.report.card import CardFacts, write_card
-from burnish.report.console import warn
+from burnish.report.console import note, warn
 from burnish.report.options import counts_tokens
 from burnish.report.plots import plot_history
 from burnish.report.results import save_metrics, save_state
 
 
 def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
-    """The model, the figures and the pictures, in ``output_dir``."""
-    options, folder = plan.options, Path(plan.options.output_dir)
+    """Write the model, the results and the pictures to ``output_dir``."""
+    options, folder = plan.options, output_folder(plan.options)
     results: dict[str, float] = {}
-    switch(run, is_training=False)  # a schedule-free optimizer keeps other weights for use than for training
-    if run.engine.rank == 0 and output is not None:
-        model_state = run.parts["model"]
+    set_training_mode(run, is_training=False)  # a schedule-free optimizer has other weights for use than for training
+    is_first = run.engine.rank == 0
+    if output is not None and (is_first or run.engine.is_sharded):
+        model_state = run.parts["model"].held
         assert isinstance(model_state, ModelState)
         adapter, model = model_state.adapter, model_state.model
         with nothing_lost(run):
             save_model(
                 model, prepared.tokenizer, folder, adapter=None if adapter.saves_whole_model else adapter,
                 stop_token_ids=prepared.template.stop_token_ids(),
+                whole=run.engine.whole if run.engine.is_sharded else None, writes=is_first,
             )  # fmt: skip
+            if is_first:
+                save_head(run.objective, model, prepared.tokenizer, folder, is_adapter=not adapter.saves_whole_model)
+    if output is not None and is_first:
         results |= {**output.metrics, "epoch": run.state.epoch or 0.0}
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
@@ -59,13 +69,29 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         save_state(run.state, folder)
         describe(run, plan, prepared, results)
         write_finished(folder, run.state, prepared.fingerprints())
+        for sentence in next_steps(folder):
+            note(sentence)
     return results
+
+
+_SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
+
+
+def next_steps(folder: Path) -> list[str]:
+    """Sentences on where the result is, and on the commands that talk to it and serve it."""
+    files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
+    more = f" and {len(files) - 4} more" if len(files) > 5 else ""
+    place = shlex.quote(str(folder))
+    return [
+        f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}.",
+        f"Next: burnish chat {place} talks to it, burnish api {place} serves it.",
+    ]
 
 
 @contextmanager
 def nothing_lost(run: Run) -> Iterator[None]:
-    """Where the model cannot be written, what was trained is kept as a checkpoint, from which the same command writes
-    it. The failure goes on its way."""
+    """Save a checkpoint if the model cannot be written in the ``with`` block; the same command can then write the model
+    from it. The error is raised all the same."""
     is_written = False
     try:
         yield
@@ -73,13 +99,13 @@ def nothing_lost(run: Run) -> Iterator[None]:
     finally:
         is_kept = run.checkpoints.path(run.state.global_step).is_dir()
         if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks do not know, and would not save
-            switch(run, is_training=True)
+            set_training_mode(run, is_training=True)
             save(run)
             run.checkpoints.wait()
 
 
-def last_evaluation(run: Run, options: Any) -> dict[str, float]:
-    """The metrics of the evaluation that the last step ended with, where the weights are still those."""
+def last_evaluation(run: Run, options: RunOptions) -> dict[str, float]:
+    """The metrics of an evaluation after the last step, if the weights have not changed since."""
     if options.load_best_model_at_end:
         return {}
     entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
@@ -89,7 +115,7 @@ def last_evaluation(run: Run, options: Any) -> dict[str, float]:
 
 
 def count_late(prepared: Prepared) -> None:
-    """Say what happened to rows that were encoded while the loop ran."""
+    """Report the tally of rows that were encoded while the loop ran."""
     if isinstance(prepared.rows, AheadRows):
         prepared.tally.merge(prepared.rows.counted())
         for sentence in prepared.tally.sentences():
@@ -97,22 +123,23 @@ def count_late(prepared: Prepared) -> None:
 
 
 def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float]) -> None:
-    """Pictures of the loss, and the model card."""
-    options, folder = plan.options, Path(plan.options.output_dir)
+    """Write pictures of the loss, and the model card."""
+    options, folder = plan.options, output_folder(plan.options)
     pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
-    trained: Any = run.parts["model"]
+    trained: Any = run.parts["model"].held
     trainable, total = trainable_summary(trained.model)
     write_card(
         folder,
         CardFacts(
             name=folder.resolve().name,
-            base_model="" if options.train_from_scratch else options.model_name_or_path,
+            base_model="" if options.train_from_scratch else options.model_name_or_path or "",
             datasets=[str(name) for name in options.dataset or []],
             stage=options.stage, method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
             is_adapter=not trained.adapter.saves_whole_model,
             loads_in_peft=(folder / "adapter_config.json").is_file(),
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
-            tally=prepared.tally.sentences(), has_chat_template=bool(prepared.tokenizer.chat_template),
+            tally=prepared.tally.sentences(), patches=summary(trained.model),
+            has_chat_template=bool(prepared.tokenizer.chat_template),
             picture=pictures[0].name if pictures else "",
         ),
     )  # fmt: skip

@@ -1,12 +1,13 @@
-"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save a checkpoint, stop; nothing that was learned is lost.
+"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save a checkpoint, stop, so that no training is lost. SIGUSR1,
+which schedulers send some time before they end a run: save a checkpoint after the step, and go on.
 
     with InterruptCallback() as interrupt:      # among the callbacks of the run
         train(run, options)
     if interrupt.exit_code is not None: ...     # 128 + signal: the run was cut short and can go on
 
-While the run trains, the first signal asks for the end; a second Ctrl-C does not wait and raises KeyboardInterrupt.
-Before the first step and after the last there is no step to finish, and a signal ends the run at once: Ctrl-C with
-KeyboardInterrupt, the others with SystemExit(128 + signal). Outside the ``with`` signals do what they did before.
+While the run trains, the first signal asks for the end; a second Ctrl-C raises KeyboardInterrupt at once. Before the
+first step and after the last there is no step to finish, and a signal ends the run at once: Ctrl-C with
+KeyboardInterrupt, the others with SystemExit(128 + signal). Outside the ``with`` block signals act as before.
 """
 
 from __future__ import annotations
@@ -14,26 +15,33 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from burnish.app.clock import TIME_IS_UP
 from burnish.core.events import TrainerCallback
 from burnish.core.state import TrainerControl, TrainerState
+from burnish.report.console import is_speaker
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class InterruptCallback(TrainerCallback):
     """Turns a signal into a request that the loop answers.
 
     Args:
-        agree: whether any process of the run has a request, given whether this one has. Processes receive a signal at
-            different moments and must stop at the same step. It is asked once per step; one process agrees with itself.
+        agree: returns whether any process of the run has a request, given whether this one has, because processes
+            receive a signal at different moments and must stop at the same step. Called once per step.
+        max_seconds: after so much training the run is ended as by a signal; None for no limit.
     """
 
-    def __init__(self, agree: Callable[[bool], bool] = bool) -> None:
+    def __init__(self, agree: Callable[[bool], bool] = bool, max_seconds: float | None = None) -> None:
         self.agree = agree
+        self.max_seconds = max_seconds
+        self._began = 0.0
+        self._is_time_up = self._is_notified = False
         self.received: signal.Signals | None = None
         self._is_training = False
         self._has_stopped = False
@@ -41,19 +49,22 @@ class InterruptCallback(TrainerCallback):
 
     @property
     def exit_code(self) -> int | None:
-        """128 + signal where a signal cut the run short; None where the run had reached its end anyway."""
+        """128 + signal where a signal cut the run short, 124 where its time was up; None where the run had reached its
+        end anyway."""
         if not self._has_stopped:
             return None
-        return 128 + (self.received or signal.SIGTERM)  # another process of the run was the one that was asked
+        if self._is_time_up and self.received is None:
+            return TIME_IS_UP
+        return 128 + (self.received or signal.SIGTERM)  # the signal may have reached another process only
 
     # --- the signals --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> InterruptCallback:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python delivers signals to the main thread only, and so only it may ask for them
+            return self  # Python delivers signals to the main thread only, and only it may set handlers
         for number in SIGNALS:
             before = signal.getsignal(number)
-            # Ignored means that whoever started the run wants it to outlive the signal: nohup, or & in a script.
+            # An ignored signal means that the run is to survive it: nohup, or & in a script.
             if before is not signal.SIG_IGN:
                 self._before[number] = before if before is not None else signal.SIG_DFL
                 signal.signal(number, self._on_signal)
@@ -67,6 +78,10 @@ class InterruptCallback(TrainerCallback):
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._is_notified = True
+            _say("SIGUSR1: saving a checkpoint after this step, and going on.")
+            return
         is_first, is_ctrl_c = self.received is None, number == signal.SIGINT
         if is_ctrl_c and not (is_first and self._is_training):
             raise KeyboardInterrupt
@@ -74,7 +89,7 @@ class InterruptCallback(TrainerCallback):
             _say(f"{signal.Signals(number).name}: stopped.")
             raise SystemExit(128 + number)
         if not is_first:
-            return  # schedulers repeat themselves
+            return  # schedulers send the signal several times
         self.received = signal.Signals(number)
         again = " Ctrl-C once more stops at once, without a checkpoint." if is_ctrl_c else ""
         _say(f"{self.received.name}: stopping after this step, with a checkpoint.{again}")
@@ -82,26 +97,39 @@ class InterruptCallback(TrainerCallback):
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._is_training = True
+        self._is_training, self._began = True, time.monotonic()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step < state.max_steps and self.agree(self.received is not None):
+        wants_to_stop = self._wants_to_stop()
+        if state.global_step >= state.max_steps or not self.agree(wants_to_stop or self._is_notified):
+            return
+        self._is_notified = False
+        if self.agree(wants_to_stop):
             self._stop(control)
+        else:
+            control.should_save = True
+
+    def _wants_to_stop(self) -> bool:
+        is_over = self.max_seconds is not None and time.monotonic() - self._began >= self.max_seconds
+        if is_over and not self._is_time_up:
+            self._is_time_up = True
+            _say(f"max_train_seconds {self.max_seconds:g}: stopping after this step, with a checkpoint.")
+        return self.received is not None or self._is_time_up
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A signal during an evaluation need not wait for one more step."""
+        """Stop after an evaluation, without one more step, if a signal came during it."""
         is_training = 0 < state.global_step < state.max_steps
-        if is_training and self.agree(self.received is not None):
+        if is_training and self.agree(self._wants_to_stop()):
             self._stop(control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The loop passes here whenever it stops.
+        """Clear what is not due; the loop fires this event whenever it stops.
 
-        In the middle of an epoch, what is due at its end is not due yet: it would stand in the checkpoint's history
-        twice once the run has gone on. At the end of an epoch it is due, and the checkpoint must hold it.
+        In the middle of an epoch, what is due at its end is not due yet: after a resume, the history would have it
+        twice. At the end of an epoch it is due, and the checkpoint must hold it.
         """
         if not self._has_stopped:
             return
@@ -117,5 +145,6 @@ class InterruptCallback(TrainerCallback):
 
 
 def _say(text: str) -> None:
-    # print() may be what the signal interrupted, and would refuse to be entered again.
-    os.write(2, f"\n{text}\n".encode())
+    # The signal may have interrupted print(), which would refuse a second call.
+    if is_speaker():
+        os.write(2, f"\n{text}\n".encode())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import isfinite
 from typing import Any
@@ -18,9 +18,17 @@ from burnish.core.options import Spec, specs
 _NAME_WIDTH = 34
 
 
-def list_options(options: type, word: str = "") -> str:
-    """Every option, or those whose name, help or other names hold ``word``."""
-    wanted = [spec for spec in specs(options).values() if _matches(spec, word.lstrip("-").replace("-", "_"))]
+def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",)) -> str:
+    """Every option, or those whose name, help or other names hold ``word``.
+
+    Args:
+        beginnings: of the names that are listed; all by default.
+    """
+    wanted = [
+        spec
+        for name, spec in specs(options).items()
+        if name.startswith(tuple(beginnings)) and _matches(spec, word.lstrip("-").replace("-", "_"))
+    ]
     if not wanted:
         return f'No option speaks of "{word}".{did_you_mean(word, specs(options))}\n'
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
@@ -31,7 +39,7 @@ def list_options(options: type, word: str = "") -> str:
 
 
 def component(group: type) -> str:
-    """What a group of options is about: the first line of its docstring, without the full stop."""
+    """Heading of a group of options: the first line of its docstring, without the full stop."""
     return (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
 
 
@@ -51,7 +59,7 @@ def _entry(spec: Spec, width: int) -> Iterator[str]:
 
 
 def _facts(spec: Spec) -> Iterator[str]:
-    """``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also: evaluation_strategy``."""
+    """Facts on an option: ``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also: other_name``."""
     yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit and spec.default is not None else ''}"
     if spec.choices:
         yield f"one of {', '.join(map(str, spec.choices))}"

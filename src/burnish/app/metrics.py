@@ -1,13 +1,13 @@
-"""How near a generated answer is to the given one: the family of metrics for ``do_predict``.
+"""Metrics that compare generated answers with the given ones, for ``do_predict``.
 
-A member is a function ``(predictions, labels) -> {name: value}``, both lists of texts of the same length. A user's own
-is registered the same way, in a package with an entry point in the group ``burnish.metric``:
+A member of the family is a function ``(predictions, labels) -> {name: value}``, both lists of texts of equal length. A
+user's own is registered the same way, in a package with an entry point in the group ``burnish.metric``:
 
     @METRICS.register("length")
     def length(predictions, labels): ...
 
 BLEU-4 and ROUGE are computed as LLaMA-Factory does (src/llamafactory/train/sft/metric.py), by the same libraries, so
-that scores can be held against those of earlier runs: means over the answers, in percent.
+that scores can be compared with those of earlier runs: means over the answers, in percent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METRICS: Registry[Metric] = Registry("metric")
 
 @dataclass
 class MetricOptions:
-    """What generated answers are measured by."""
+    """Metrics of generated answers."""
 
     predict_metrics: list[str] = option(
         ["exact_match", "bleu-4", "rouge"], "What predict_with_generate measures.", choices=METRICS.names
@@ -36,7 +36,7 @@ class MetricOptions:
 
 
 def check_metrics(options: Any) -> list[Problem]:
-    """Whether the libraries of the metrics are there."""
+    """Check that the libraries of the metrics are installed."""
     if not (options.predict_with_generate and options.do_predict):
         return []
     members = [METRICS.get(name) for name in options.predict_metrics if name in METRICS]
@@ -55,7 +55,7 @@ def check_metrics(options: Any) -> list[Problem]:
 
 
 def scores(predictions: Sequence[str], labels: Sequence[str], options: Any) -> dict[str, float]:
-    """All metrics that are asked for, by name."""
+    """Compute all metrics that the options name."""
     found: dict[str, float] = {}
     for name in options.predict_metrics:
         found |= METRICS[name](predictions, labels)
@@ -64,14 +64,14 @@ def scores(predictions: Sequence[str], labels: Sequence[str], options: Any) -> d
 
 @METRICS.register("exact_match")
 def exact_match(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """The share of answers that are the given ones, white space around them aside."""
+    """The share of answers that equal the given ones, apart from white space around them."""
     same = [p.strip() == label.strip() for p, label in zip(predictions, labels, strict=True)]
     return {"exact_match": _mean([float(is_same) for is_same in same])}
 
 
 @METRICS.register("bleu-4", libraries=("nltk",))
 def bleu_4(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """Runs of up to four characters that both have (Papineni et al. 2002), in percent."""
+    """BLEU-4 over runs of up to four characters (Papineni et al. 2002), in percent."""
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
     smooth = SmoothingFunction().method3
@@ -84,7 +84,7 @@ def bleu_4(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float
 
 @METRICS.register("rouge", libraries=("jieba", "rouge_chinese"))
 def rouge(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """Words, pairs of words and the longest sequence that both have (Lin 2004), F1 in percent."""
+    """ROUGE: words, pairs of words and the longest subsequence that both have (Lin 2004), F1 in percent."""
     import jieba
     from rouge_chinese import Rouge
 

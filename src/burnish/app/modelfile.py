@@ -1,16 +1,16 @@
 """A ``Modelfile`` for Ollama: the template, the system message and the stop words of an exported model.
 
 Ollama's templates are Go's, not Jinja's (https://docs.ollama.com/modelfile, "TEMPLATE"): named templates are written
-out slot by slot; where a model brings its own chat template, Ollama is left to know it by itself. Tools are left out.
+slot by slot. For a model with its own chat template none is written, and Ollama must know it. Tools are left out.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from burnish.data.rows import Template
-from burnish.data.template_jinja import slot_text
-from burnish.data.template_table import CONTENT, Slots, TemplateSpec
+from burnish.data.templates.jinja import slot_text
+from burnish.data.templates.rows import Template
+from burnish.data.templates.table import CONTENT, Slots, TemplateSpec
 
 DEFAULT_CONTEXT = 4096
 
@@ -19,8 +19,8 @@ def modelfile(template: Template, tokenizer: Any, context: int | None = None) ->
     """The text of the file.
 
     Args:
-        context: the longest conversation that Ollama keeps, in tokens; 4096 where not given, and never more, since
-            memory is set aside for all of it.
+        context: the longest conversation that Ollama keeps, in tokens; 4096 if not given, and never more, since Ollama
+            allocates memory for all of it.
     """
     lines = ["FROM .", ""]
     if template.spec is not None:
@@ -34,9 +34,9 @@ def modelfile(template: Template, tokenizer: Any, context: int | None = None) ->
 
 
 def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
-    """The conversation as Ollama's template language writes it.
+    """The conversation in Ollama's template language.
 
-    The text is LLaMA-Factory's, but that a system message which belongs into the first user message stands there.
+    The text is LLaMA-Factory's, except that a system message which belongs into the first user message is put there.
     """
 
     def written(slots: Slots, content: str) -> str:

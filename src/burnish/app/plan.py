@@ -1,11 +1,11 @@
 """Options -> Plan: everything that can be decided, and refused, before data or weights are read.
 
 In: values with their places (``config.py``). Out: a ``Plan``: the flat options object that every component receives,
-who set each value, and what a person should be told. Nothing writes to the options afterwards.
+the place where each value was set, and notes for the user. Nothing writes to the options afterwards.
 
 Refuses, all at once: unknown names, wrong types and ranges, options that burnish does not have, and whatever the
 components' own checks find. A component's check is a function ``check_<topic>(options) -> list[Problem]`` in the module
-that declares its options, its remarks are ``<topic>_notes(options) -> list[str]``; both are found here by their names.
+that declares its options, its notes are ``<topic>_notes(options) -> list[str]``; both are found here by their names.
 """
 
 from __future__ import annotations
@@ -22,109 +22,37 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from burnish.adapters.base import ADAPTERS, FinetuningOptions
 from burnish.app import checks
 from burnish.app.absent import take_absent
-from burnish.app.metrics import MetricOptions
-from burnish.core.checkpoint import CheckpointOptions
-from burnish.core.early_stopping import EarlyStoppingOptions
+from burnish.app.options import RunOptions
 from burnish.core.errors import Problem, UserError
-from burnish.core.events import FlowOptions
-from burnish.core.loop import LoopOptions
-from burnish.core.options import Given, Spec, build, changed, convert, option, specs, union
-from burnish.core.schedule import CurveOptions, StepOptions
-from burnish.data.batching import BatchingOptions
-from burnish.data.options import DataOptions
-from burnish.data.stream import StreamOptions
-from burnish.data.templates import TemplateOptions
-from burnish.data.truncate import EncodingOptions
-from burnish.engine.options import EngineOptions
-from burnish.models.export import ExportOptions
-from burnish.models.generate import GenerationOptions
-from burnish.models.liger import LigerOptions
-from burnish.models.options import ModelOptions
-from burnish.models.quantize import QuantizationOptions
-from burnish.objectives.base import OBJECTIVES
-from burnish.optim.builtin import OPTIMIZERS, OptimOptions
-from burnish.report.options import ReportOptions
-from burnish.report.profile import ProfileOptions
-from burnish.report.trackers import TRACKERS
+from burnish.core.options import Given, Spec, build, changed, convert, specs
 
 Check = Callable[[Any], list[Problem]]
 
 
-@dataclass
-class TaskOptions:
-    """What the run does."""
-
-    stage: str = option(
-        "sft", "What is learned: answers to instructions (sft), or plain text (pt).", choices=OBJECTIVES.names
-    )
-    do_train: bool | None = option(
-        None, "Train; where it is left out, a run trains unless it only evaluates (do_eval) or predicts (do_predict)."
-    )
-    do_eval: bool = option(False, "Evaluate, after training where the run trains.")
-    do_predict: bool = option(False, "Predict on the evaluation set, after training where the run trains.")
-
-
-GROUPS: tuple[type, ...] = (
-    TaskOptions,
-    ModelOptions,
-    LigerOptions,
-    QuantizationOptions,
-    FinetuningOptions,
-    DataOptions,
-    TemplateOptions,
-    EncodingOptions,
-    BatchingOptions,
-    StreamOptions,
-    StepOptions,
-    CurveOptions,
-    OptimOptions,
-    LoopOptions,
-    FlowOptions,
-    EarlyStoppingOptions,
-    CheckpointOptions,
-    GenerationOptions,
-    MetricOptions,
-    ExportOptions,
-    ReportOptions,
-    ProfileOptions,
-    EngineOptions,
-)
-"""What every run reads, in the order in which ``burnish train --help`` lists it."""
-MEMBER_GROUPS: tuple[type, ...] = (
-    *ADAPTERS.option_groups(),
-    *OBJECTIVES.option_groups(),
-    *OPTIMIZERS.option_groups(),
-    *TRACKERS.option_groups(),
-)
-"""What single members of a family read, plugins included."""
-RunOptions: type = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="Every option of a run, flat.")
-
-
 @dataclass(frozen=True)
 class Plan:
-    """One run, decided.
+    """The decided options of one run.
 
     Args:
         options: an instance of ``RunOptions``; read only.
-        provenance: option -> who set it; only those that were given.
-        notes: what has no effect, and what was chosen where nothing was given.
+        provenance: option -> the place where it was set; only those that were given.
+        notes: sentences on options without effect, and on choices that were made.
         world_size: processes that share the run, as the launcher says.
     """
 
-    options: Any
+    options: RunOptions
     provenance: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     world_size: int = 1
 
     def where(self, name: str) -> str:
-        """Who set an option; "" where it is at its default."""
+        """The place where an option was set; "" where it is at its default."""
         return self.provenance.get(name, "")
 
     def changed(self) -> Iterator[tuple[Spec, Any, str]]:
-        """The options that are not at their default: declaration, value, who set it."""
+        """Yield the options that are not at their default: declaration, value, place."""
         declared = specs(RunOptions)
         return ((declared[name], value, self.provenance.get(name, "")) for name, value in changed(self.options).items())
 
@@ -133,8 +61,8 @@ def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
     """Decide a run.
 
     Args:
-        also: further checks, such as those that look into files, for a list of problems that is whole: they are made
-            where the options have a problem, since ``prepare`` makes them where they have none.
+        also: further checks, such as those of files, which complete the list of problems. They run only where the
+            options have a problem; otherwise ``prepare`` does these checks.
     Raises:
         UserError: with every problem that the options alone can show.
     """
@@ -165,13 +93,13 @@ def aliases() -> dict[str, str]:
 
 
 def provenance_of(given: Mapping[str, Given]) -> dict[str, str]:
-    """Option -> who set it."""
+    """Option -> the place where it was set."""
     return {aliases().get(key, key): item.where for key, item in given.items()}
 
 
 @contextmanager
 def placing(provenance: Mapping[str, str]) -> Iterator[None]:
-    """What is refused meanwhile names file and line of the option that it speaks of, where it says no place."""
+    """Add file and line of the option to problems without a place that are raised in the ``with`` block."""
     try:
         yield
     except UserError as error:
@@ -180,18 +108,18 @@ def placing(provenance: Mapping[str, str]) -> Iterator[None]:
 
 @cache
 def component_checks() -> tuple[Check, ...]:
-    """Every ``check_<topic>(options)`` of ``checks.py`` and of the modules that declare options."""
+    """Find every ``check_<topic>(options)`` of ``checks.py`` and of the modules that declare options."""
     return tuple(_functions_of_options(lambda name: name.startswith("check_")))
 
 
 @cache
 def component_notes() -> tuple[Callable[[Any], list[str]], ...]:
-    """Every ``<topic>_notes(options)`` of those modules: what has no effect, and what was chosen."""
-    return tuple(_functions_of_options(lambda name: name.endswith("_notes")))
+    """Find every ``<topic>_notes(options)`` of those modules: notes on options without effect, and on choices."""
+    return tuple(_functions_of_options(lambda name: name.endswith("_notes") and name[0] != "_"))
 
 
 def _functions_of_options(is_wanted: Callable[[str], bool]) -> Iterator[Callable[[Any], Any]]:
-    """The functions of one argument, ``options``, whose name is wanted, in the order of the groups."""
+    """Find the functions of one argument, ``options``, whose name is wanted, in the order of the groups."""
     declaring = (spec.group.__module__ for spec in specs(RunOptions).values())
     modules = dict.fromkeys([checks.__name__, *declaring])
     for module in modules:
@@ -202,9 +130,9 @@ def _functions_of_options(is_wanted: Callable[[str], bool]) -> Iterator[Callable
 
 
 def _doubtful(present: Mapping[str, Given]) -> set[str]:
-    """Options that stand at their default only because what was given could not be read, or was misspelled.
+    """Options that are at their default only because the given value could not be read, or was misspelled.
 
-    A check that speaks of one of them would report a consequence beside its cause.
+    A check that names one of them would report a consequence beside its cause.
     """
     known = specs(RunOptions)
     names: set[str] = set()
@@ -221,21 +149,20 @@ def _doubtful(present: Mapping[str, Given]) -> set[str]:
 
 
 def _options_named(problem: Problem) -> list[str]:
-    """The options that a problem speaks of, in the order in which it does. A name that is an English word too counts
-    only where it is quoted."""
+    """The options that a problem names, in their order. A name that is also an English word counts only in quotes."""
     words = re.findall(r'"(\w+)"|(\w+_\w+)', problem.what)
     return [quoted or plain for quoted, plain in words if (quoted or plain) in specs(RunOptions)]
 
 
 def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
-    """``problem`` with the place of the first option it speaks of, where it has no place of its own."""
+    """Return ``problem`` with the place of the first option that it names, unless it has a place of its own."""
     if problem.where:
         return problem
     places = [provenance[name] for name in _options_named(problem) if name in provenance]
     return replace(problem, where=places[0]) if places else problem
 
 
-def _notes(present: Mapping[str, Given], options: Any) -> Iterator[str]:
+def _notes(present: Mapping[str, Given], options: RunOptions) -> Iterator[str]:
     known = specs(RunOptions)
     for key, item in present.items():
         spec = known[aliases().get(key, key)]

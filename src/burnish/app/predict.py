@@ -1,17 +1,20 @@
-"""``do_predict``: the evaluation sets, answered by the trained model, or measured by its loss.
+"""``do_predict``: generated answers to the evaluation sets, or their loss.
 
-In:  a run whose model is trained, what was prepared for it. Out: ``generated_predictions.jsonl`` (prompt, answer, given
+In:  a run whose model is trained, and ``Prepared``. Out: ``generated_predictions.jsonl`` (prompt, answer, given
      answer) and ``predict_results.json``, LLaMA-Factory's names; with several evaluation sets one file of answers each.
 
-Prompts of like length share a batch, so that little is padded; the file is in the order of the data. Every rank answers
-its share. Examples that are no conversation and have no prompt are left out and counted.
+Answers are made over seats, which are refilled as soon as they are free; a run that was cut short goes on from those it
+has. The file is in the order of the data. Every rank answers its share. Examples that are no conversation and have no
+prompt are left out and counted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,19 @@ import torch
 from burnish.adapters.base import ModelState
 from burnish.app.checks import may_run_ahead
 from burnish.app.metrics import scores
-from burnish.core.loop import switch
+from burnish.app.options import RunOptions
+from burnish.app.scores import write_scores
+from burnish.core.loop import set_training_mode
 from burnish.core.meter import Clock
-from burnish.core.types import IGNORE_INDEX, Example, Run
-from burnish.data.rows import Template
-from burnish.data.sources import load_datasets
+from burnish.core.run import Run
+from burnish.core.types import IGNORE_INDEX, Example
+from burnish.core.work import work
+from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
+from burnish.data.templates.rows import Template
+from burnish.infer.batch import Finished, answer_many
+from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.types import Ask, Sampling
 from burnish.models.generate import generate, generation_config, until_stop
 from burnish.models.load import context_length
 from burnish.report.console import note
@@ -37,20 +47,20 @@ ANSWERS_NAME = "generated_predictions"
 
 @dataclass(frozen=True)
 class Question:
-    """What the model is asked, and what was given as the answer."""
+    """A prompt for the model, and the given answer."""
 
     prompt: list[int]
     label: list[int]
 
 
 def predict_all(run: Run, prepared: Any, plan: Any) -> dict[str, float]:
-    """Every evaluation set. Returns the metrics, which rank 0 has written too.
+    """Predict every evaluation set. Returns the metrics, which rank 0 also writes.
 
     Args:
         prepared: read for ``template`` and ``tokenizer``.
     """
     options, folder = plan.options, Path(plan.options.output_dir)
-    switch(run, is_training=False)
+    set_training_mode(run, is_training=False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
         sets: Mapping[str, Sequence[Example]] = load_datasets(
@@ -61,6 +71,9 @@ def predict_all(run: Run, prepared: Any, plan: Any) -> dict[str, float]:
     else:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate(run, batches, f"predict_{name}" if name else "predict")
+        if options.stage == "rm":
+            set_training_mode(run, is_training=False)
+            write_scores(run, folder)
         if run.engine.rank == 0:
             note("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.endswith("_loss")))
     run.callbacks.fire("on_predict", metrics=metrics)
@@ -70,9 +83,9 @@ def predict_all(run: Run, prepared: Any, plan: Any) -> dict[str, float]:
 
 
 def predict(
-    run: Run, prepared: Any, options: Any, examples: Sequence[Example], name: str, folder: Path
+    run: Run, prepared: Any, options: RunOptions, examples: Sequence[Example], name: str, folder: Path
 ) -> dict[str, float]:
-    """One set: questions, answers, scores."""
+    """Predict one set: questions, answers, scores."""
     clock = Clock()
     tokenizer, stops = prepared.tokenizer, prepared.template.stop_token_ids()
     questions = questions_of(examples, prepared.template, stops)
@@ -80,14 +93,17 @@ def predict(
         note(
             f"{len(examples) - len(questions)} of {len(examples)} records have no prompt to answer; they are left out."
         )
-    answers = answer_all(run, questions, generation_config(bare_model(run), tokenizer, stops, options), options)
+    config = generation_config(bare_model(run), tokenizer, stops, options)
+    stem = f"{ANSWERS_NAME}{f'_{name}' if name else ''}"
+    partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
+    answers = answer_all(run, questions, config, options, partial)
     given = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **given) for ids in answers]
     labels = [tokenizer.decode(question.label, **given) for question in questions]
     prefix = f"predict_{name}" if name else "predict"
     found = {f"{prefix}_{metric}": round(value, 4) for metric, value in scores(texts, labels, options).items()}
     if run.engine.rank == 0:
-        path = folder / f"{ANSWERS_NAME}{f'_{name}' if name else ''}.jsonl"
+        path = folder / f"{stem}.jsonl"
         prompts = [tokenizer.decode(question.prompt, skip_special_tokens=False) for question in questions]
         write_answers(path, prompts, texts, labels)
         note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
@@ -96,7 +112,7 @@ def predict(
 
 
 def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
-    """The last answer of each conversation is asked for; of a prompt with a completion, the completion."""
+    """Make questions: for the last answer of each conversation, or for the completion of a prompt."""
     rows = template.encode(examples, Tally())
     found = []
     for example, row in zip(examples, rows, strict=True):
@@ -114,15 +130,141 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
     return found
 
 
-def answer_all(run: Run, questions: Sequence[Question], config: Any, options: Any) -> list[list[int]]:
-    """The answers, in the order of the questions, on every rank."""
+def answer_all(
+    run: Run, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None
+) -> list[list[int]]:  # fmt: skip
+    """The answers, in the order of the questions, on every rank.
+
+    They are made over seats (``infer/``); a beam search, a static cache and what else a model's ``generation_config``
+    may ask for are ``generate``'s.
+
+    Args:
+        partial: a file for answers as they come, from which the same command goes on.
+    """
+    if not is_plain(config):
+        return _through_generate(run, questions, config, options)
+    model, engine = bare_model(run), run.engine
+    context = context_length(model.config) or LONGEST
+    asks = {at: _ask(at, question, config, options.seed) for at, question in enumerate(questions)}
+    mine = [at for at in asks if at % engine.world_size == engine.rank]
+    open_ = [at for at in mine if asks[at].max_new_tokens > 0 and len(asks[at].ids) < context]
+    answers: dict[int, list[int]] = {at: [] for at in mine}
+    with ExitStack() as stack:
+        kept = stack.enter_context(Partial(partial, _key_of(run, asks.values()))) if partial else None
+        answers |= {at: ids for at, ids in (kept.answers if kept else {}).items() if at in answers}
+        open_ = [at for at in open_ if not (kept and at in kept.answers)]
+        seats = options.infer_seats or options.per_device_eval_batch_size
+        loop = SeatLoop(model, SeatLimits(seats, context, exact=options.infer_exact), precision=engine.precision)
+
+        advance = stack.enter_context(work("Answering", len(open_), "prompts"))
+
+        def done(number: int, finished: Finished) -> None:
+            advance(1)
+            answers[open_[number]] = finished.ids
+            if kept:
+                kept.add(open_[number], finished.ids)
+            if (number + 1) % seats == 0:
+                run.callbacks.fire("on_prediction_step")
+
+        answer_many(loop, [asks[at] for at in open_], done)
+    return _of_all_ranks(run, answers, len(questions))
+
+
+LONGEST = 1 << 20
+_PLAIN = {
+    "eos_token_id", "pad_token_id", "bos_token_id", "do_sample", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "max_new_tokens", "max_length", "use_cache", "transformers_version", "_from_model_config",
+    "num_beams", "min_new_tokens",
+}  # fmt: skip
+_NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty": 1.0}
+
+
+def is_plain(config: Any) -> bool:
+    """Return whether a ``GenerationConfig`` asks only for what seats support."""
+    asked = {name for name, value in config.to_diff_dict().items() if value and value != _NEUTRAL.get(name)}
+    return (config.num_beams or 1) == 1 and asked <= _PLAIN
+
+
+def _ask(number: int, question: Question, config: Any, seed: int) -> Ask:
+    sampling = Sampling(
+        temperature=(config.temperature or 1.0) if config.do_sample else 0.0,
+        top_k=config.top_k or 0, top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0, repetition_penalty=config.repetition_penalty or 1.0, seed=seed,
+    )  # fmt: skip
+    room = config.max_new_tokens or config.max_length - len(question.prompt)
+    return Ask(
+        question.prompt, room, sampling=sampling, stop_ids=frozenset(config.eos_token_id), request=number,
+        min_new_tokens=config.min_new_tokens or 0,
+    )  # fmt: skip
+
+
+def _key_of(run: Run, asks: Iterable[Ask]) -> str:
+    """A hash of everything that answers depend on: the prompts, the sampling, and the step of the model."""
+    hashed = sha256(str(run.state.global_step).encode())
+    for ask in asks:
+        hashed.update(repr((ask.ids, ask.max_new_tokens, ask.sampling, sorted(ask.stop_ids))).encode())
+    return hashed.hexdigest()
+
+
+class Partial:
+    """Answers in the order in which they were whole, a line of JSON each; the first line says of what.
+
+    Args:
+        key: a file of another key is begun anew.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+        self.answers: dict[int, list[int]] = {}
+
+    def __enter__(self) -> Partial:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        if lines and lines[0] == json.dumps({"of": self.key}):
+            with suppress(ValueError):  # the last line may have been cut
+                for line in lines[1:]:
+                    record = json.loads(line)
+                    self.answers[record["index"]] = record["ids"]
+        self._file = self.path.open("w", encoding="utf-8")
+        self._write({"of": self.key})
+        for index, ids in self.answers.items():
+            self._write({"index": index, "ids": ids})
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        if error[0] is None:
+            self.path.unlink()
+
+    def add(self, index: int, ids: Sequence[int]) -> None:
+        self._write({"index": index, "ids": list(ids)})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def _of_all_ranks(run: Run, answers: Mapping[int, list[int]], number: int) -> list[list[int]]:
+    """Every rank's answers, in the order of the questions: rank r has those whose number leaves r when divided."""
+    engine = run.engine
+    if engine.world_size == 1:
+        return [answers[at] for at in range(number)]
+    rows = [answers.get(at, []) for at in range(engine.rank, engine.rank + number, engine.world_size)]
+    rows = rows[: -(-number // engine.world_size)]
+    longest = max(1, *map(len, rows))
+    padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in rows], device=engine.device)
+    gathered = [[token for token in ids if token != IGNORE_INDEX] for ids in engine.gather(padded).tolist()]
+    return [gathered[at % engine.world_size * len(rows) + at // engine.world_size] for at in range(number)]
+
+
+def _through_generate(run: Run, questions: Sequence[Question], config: Any, options: RunOptions) -> list[list[int]]:
+    """Batches of prompts of like length, each as long as its longest answer."""
     engine, size = run.engine, options.per_device_eval_batch_size
     by_length = sorted(range(len(questions)), key=lambda index: -len(questions[index].prompt))
     answers: list[list[int]] = [[] for _ in questions]
     across = size * engine.world_size
     for start in range(0, len(by_length), across):
         together = by_length[start : start + across]
-        # Every rank answers, the last ones perhaps the last question once more: gathering wants all of them.
+        # All ranks must take part in gathering, so those without a question answer the last one again.
         filled = together + together[-1:] * (across - len(together)) if engine.world_size > 1 else together
         mine = filled[engine.rank * size : (engine.rank + 1) * size]
         for index, ids in zip(together, _answers(run, questions, mine, config), strict=False):
@@ -132,10 +274,10 @@ def answer_all(run: Run, questions: Sequence[Question], config: Any, options: An
 
 
 def _answers(run: Run, questions: Sequence[Question], mine: Sequence[int], config: Any) -> list[list[int]]:
-    """Of all ranks, rank after rank."""
+    """The answers of all ranks, rank after rank."""
     model, engine = bare_model(run), run.engine
     prompts = [questions[index].prompt for index in mine]
-    with engine.precision():
+    with engine.precision(), engine.generating(run.model):
         made = generate(model, prompts, config, context_length(model.config))
     if engine.world_size == 1:
         return made
@@ -145,13 +287,13 @@ def _answers(run: Run, questions: Sequence[Question], mine: Sequence[int], confi
 
 
 def bare_model(run: Run) -> Any:
-    """The model as transformers or peft made it, without loss and engine around it."""
-    state = run.parts["model"]
+    """The model of transformers or peft, without the loss and the engine around it."""
+    state = run.parts["model"].held
     return state.model if isinstance(state, ModelState) else run.engine.unwrap(run.model)
 
 
 def write_answers(path: Path, prompts: Sequence[str], answers: Sequence[str], labels: Sequence[str]) -> None:
-    """A line of JSON per question: ``prompt``, ``predict``, ``label``."""
+    """Write a line of JSON per question: ``prompt``, ``predict``, ``label``."""
     with path.open("w", encoding="utf-8") as file:
         for prompt, predicted, label in zip(prompts, answers, labels, strict=True):
             line = {"prompt": prompt, "predict": predicted, "label": label}

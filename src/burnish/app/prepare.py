@@ -1,7 +1,7 @@
-"""Plan -> Prepared: tokenizer, template, and records that have become rows. No weight is read, and no file is written
-but the cache of encoded rows.
+"""Plan -> Prepared: tokenizer, template, and rows made of records. No weight is read, and no file is written but the
+cache of encoded rows.
 
-Everything a user can have done wrong is refused here or before; ``explain`` goes no further than this.
+Every mistake of a user is refused here or before; ``explain`` ends after this.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from burnish.adapters.base import ADAPTERS
 from burnish.app.checks import check_deciding_metric, may_run_ahead, step_notes, trains
 from burnish.app.estimate import Formats
 from burnish.app.fingerprints import fingerprints_of
+from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.core.collection import without_collection
@@ -22,15 +23,16 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.core.types import Example, FlatRow, Row
-from burnish.data.ahead import AheadRows, ahead_notes, encode_ahead
-from burnish.data.batching import lengths_of, packed, splits_rows
-from burnish.data.budget import check_budget
-from burnish.data.examples import LazyExamples
-from burnish.data.prepare import prepare as prepare_rows
-from burnish.data.rows import Template
-from burnish.data.sources import DataSets, load_datasets
+from burnish.data.batches.batching import lengths_of, packed, splits_rows
+from burnish.data.batches.budget import check_budget
+from burnish.data.rows.ahead import AheadRows, ahead_notes, encode_ahead
+from burnish.data.rows.encode import prepare as prepare_rows
+from burnish.data.rows.store import Rows
+from burnish.data.sets.examples import LazyExamples
+from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
-from burnish.data.templates import fit_tokenizer, load_template
+from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.data.templates.rows import Template
 from burnish.engine.base import set_seed
 from burnish.models.check import check_model
 from burnish.models.load import check_context, load_config
@@ -39,32 +41,32 @@ from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenize
 from burnish.objectives.base import OBJECTIVES
 
 LOOKED_AT = 256
-"""Rows that are encoded before the first step of a set that is encoded while the loop runs."""
+"""Number of rows encoded before the first step, for a set that is encoded while the loop runs."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before a weight is read: the rows, and what happened on the way to them."""
+    """Everything that is known before a weight is read: tokenizer, template, rows, steps, sizes, notes."""
 
     tokenizer: Any
     template: Template
     config: Any
     objective: Any
-    rows: Sequence[Row | None]  # None where an example gives no row, which is met while the loop runs
-    sample: Sequence[Row]  # what is known of them before: all, or some where they are encoded while the loop runs
+    rows: Sequence[Row | None]  # None where an example gives no row, which is found while the loop runs
+    sample: Sequence[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
     eval_rows: Mapping[str, Sequence[Row]]
     steps: StepPlan
     sizes: Sizes
     formats: Formats
     tally: Tally
-    fingerprints: Callable[[], Mapping[str, Any]]  # where they are needed: weights on a hub are fetched for them
+    fingerprints: Callable[[], Mapping[str, Any]]  # called only if needed, because it fetches weights from a hub
     notes: list[str] = field(default_factory=list)
 
 
 @without_collection()
 def prepare(plan: Plan) -> Prepared:
-    """Records become rows, and everything that can be refused is refused. Reads no weight and writes no file but the
-    cache of encoded rows."""
+    """Make rows of records, and refuse everything that can be refused. Reads no weight and writes no file but the cache
+    of encoded rows."""
     options, tally = plan.options, Tally()
     notes: list[str] = []
     set_seed(options.seed, options.full_determinism)
@@ -73,7 +75,7 @@ def prepare(plan: Plan) -> Prepared:
     tokenizer = load_tokenizer(options, notes)
     template = load_template(options, tokenizer)
     notes += fit_tokenizer(template, tokenizer)
-    tokenizer.chat_template = template.jinja()  # what is saved renders what was trained
+    tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     shapes = fitted_shapes(config, tokenizer, options)
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
@@ -92,6 +94,8 @@ def prepare(plan: Plan) -> Prepared:
         raise UserError(nothing_to_learn(tally, options))
     longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
+    look_at = getattr(objective, "look_at", None)  # an objective of a plugin need not know of it
+    notes += look_at(sample, steps.rows_per_step) if look_at is not None and trains(options) else []
     sizes, formats = sizes_of(adapter, shapes), formats_of(options, config)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     problems += check_deciding_metric(options, getattr(objective, "metrics", None), eval_rows)
@@ -100,7 +104,8 @@ def prepare(plan: Plan) -> Prepared:
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
-    fingerprints = cache(partial(fingerprints_of, plan, data, template.form_fingerprint, steps))
+    contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
+    fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
     return Prepared(
         tokenizer, template, config, objective, rows, sample, eval_rows, steps, sizes, formats, tally, fingerprints,
         notes,
@@ -108,11 +113,13 @@ def prepare(plan: Plan) -> Prepared:
 
 
 def load_data(plan: Plan, tally: Tally) -> DataSets:
-    """The data sets; what is wrong with them is said together with what is wrong with the model's files."""
+    """Load the data sets. Their problems are reported together with those of the model's files."""
     options = plan.options
-    problems = check_model(options)
+    problems = check_model(options, needs_head=options.stage != "rm")
     try:
-        sets = load_datasets(options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems)
+        sets = load_datasets(
+            options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems, stage=options.stage
+        )
     except UserError as error:
         raise UserError([*problems, *error.problems]) from error
     raise_if(problems)
@@ -120,22 +127,22 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
 
 
 def encode(
-    examples: Sequence[Example], objective: Any, tally: Tally, options: Any, eval_name: str | None = None,
+    examples: Sequence[Example], objective: Any, tally: Tally, options: RunOptions, eval_name: str | None = None,
     data: str | None = None,
 ) -> Sequence[Row]:  # fmt: skip
-    """Rows of a set, packed where the options ask for it.
+    """Encode a set, and pack the rows where the options ask for it.
 
     Args:
         eval_name: of an evaluation set; None for the training set.
         data: the ``content_hash`` of the examples, where it is known.
     """
     is_eval = eval_name is not None
-    cut = not splits_rows(options, options.stage, is_eval)
+    truncate = not splits_rows(options, options.stage, is_eval)
     rows = prepare_rows(
         examples,
-        lambda batch, counted: objective.encode(batch, counted, cut=cut),
+        lambda batch, counted: objective.encode(batch, counted, truncate=truncate),
         tally,
-        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": cut},
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
         options=options,
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
         data=data,
@@ -146,15 +153,15 @@ def encode(
 def item_lengths(rows: Sequence[Row]) -> Sequence[int]:
     """Tokens of each row, or of each pack."""
     lengths = getattr(rows, "lengths", None)
-    return lengths if lengths is not None else [len(row["input_ids"]) for row in rows]
+    return lengths if lengths is not None else [sum(lengths_of(row)) for row in rows]
 
 
-def encode_while_training(examples: LazyExamples, objective: Any, config: Any, options: Any) -> AheadRows:
-    """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when it
-    is met."""
+def encode_while_training(examples: LazyExamples, objective: Any, config: Any, options: RunOptions) -> AheadRows:
+    """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when the
+    loop uses it."""
 
     def check(row: Row | FlatRow) -> None:
-        raise_if(check_context(config, len(row["input_ids"])))
+        raise_if(check_context(config, max(lengths_of(row))))
 
     return encode_ahead(
         examples, objective.encode, options=options, check=check,
@@ -163,21 +170,23 @@ def encode_while_training(examples: LazyExamples, objective: Any, config: Any, o
 
 
 def sample_of(rows: Sequence[Row | None]) -> list[Row]:
-    """Some rows from all over a set, for what has to be known or said before the first step."""
+    """Some rows, spread over a set, for everything that must be known before the first step."""
     some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // LOOKED_AT)))
     return [row for row in some if row is not None]
 
 
 def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
-    """Tokens of each sequence; of a pack, of each row in it."""
-    lengths = getattr(rows, "lengths", None)
-    return lengths if lengths is not None else [length for row in rows for length in lengths_of(row)]
+    """Tokens of each sequence; for a pack, of each row in it."""
+    if isinstance(rows, Rows):
+        return [length for of_column in rows.sequence_lengths.values() for length in of_column]
+    return [length for row in rows for length in lengths_of(row)]
 
 
-def nothing_to_learn(tally: Tally, options: Any) -> Problem:
+def nothing_to_learn(tally: Tally, options: RunOptions) -> Problem:
     reasons = "; ".join(tally.sentences()) or "the training set is empty"
+    is_cut = any("cutoff_len" in reason or "cut" in reason.split() for reason, _ in tally)
     return Problem(
         f"No row is left to learn from: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),
-        remedy="Raise cutoff_len, or correct the data.",
+        remedy="Raise cutoff_len, or correct the data." if is_cut else "Correct the data.",
     )

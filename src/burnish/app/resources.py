@@ -1,7 +1,7 @@
-"""What a run needs of the machine: memory and disk, held against what there is.
+"""Requirements of a run: memory and disk, held against what the machine has.
 
-In: the plan, and what ``prepare`` knows. Out: sizes with their reasons; a problem where the disk is too small. The
-model is looked at without weights, with the adapter attached, so the counts are those of the run.
+In: the plan, and facts from ``prepare``. Out: sizes with their reasons; a problem where the disk is too small. The
+model is counted without weights, with the adapter attached, so the counts are those of the run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import nn
 from burnish.adapters.base import ModelAdapter, trainable_summary
 from burnish.app.checks import trains
 from burnish.app.estimate import Formats, Shape, Term, disk_bytes, memory_terms, shown_bytes
+from burnish.app.options import RunOptions
+from burnish.core.checkpoint import output_folder
 from burnish.core.errors import Problem
 from burnish.core.schedule import StepPlan, steps_of
 from burnish.core.snapshot import split
@@ -30,11 +32,11 @@ from burnish.report.pace import counted
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model of a run, counted without its weights.
+    """Numbers of parameters of a run's model, counted without its weights.
 
     Args:
-        base: parameters of the model as it is loaded.
-        total, trained: of the model as it is trained, an adapter included.
+        base: parameters of the model as loaded.
+        total, trained: parameters with the adapter, and those that train.
     """
 
     class_name: str
@@ -45,46 +47,45 @@ class Sizes:
 
 
 def sizes_of(adapter: ModelAdapter, shapes: nn.Module) -> Sizes:
-    """Counts, once ``adapter`` is attached to ``shapes``, the model on the meta device
-    (``models.tokens.fitted_shapes``)."""
+    """Attach ``adapter`` to ``shapes``, the model on the meta device (``models.tokens.fitted_shapes``), and count."""
     name, base = type(shapes).__name__, trainable_summary(shapes)[1]
     with torch.device("meta"):
         trained, total = trainable_summary(adapter.attach(shapes))
     return Sizes(name, base, total, trained, adapter.saves_whole_model)
 
 
-def trained_dtype(options: Any) -> torch.dtype:
-    """The format of the weights that move."""
+def trained_dtype(options: RunOptions) -> torch.dtype:
+    """The dtype of the weights that train."""
     return torch.bfloat16 if options.pure_bf16 else torch.float32
 
 
 def loaded_dtype(config: Any) -> torch.dtype:
-    """The format in which the model lies in its files, and in which it is saved again."""
+    """The dtype of the model's files, in which it is saved again."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def compute_dtype(options: Any, config: Any) -> torch.dtype:
-    """The format of the forward pass: autocast's, else that of most weights."""
+def compute_dtype(options: RunOptions, config: Any) -> torch.dtype:
+    """The dtype of the forward pass: autocast's, else that of most weights."""
     is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
     usual = trained_dtype(options) if is_mostly_trained else loaded_dtype(config)
     return autocast_dtype(options, device_of(options)) or usual
 
 
-def formats_of(options: Any, config: Any) -> Formats:
-    """Bytes of the numbers of a run; an optimizer takes a step for it, so it is asked once."""
+def formats_of(options: RunOptions, config: Any) -> Formats:
+    """Bytes of the numbers of a run. It runs a step of the optimizer, so it is called once."""
     compute, trained = compute_dtype(options, config), trained_dtype(options)
     frozen = options.quantization_bit / 8 if options.quantization_bit else compute.itemsize
     return Formats(frozen, trained.itemsize, compute.itemsize, _moment_bytes(options, config, trained))
 
 
-def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
-    """What the optimizer keeps per trained parameter, learned by letting it take a step on a small matrix."""
+def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float:
+    """Bytes of the optimizer's state per trained parameter, measured after a step on a small matrix."""
     if options.use_badam:
         share = 1 / Shape.of(config).layers if options.badam_mode == "layer" else options.badam_update_ratio
         return 2 * 4 * share
     width = min(Shape.of(config.get_text_config()).hidden, 512)
     weight = nn.Linear(width, width, bias=False, dtype=dtype)
-    model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer: some look at the name
+    model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer, for optimizers that check names
     of_any_name = replace(options, galore_target=["all"], apollo_target=["all"], optim_target_modules=None)
     optimizer = create_optimizer(model.named_parameters(), model, of_any_name)
     if callable(switch := getattr(optimizer, "train", None)):
@@ -92,11 +93,12 @@ def _moment_bytes(options: Any, config: Any, dtype: torch.dtype) -> float:
     weight.weight.grad = torch.zeros_like(weight.weight)
     optimizer.step()
     kept, _ = split(optimizer.state_dict(), copy=False)
-    return round(sum(value.nbytes for value in kept.values() if value.numel() > 1) / weight.weight.numel(), 2)
+    kept_bytes: int = sum(value.nbytes for value in kept.values() if value.numel() > 1)
+    return round(kept_bytes / weight.weight.numel(), 2)
 
 
-def memory_of(options: Any, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
-    """Args: tokens: of the largest micro-batch."""
+def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
+    """Memory of the run, term by term. Args: tokens: of the largest micro-batch."""
     shape = Shape.of(config.get_text_config())
     return memory_terms(
         sizes.total,
@@ -106,16 +108,16 @@ def memory_of(options: Any, config: Any, sizes: Sizes, formats: Formats, tokens:
         tokens,
         logits_of(options, shape, tokens, formats.compute),
         learns=trains(options),
-        copies=device_of(options).type != "cpu" or options.torch_compile,  # else ``ops.cast_linear`` makes them anew
+        copies=device_of(options).type != "cpu" or options.torch_compile,  # else ``ops.cpu.cast_linear`` keeps none
         recompute=options.gradient_checkpointing,
         selective=bool((options.gradient_checkpointing_kwargs or {}).get("selective")),
         offload=options.activation_offloading and device_of(options).type != "cpu",
     )
 
 
-def logits_of(options: Any, shape: Shape, tokens: int, compute_bytes: int) -> Term:
-    """The logits that exist at a time, if every token is learned."""
-    if options.fused_loss is False:  # whole, and their log-probabilities and the gradient of these in float32
+def logits_of(options: RunOptions, shape: Shape, tokens: int, compute_bytes: int) -> Term:
+    """The logits that are in memory at a time, if every token is learned."""
+    if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and the gradient of these
         num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
         return Term("logits", num_bytes, f"{tokens:,} tokens x {shape.vocabulary:,} words: fused_loss is false")
     way = way_of(options)
@@ -123,13 +125,13 @@ def logits_of(options: Any, shape: Shape, tokens: int, compute_bytes: int) -> Te
     return Term("logits", num_bytes, f"the loss goes through them in chunks{'' if way == 'chunked' else f' ({way})'}")
 
 
-def rows_of_batch(options: Any) -> int:
-    """Rows of a micro-batch of the run, in training where it trains."""
+def rows_of_batch(options: RunOptions) -> int:
+    """Rows of a micro-batch: of training, or in a run that does not train, of evaluation."""
     return int(options.per_device_train_batch_size if trains(options) else options.per_device_eval_batch_size)
 
 
-def tokens_of_largest_batch(rows: Sequence[Any], options: Any) -> int:
-    """The longest rows of the set side by side: an upper bound of a micro-batch."""
+def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
+    """Upper bound of the tokens of a micro-batch: the longest rows of the set together."""
     lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
     largest = sorted(lengths, reverse=True)[: rows_of_batch(options)]
     if options.max_tokens_per_batch is not None:
@@ -139,8 +141,8 @@ def tokens_of_largest_batch(rows: Sequence[Any], options: Any) -> int:
     return max(largest, default=0) * len(largest)
 
 
-def available_memory(options: Any) -> int:
-    """Bytes of the device that are free now."""
+def available_memory(options: RunOptions) -> int:
+    """Bytes of free memory on the device."""
     device = device_of(options)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -157,8 +159,8 @@ def _available_of_host() -> int:
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
-def disk_of(options: Any, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> int:
-    """Bytes that ``output_dir`` will hold at its fullest; figures and answers are not counted."""
+def disk_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> int:
+    """The most bytes that ``output_dir`` will hold at a time, without results and answers."""
     if not trains(options):
         return 0
     model = sizes.total * loaded_dtype(config).itemsize if sizes.saves_whole_model else sizes.trained * formats.trained
@@ -167,7 +169,7 @@ def disk_of(options: Any, config: Any, sizes: Sizes, formats: Formats, steps: St
     return disk_bytes(model, round(weights + moments), _checkpoints_kept(options, steps))
 
 
-def _checkpoints_kept(options: Any, steps: StepPlan) -> int:
+def _checkpoints_kept(options: RunOptions, steps: StepPlan) -> int:
     written = {
         "no": 0,
         "epoch": steps.num_train_epochs,
@@ -182,9 +184,9 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def check_disk(options: Any, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> list[Problem]:
-    """A run whose model could not be written at its end is refused at its beginning."""
-    needed, free = disk_of(options, config, sizes, formats, steps), free_disk(Path(options.output_dir))
+def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> list[Problem]:
+    """Refuse at the beginning a run whose model could not be written at its end."""
+    needed, free = disk_of(options, config, sizes, formats, steps), free_disk(output_folder(options))
     if needed <= free:
         return []
     kept = _checkpoints_kept(options, steps)

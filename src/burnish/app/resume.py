@@ -7,23 +7,23 @@ checkpoint. Whether what lies there is this run's at all is ``core.comparison``'
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.app.assemble import keeping_plan
 from burnish.app.checks import FINISHED_NAME, trains
+from burnish.app.finished import finished_sentence, finished_state, lost_files, read_finished
+from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
-from burnish.core.checkpoint import Checkpoints, load, load_state, others_beside
+from burnish.core.checkpoint import Checkpoints, load, load_state, others_beside, output_folder
 from burnish.core.comparison import compare, compare_fingerprints
 from burnish.core.errors import Problem, UserError
 from burnish.core.manifest import faults, read_manifest
 from burnish.core.options import raise_if
+from burnish.core.run import Run
 from burnish.core.schedule import StepPlan
-from burnish.core.state import STATE_NAME, TrainerState
-from burnish.core.types import Run
 from burnish.report.console import note
 from burnish.report.pace import counted
 
@@ -56,12 +56,12 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
     if found is None:
         return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
     notes += compare_fingerprints(found, fingerprints(), options.resume_despite_changes)
-    return Start(found, tuple(notes), nothing_left_to_do(Path(options.output_dir), found, steps))
+    return Start(found, tuple(notes), nothing_left_to_do(output_folder(options), found, steps))
 
 
-def checkpoint_to_resume(options: Any) -> tuple[Path | None, list[str]]:
+def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
     """The checkpoint that the options ask for, or the newest whole one; and those that were passed over."""
-    folder, asked = Path(options.output_dir), options.resume_from_checkpoint
+    folder, asked = output_folder(options), options.resume_from_checkpoint
     checkpoints = Checkpoints(folder)
     if isinstance(asked, str):
         raise_if(check_checkpoint(Path(asked), checkpoints))
@@ -74,7 +74,7 @@ def checkpoint_to_resume(options: Any) -> tuple[Path | None, list[str]]:
     return found, skipped
 
 
-def goes_on(options: Any) -> bool:
+def goes_on(options: RunOptions) -> bool:
     """Whether the run goes on with what it finds in ``output_dir``."""
     begins_anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
     return trains(options) and not begins_anew
@@ -97,31 +97,25 @@ def nothing_left_to_do(folder: Path, found: Path, steps: StepPlan) -> str:
     if last > steps.max_steps:
         done = f"{found} has done {counted(last, 'step')}, and this run is to have {steps.max_steps}"
         return f"{done}: there is nothing to do."
-    if not ((folder / "train_results.json").is_file() and (folder / STATE_NAME).is_file()):
+    state = finished_state(folder)
+    if state is None or state.max_steps < steps.max_steps:
         return ""
-    state = load_state(folder)  # by its last step, or early
-    if state.max_steps < steps.max_steps:
-        return ""
-    return f"{folder} holds this run, finished at step {state.global_step}: there is nothing to do."
+    return finished_sentence(folder, state.global_step)
 
 
-def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any]) -> None:
-    """That the run in ``folder`` is done, and what it depended on: all that is known where it kept no checkpoint."""
-    done = {"global_step": state.global_step, "max_steps": state.max_steps, "fingerprints": dict(fingerprints)}
-    (folder / FINISHED_NAME).write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
-
-
-def finished_before(options: Any, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
+def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
     """Why a run without checkpoints has nothing left to do, as a sentence; "" where it has not begun.
 
     Raises:
         UserError: where it is another run, or is to go on after its last step.
     """
-    folder = Path(options.output_dir)
+    folder = output_folder(options)
     if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
         return ""
-    done = json.loads((folder / FINISHED_NAME).read_text(encoding="utf-8"))
+    done = read_finished(folder)
     compare(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
+    if lost := lost_files(folder, done):
+        raise UserError(_lost(folder, lost))
     if done["max_steps"] < steps.max_steps:
         raise UserError(
             Problem(
@@ -131,20 +125,27 @@ def finished_before(options: Any, fingerprints: Callable[[], Mapping[str, Any]],
                 remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
             )
         )
-    return f"{folder} holds this run, finished at step {done['global_step']}: there is nothing to do."
+    return finished_sentence(folder, done["global_step"])
+
+
+def _lost(folder: Path, lost: Sequence[str]) -> Problem:
+    return Problem(
+        f"this run was finished, and {'; '.join(lost[:3])}.",
+        where=str(folder),
+        why="It kept no checkpoint, from which its model could be written again.",
+        remedy="Restore the file, or set overwrite_output_dir: true to train anew.",
+    )
 
 
 def resume(run: Run, found: Path) -> None:
     """Give every part its state back, then what the options say anew where it may change."""
-    planned = {name: getattr(run.state, name) for name in
-               ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
-                "is_local_process_zero", "is_world_process_zero")}  # fmt: skip
     rates = (
-        [group["initial_lr"] for group in run.optimizer.param_groups] if hasattr(run.scheduler, "lr_lambdas") else []
+        [group["initial_lr"] for group in run.optimizer.param_groups]
+        if hasattr(run.schedule.scheduler, "lr_lambdas")
+        else []
     )
-    load(found, run.parts, run.engine.rank)
-    for name, value in planned.items():
-        setattr(run.state, name, value)
+    with keeping_plan(run.state):
+        load(found, run.parts, run.engine.rank)
     if rates:
         apply_rates(run, rates)
     note(f"Continuing from {found}: step {run.state.global_step} of {run.state.max_steps}.")
@@ -152,29 +153,13 @@ def resume(run: Run, found: Path) -> None:
 
 def apply_rates(run: Run, rates: Sequence[float]) -> None:
     """The learning rates of the options at the step of the schedule; the same bits where nothing was changed."""
-    run.scheduler.base_lrs = list(rates)
-    for group, rate, factor in zip(run.optimizer.param_groups, rates, run.scheduler.lr_lambdas, strict=True):
+    run.schedule.scheduler.base_lrs = list(rates)
+    for group, rate, factor in zip(run.optimizer.param_groups, rates, run.schedule.scheduler.lr_lambdas, strict=True):
         group["initial_lr"] = rate
-        group["lr"] = rate * factor(run.scheduler.last_epoch)
+        group["lr"] = rate * factor(run.schedule.scheduler.last_epoch)
 
 
-_LEFT_BY_A_RUN = (
-    FINISHED_NAME, "trainer_log.jsonl", "trainer_state.json", "traceback.txt", "*_results.json", "adapter_config.json",
-    "adapter_model.safetensors", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
-)  # fmt: skip
-
-
-def clear(folder: Path) -> None:
-    """Remove what an earlier run left, which ``overwrite_output_dir`` asks for: an adapter beside the whole model of
-    this run would be loaded in its place."""
-    for path in Checkpoints(folder).all():
-        shutil.rmtree(path)
-    for pattern in _LEFT_BY_A_RUN:
-        for path in folder.glob(pattern):
-            path.unlink()
-
-
-def accumulation_for(found: Path | None, options: Any, world_size: int) -> int:
+def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -> int:
     """Micro-batches per step. A run that goes on with another number of processes keeps the rows of a step."""
     if found is None:
         return int(options.gradient_accumulation_steps)

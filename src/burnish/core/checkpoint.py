@@ -8,41 +8,49 @@ there. Nothing is pickled and nothing is unpickled: tensors are safetensors, the
 In:  parts by name, a step number, the fingerprints of what the run depends on.
 Out: ``output_dir/checkpoint-<step>/`` with ``model.safetensors`` (or ``adapter_model.safetensors``),
      ``trainer_state.json``, ``<part>.safetensors`` and ``<part>.json``, ``manifest.json``.
+     A part of which each rank holds a stretch is written by all of them (``core/pieces.py``), and whole or not at all.
 Refuses: a damaged checkpoint, a second writer in the same folder; one of another run (``comparison.py``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.events import EVENTS
+from burnish.core.files import remove
 from burnish.core.manifest import faults, flush_folders, write_manifest
 from burnish.core.options import option
-from burnish.core.snapshot import copy_large, join, rng_state, set_rng_state, split
+from burnish.core.parts import Part
+from burnish.core.patching import Reason, hook
+from burnish.core.pieces import Scattered, index_name, read_scattered, shard_name, write_index, write_shard
+from burnish.core.reports import gather_reports, reporting
+from burnish.core.snapshot import copy_large, join, split
 from burnish.core.state import TrainerState
-from burnish.core.types import Stateful
 
 CHECKPOINT_PREFIX = "checkpoint"
+COPIED = Reason("optimizer", "an update waits until a checkpoint under way has copied the weights")
 _NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
 _TEMPORARY = ".incomplete-"
 _LOCK = ".lock"
-FILE_STEMS = {"state": "trainer_state"}
-"""Parts whose file has a name that others know; the model says its own (``file_stem``)."""
 
 
 @dataclass
 class CheckpointOptions:
-    """Where a run is kept, and how it is taken up again."""
+    """Output folder, checkpoints, and resuming."""
 
     output_dir: str | None = option(None, "The folder that receives everything the run writes.")
     overwrite_output_dir: bool = option(False, "Start anew in a folder that holds an earlier run.")
@@ -64,14 +72,25 @@ class CheckpointOptions:
     greater_is_better: bool | None = option(None, "Whether a higher metric is better; not for a loss, if not given.")
 
 
-class RngState:
-    """The global generators as a part of a checkpoint."""
+def output_folder(options: CheckpointOptions) -> Path:
+    """``output_dir``, without which no run is planned."""
+    assert options.output_dir is not None
+    return Path(options.output_dir)
 
-    def state_dict(self) -> dict[str, Any]:
-        return rng_state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        set_rng_state(state)
+class Listeners(Protocol):
+    """Callbacks that hear of the events of a run (``core.events.CallbackHandler``)."""
+
+    def foreign_callbacks(self, event: str) -> list[str]:
+        """The names of the callbacks that act on ``event`` and were not written by burnish."""
+        ...
+
+
+class Nobody:
+    """The ``Listeners`` of a run without callbacks."""
+
+    def foreign_callbacks(self, event: str) -> list[str]:
+        return []
 
 
 class Checkpoints:
@@ -83,86 +102,127 @@ class Checkpoints:
         write_extras: called with the folder to add what makes it loadable elsewhere (config, tokenizer).
         limit: how many to keep; None keeps all.
         in_background: copy, then write in a thread while training goes on.
-        rank, barrier: this process, and what makes all processes wait for each other.
+        rank, world_size, barrier: this process, all of them, and what makes all processes wait for each other.
+        listeners: a callback not written by burnish may read or upload the folder when it hears of the save, so the
+            save is waited for; and it may change weights at any time, so they are copied before the save returns.
+        optimizer: where it alone changes the weights, large tensors are copied by the writing thread too, and its next
+            update waits for that: most of a step may pass meanwhile. None copies them before the save returns.
     """
 
     def __init__(
         self, folder: str | Path, *, fingerprints: Mapping[str, Any] | None = None,
         write_extras: Callable[[Path], None] | None = None, limit: int | None = None, in_background: bool = True,
-        rank: int = 0, barrier: Callable[[], None] = lambda: None,
+        rank: int = 0, world_size: int = 1, barrier: Callable[[], None] = lambda: None,
+        listeners: Listeners | None = None, optimizer: Optimizer | None = None,
     ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.fingerprints = dict(fingerprints or {})
         self.write_extras = write_extras
         self.limit = limit
         self.in_background = in_background
-        self.rank = rank
+        self.rank, self.world_size = rank, world_size
         self.barrier = barrier
         self.last_step: int | None = None  # of the last save in this process
         self._writer: threading.Thread | None = None
         self._has_copies = threading.Event()  # of everything that the next update changes
         self._has_copies.set()
         self._failure: BaseException | None = None
+        self._listeners = listeners or Nobody()
+        # A schedule-free optimizer changes the weights when it turns to an evaluation, too.
+        self._may_copy_later = in_background and optimizer is not None and not hasattr(optimizer, "eval")
+        if self._may_copy_later and optimizer is not None:
+            hook(optimizer, "step_pre", lambda *_: self.wait_for_copies(), COPIED)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def save(
-        self, step: int, parts: Mapping[str, Stateful], *, best: str | None = None, copies_later: bool = False
-    ) -> Path:
-        """Write ``checkpoint-<step>``, then let old ones go.
+    def save(self, step: int, parts: Mapping[str, Part], *, best: str | None = None) -> Path:
+        """Write ``checkpoint-<step>``, then remove old checkpoints beyond ``limit``.
 
         Args:
-            parts: every part; the one called "rng" is written by every rank, the others by rank 0.
+            parts: every part.
             best: a checkpoint folder that rotation must keep.
-            copies_later: leave the copying of large tensors to the writing thread as well. Whoever asks for it calls
-                ``settle`` before a weight or a state of the optimizer changes: the next forward and backward passes
-                only read them, so most of a step may pass meanwhile.
         Raises:
-            OSError: of this or of the previous save, if the disk is full, say. What was there before is untouched.
+            OSError: where this save or the previous one failed, because the disk is full, for example. Older
+                checkpoints are untouched.
         """
         self.wait()
         self.last_step = step
         target = self.path(step)
+        parts = {name: part for name, part in parts.items() if part.is_saved}
         temporary = self._begin(target, parts)
-        if self.rank != 0:
+        copies_later = self._may_copy_later and not any(self._listeners.foreign_callbacks(event) for event in EVENTS)
+        sharded = [part.stem for part in parts.values() if part.is_sharded]
+        taken = self._taken(parts, copies_later)
+        if self.rank != 0 and not sharded:
             return target
-        copies_later = copies_later and self.in_background
-        taken = {
-            _stem(name, part): split(part.state_dict(), copy=self.in_background, leave_large=copies_later)
-            for name, part in parts.items()
-            if name != "rng"
-        }
         if copies_later:
             self._has_copies.clear()
-        else:
+        elif self.rank == 0:
             self._add_extras(temporary)
 
         def write() -> None:
             if copies_later:
                 self._copy(tensors for tensors, _ in taken.values())
+            for stem in sharded:
+                path = temporary / shard_name(stem, self.rank, self.world_size)
+                write_shard(path, taken[stem][0], is_first=self.rank == 0)
+
+        def write_all() -> None:
+            write()
+            if copies_later:
                 self._add_extras(temporary)
             for stem, (tensors, data) in taken.items():
-                _write_part(temporary, stem, tensors, data)
-            write_manifest(temporary, step, self.fingerprints)
+                _write_part(temporary, stem, {} if stem in sharded else tensors, data)
+            known = gather_reports(temporary, self.world_size) if sharded else {}
+            for stem in sharded:
+                write_index(temporary, stem, self.world_size)
+            write_manifest(temporary, step, self.fingerprints, known)
             self._put_in_place(temporary, target)
             self._rotate(keep={target.name, Path(best).name if best else ""})
 
+        def write_own() -> None:
+            with reporting(temporary, self.rank, [shard_name(stem, self.rank, self.world_size) for stem in sharded]):
+                write()
+
+        write_mine = write_all if self.rank == 0 else write_own
         if self.in_background:
-            self._writer = threading.Thread(target=self._guarded, args=(write,), name="burnish-checkpoint")
+            self._writer = threading.Thread(target=self._guarded, args=(write_mine,), name="burnish-checkpoint")
             self._writer.start()
         else:
-            write()
+            write_mine()
+        if self._listeners.foreign_callbacks("on_save"):
+            self.wait()
         return target
 
-    def _begin(self, target: Path, parts: Mapping[str, Stateful]) -> Path:
-        """The temporary folder, with the generators of every rank in it."""
+    def _taken(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
+        """Tensors and data of what this rank writes, by stem. All ranks go through the parts in one order."""
+        taken = {}
+        for part in parts.values():
+            if part.on_each_rank or not (self.rank == 0 or part.is_sharded or part.is_collective):
+                continue
+            state = part.state_dict()
+            if self.rank == 0 or part.is_sharded:
+                taken[part.stem] = split(state, copy=self.in_background, leave_large=leave_large)
+        return taken
+
+    def _begin(self, target: Path, parts: Mapping[str, Part]) -> Path:
+        """Make the temporary folder; in it are the files that each rank writes for itself."""
         temporary = self.folder / f"{_TEMPORARY}{target.name}"
         if self.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
             temporary.mkdir(parents=True)
         self.barrier()
-        if "rng" in parts:
-            _write_part(temporary, f"rng_state_{self.rank}", *split(parts["rng"].state_dict()))
+        if not temporary.is_dir():
+            raise UserError(
+                Problem(
+                    f"rank {self.rank} does not see what rank 0 writes into output_dir.",
+                    where=str(self.folder),
+                    remedy="Name a folder that all machines of the run share.",
+                )
+            )
+        for part in parts.values():
+            if part.on_each_rank:
+                _write_part(temporary, part.stem_of(self.rank), *split(part.state_dict()))
         self.barrier()
         return temporary
 
@@ -171,27 +231,27 @@ class Checkpoints:
             self.write_extras(temporary)
 
     def _copy(self, taken: Iterable[dict[str, Any]]) -> None:
-        """The large tensors that were left where they lie; whoever waits in ``settle`` goes on, failure or not."""
+        """Copy the large tensors that were not copied at once; then an update that waits may go on, even on failure."""
         try:
             for tensors in taken:
                 copy_large(tensors)
         finally:
             self._has_copies.set()
 
-    def settle(self) -> None:
-        """Until the checkpoint under way holds copies of its own, so that what it saves may change."""
+    def wait_for_copies(self) -> None:
+        """Wait until the background save has copied the weights; they may change afterwards."""
         self._has_copies.wait()
 
     def _put_in_place(self, temporary: Path, target: Path) -> None:
         replaced = self.folder / f"{_TEMPORARY}replaced-{target.name}"
-        if target.exists():
+        if os.path.lexists(target):
             target.rename(replaced)
         temporary.rename(target)
         flush_folders([self.folder])
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
 
     def wait(self) -> None:
-        """Until the checkpoint under way is on the disk. Raises what went wrong while it was written."""
+        """Wait until the background save is on the disk. Raises what went wrong while it was written."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -211,7 +271,7 @@ class Checkpoints:
         kept_anyway = [path for path in self.all() if path.name in keep]
         others = [path for path in self.all() if path.name not in keep]
         for path in others[: max(0, len(others) + len(kept_anyway) - max(self.limit, len(kept_anyway)))]:
-            shutil.rmtree(path)
+            remove(path)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -235,14 +295,14 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"{CHECKPOINT_PREFIX}-{step}"
 
-    def sweep(self) -> None:
+    def remove_incomplete(self) -> None:
         """Remove what a killed save left behind. Only the owner of the folder's lock may call this."""
         for path in self.folder.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(path)
+            remove(path)
 
 
-def load(folder: Path, parts: Mapping[str, Stateful], rank: int = 0) -> None:
-    """Give every part its state back. The generators come last, so that nothing draws from them in between.
+def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
+    """Give every part its state back, in their order.
 
     Raises:
         UserError: where the folder is damaged, or lacks a part of this run, or holds another optimizer's state.
@@ -251,33 +311,38 @@ def load(folder: Path, parts: Mapping[str, Stateful], rank: int = 0) -> None:
     if wrong:
         raise UserError(Problem(f"{'; '.join(wrong)}.", where=str(folder), remedy=others_beside(folder)))
     for name, part in parts.items():
-        if name == "rng":
-            continue
-        stem = _stem(name, part)
-        if not _has_part(folder, stem):
-            raise UserError(_missing(folder, name, stem))
-        state = _read_part(folder, stem)
-        if name == "optimizer" and _is_of_another_optimizer(part.state_dict(), state):
-            raise UserError(_other_optimizer(folder))
-        part.load_state_dict(state)
-    if "rng" in parts and _has_part(folder, f"rng_state_{rank}"):
-        parts["rng"].load_state_dict(_read_part(folder, f"rng_state_{rank}"))
+        stem = part.stem_of(rank)
+        if has_part(folder, stem):
+            state = _read_part(folder, stem, in_pieces=part.shards is not None)
+            if part.refuses is not None:
+                _raise_if(part.refuses(part.state_dict(), state), folder)
+            part.load_state_dict(state)
+        elif not part.on_each_rank:  # a run that goes on with more ranks has new ones
+            _raise_if(part.missing(folder, name, stem), folder)
 
 
-def load_part(folder: Path, name: str, part: Stateful) -> None:
+def _raise_if(problem: Problem | None, folder: Path) -> None:
+    if problem is not None:
+        remedy = problem.remedy or others_beside(folder)
+        raise UserError(dataclasses.replace(problem, where=str(folder), remedy=remedy))
+
+
+def load_part(folder: Path, part: Part) -> None:
     """Give one part its state back, such as the model of the best checkpoint."""
-    part.load_state_dict(_read_part(folder, _stem(name, part)))
+    part.load_state_dict(_read_part(folder, part.stem, in_pieces=part.shards is not None))
 
 
 def load_state(folder: Path) -> TrainerState:
-    """Where the run stood when ``folder`` was written."""
+    """Read the state of the run at the time that ``folder`` was written."""
     return TrainerState.load_from_json(str(folder / "trainer_state.json"))
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for this process. One that was made for a run which is then refused goes again.
+def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
+    """Lock ``folder`` for this process. A folder made here is removed again if the run is then refused.
 
+    Args:
+        traces: names of files that tell of an attempt, and go with such a folder.
     Raises:
         UserError: where another run holds it.
     """
@@ -300,16 +365,11 @@ def only_writer(folder: Path) -> Iterator[None]:
         try:
             yield
         except UserError:
-            if is_new and os.listdir(folder) == [_LOCK]:
-                (folder / _LOCK).unlink()
-                folder.rmdir()
+            if is_new and set(os.listdir(folder)) <= {_LOCK, *traces}:
+                shutil.rmtree(folder)
             raise
         finally:
             (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
-
-
-def _stem(name: str, part: Any) -> str:
-    return getattr(part, "file_stem", None) or FILE_STEMS.get(name, name)
 
 
 def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) -> None:
@@ -322,55 +382,30 @@ def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) 
         (folder / f"{stem}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _has_part(folder: Path, stem: str) -> bool:
-    return (folder / f"{stem}.json").is_file() or (folder / f"{stem}.safetensors").is_file()
+def has_part(folder: Path, stem: str) -> bool:
+    """Return whether a checkpoint holds a part."""
+    return any((folder / name).is_file() for name in (f"{stem}.json", f"{stem}.safetensors", index_name(stem)))
 
 
-def _read_part(folder: Path, stem: str) -> Any:
+def _read_part(folder: Path, stem: str, in_pieces: bool = False) -> Any:
+    """Args: in_pieces: leave tensors ``Scattered``, for a part of which each rank reads its own."""
     tensors: dict[str, Any] = {}
-    if (folder / f"{stem}.safetensors").is_file():
+    if (folder / index_name(stem)).is_file():
+        scattered = read_scattered(folder, stem)
+        tensors = scattered if in_pieces else {name: tensor.whole() for name, tensor in scattered.items()}
+    elif (folder / f"{stem}.safetensors").is_file():
         from safetensors.torch import load_file
 
         tensors = load_file(folder / f"{stem}.safetensors")
+        if in_pieces:
+            tensors = {name: Scattered.of(tensor) for name, tensor in tensors.items()}
     if not (folder / f"{stem}.json").is_file():
         return tensors
     return join(tensors, json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")))
 
 
-def _missing(folder: Path, name: str, stem: str) -> Problem:
-    if name == "model":
-        is_adapter = (folder / "adapter_model.safetensors").is_file()
-        return Problem(
-            f"this checkpoint holds {'an adapter' if is_adapter else 'a whole model'}, and this run trains "
-            f"{'a whole model' if is_adapter else 'an adapter'}.",
-            where=str(folder),
-            remedy="Set finetuning_type as it was, or use another output_dir.",
-        )
-    return Problem(
-        f'this checkpoint has no "{name}" ({stem}), so the run cannot be continued from it.',
-        where=str(folder),
-        remedy=others_beside(folder),
-    )
-
-
-def _is_of_another_optimizer(own: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether ``given`` lacks what ``own`` has, or has settings of another kind: each of the two some that the other
-    has not. Settings that one of them alone has beyond the other are those of a newer torch."""
-    groups, others = own.get("param_groups", []), given.get("param_groups", [])
-    apart = ((set(mine) - set(theirs), set(theirs) - set(mine)) for mine, theirs in zip(groups, others, strict=False))
-    return not own.keys() <= given.keys() or len(groups) != len(others) or any(map(all, apart))
-
-
-def _other_optimizer(folder: Path) -> Problem:
-    return Problem(
-        "this checkpoint holds the state of another optimizer than this run's.",
-        where=str(folder),
-        remedy="Set optim and what belongs to it as they were, or begin a new run in another output_dir.",
-    )
-
-
 def others_beside(folder: Path) -> str:
-    """Where else the run could go on, as a remedy."""
+    """A remedy: the whole checkpoints beside ``folder`` that the run could continue from instead."""
     there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
     return (
         f"Whole checkpoints beside it: {', '.join(there)}." if there else "Start anew with overwrite_output_dir: true."

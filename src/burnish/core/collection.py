@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No search meanwhile."""
+    """Switch the search for cyclic garbage off inside the ``with`` block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -24,8 +24,8 @@ def without_collection() -> Iterator[None]:
 
 
 def collect_from_here() -> None:
-    """Search again where nobody did, and never again among what stands now. Where the search was on, in a program that
-    calls burnish, it is left alone."""
+    """Switch the search on again, for objects made from now on: those that exist already are not searched. Where the
+    search was never off, as in a program that calls burnish, nothing changes."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

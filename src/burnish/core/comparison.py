@@ -1,7 +1,7 @@
-"""Whether a run that goes on is the run that was begun.
+"""Comparison of a continued run with the run that was begun.
 
-In: the fingerprints in a checkpoint's manifest, and those of now. Out: sentences on what has changed and is applied.
-Refuses what makes it another run, with both values.
+In: the fingerprints in a checkpoint's manifest, and those of now. Out: sentences on changes that are applied.
+Refuses changes that would make it another run, and names both values.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ from burnish.core.manifest import read_manifest
 
 _HASH = re.compile(r"^[0-9a-f]{32,}$")
 MAY_CHANGE = frozenset(
-    {"learning_rate", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "world_size",
-     "versions", "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir"}
+    {"learning_rate", "max_steps", "num_train_epochs", "world_size", "versions",
+     "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir",
+     # when something is done
+     "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay",
+     "save_strategy", "save_steps", "on_non_finite", "early_stopping_steps", "early_stopping_threshold",
+     "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+     # by which way the same numbers are computed, but for their rounding
+     "engine", "use_cpu", "flash_attn", "attn_implementation", "use_cache", "padding_free", "needed_tokens_only",
+     "max_tokens_per_batch", "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+     "activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
+     "full_determinism", "deepspeed", "fsdp", "fsdp_config"}
 )  # fmt: skip
 """Fingerprints that a continued run may change: they are applied and said. The batch sizes are among them because
 ``rows_per_step``, their product, is not."""
 
 
 def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = False) -> list[str]:
-    """Sentences on what has changed since the checkpoint and is applied.
+    """Return a sentence for each change since the checkpoint that is applied.
 
     Raises:
         UserError: if something changed that makes it another run, unless ``despite``.
@@ -34,7 +43,7 @@ def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = F
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False) -> list[str]:
-    """``compare_fingerprints`` with those that a checkpoint or a finished run in ``folder`` was made with."""
+    """Compare two sets of fingerprints; ``before`` are those of a checkpoint or a finished run in ``folder``."""
     changed = {name: _apart(before[name], now[name]) for name in now if name in before and before[name] != now[name]}
     fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}
     if fatal and not despite:
@@ -57,7 +66,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, des
 
 
 def _apart(old: Any, new: Any) -> tuple[Any, Any]:
-    """Of two mappings the entries that differ; of anything else both values."""
+    """The entries in which two mappings differ; both values where they are no mappings."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return old, new
     same = {name for name in old if name in new and old[name] == new[name]}
@@ -66,7 +75,7 @@ def _apart(old: Any, new: Any) -> tuple[Any, Any]:
 
 
 def _difference(name: str, old: Any, new: Any) -> str:
-    """``seed was 42, is 7``; of a hash no more can be said than that it has changed."""
+    """Return ``seed was 42, is 7``; for a hash only that it has changed."""
     return f"{name} has changed" if _is_hash(old) else f"{name} was {_short(old)}, is {_short(new)}"
 
 

@@ -28,7 +28,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def in_words(annotation: Any) -> str:
-    """How a person would call the type: "a number", "true or false", "a list"."""
+    """The type as an error message calls it: "a number", "true or false", "a list"."""
     names = [_WORDS.get(get_origin(m) or m) for m in members(annotation) if m is not type(None)]
     return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
 
@@ -118,6 +118,8 @@ def _float(raw: Any) -> float:
 
 
 def _str(raw: Any) -> str:
+    if isinstance(raw, str) and "\0" in raw:
+        raise ValueError
     if isinstance(raw, str):
         # A shell writes out the home folder, and a YAML file has no shell.
         return os.path.expanduser(raw) if raw.startswith("~/") else raw
@@ -154,7 +156,7 @@ class GivenTwice(ValueError):
 
 
 def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The ``object_pairs_hook`` for JSON that a user wrote: the object, if no key would be lost in it."""
+    """The ``object_pairs_hook`` for JSON that a user wrote: make the object; refuse a key that is given twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -165,8 +167,8 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def yaml_of_each_key_once(text: str, loader: Any) -> Any:
-    """What YAML that a user wrote holds, read by ``loader``, one of PyYAML's, if no key would be lost in it. What
-    ``<<`` takes up may be given again, as YAML has it."""
+    """Parse YAML that a user wrote with ``loader``, a class of PyYAML; refuse a key that is given twice. A key that
+    ``<<`` merges in may be given again, as the YAML specification allows."""
 
     class Loader(loader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> Any:
@@ -178,16 +180,45 @@ def yaml_of_each_key_once(text: str, loader: Any) -> Any:
                     raise GivenTwice(f'gives "{key.value}" twice, in {lines}.')
             return node
 
-    return Loader(text).get_single_data()
+    one = Loader(text)
+    try:
+        root = one.get_single_node()
+        if num_nodes(root) > MOST_NODES:
+            raise GivenTwice(f"would hold more than {MOST_NODES:,} values with its aliases (*) written out.")
+        return None if root is None else one.construct_document(root)
+    except RecursionError:
+        raise GivenTwice("nests lists and mappings in each other too deep to be read.") from None
 
 
+MOST_NODES = 100_000
+"""Values of a YAML file with its aliases written out. Ten lines can stand for more than any memory holds."""
+
+
+def num_nodes(root: Any) -> int:
+    """Count the values of a tree of YAML nodes, an alias as often as it stands there. Raises RecursionError."""
+    known: dict[int, int] = {}
+
+    def count(node: Any, depth: int) -> int:
+        if depth > _DEEPEST:
+            raise RecursionError
+        if id(node) not in known:
+            known[id(node)] = 1  # of an alias within what it stands for, which is refused by who reads it
+            inside = node.value if isinstance(node.value, list) else []
+            pairs = (item if isinstance(item, tuple) else (item,) for item in inside)
+            known[id(node)] = 1 + sum(count(part, depth + 1) for pair in pairs for part in pair)
+        return known[id(node)]
+
+    return 0 if root is None else count(root, 0)
+
+
+_DEEPEST = 100
 _READERS: dict[Any, Callable[[Any], Any]] = {
     bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict,
 }  # fmt: skip
 
 
 def _specificity(member: Any) -> int:
-    """Readers that refuse most come first, so that "true" is a bool and "3" a number where both are allowed."""
+    """Sorting key: types that accept fewest values come first, so that "true" is a bool and "3" a number, not text."""
     order = [Literal, dict, bool, int, float, list, str]
     origin = get_origin(member) or member
     return order.index(origin) if origin in order else -1

@@ -8,11 +8,11 @@ Meaning and names are transformers' ``EarlyStoppingCallback``; the option is LLa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from burnish.core.errors import MissingMetricError, Problem, did_you_mean
+from burnish.core.best import deciding_metric, is_higher_better
+from burnish.core.errors import Problem
 from burnish.core.events import TrainerCallback
 from burnish.core.options import option, raise_if
 from burnish.core.state import TrainerControl, TrainerState
@@ -20,7 +20,7 @@ from burnish.core.state import TrainerControl, TrainerState
 
 @dataclass
 class EarlyStoppingOptions:
-    """When a run stops by itself."""
+    """Early stopping."""
 
     early_stopping_steps: int | None = option(
         None, "Stop after this many evaluations in a row without improvement.", unit="evaluations", ge=1
@@ -28,11 +28,21 @@ class EarlyStoppingOptions:
     early_stopping_threshold: float = option(0.0, "An improvement must be larger than this to count.", ge=0)
 
 
-def check_early_stopping(options: Any) -> list[Problem]:
+class StoppingChoices(Protocol):
+    """The options by which a run stops by itself."""
+
+    early_stopping_steps: int | None
+    eval_strategy: str
+    load_best_model_at_end: bool
+    metric_for_best_model: str | None
+    save_strategy: str
+
+
+def check_early_stopping(options: StoppingChoices) -> list[Problem]:
     return [] if options.early_stopping_steps is None else _what_is_missing(options)
 
 
-def _what_is_missing(options: Any) -> list[Problem]:
+def _what_is_missing(options: StoppingChoices) -> list[Problem]:
     """Without evaluations, or a metric to judge them by, a run would never stop early."""
     problems = []
     if options.eval_strategy == "no":
@@ -52,7 +62,7 @@ def _what_is_missing(options: Any) -> list[Problem]:
     return problems
 
 
-def early_stopping_callbacks(options: Any) -> list[EarlyStoppingCallback]:
+def early_stopping_callbacks(options: EarlyStoppingOptions) -> list[EarlyStoppingCallback]:
     """The callback, where ``early_stopping_steps`` asks for it."""
     if options.early_stopping_steps is None:
         return []
@@ -94,7 +104,7 @@ class EarlyStoppingCallback(TrainerCallback):
         return gain > self.early_stopping_threshold
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in the form of transformers' ``ExportableState``."""
+        """Settings and counter for a checkpoint, in the form of transformers' ``ExportableState``."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,
@@ -102,36 +112,3 @@ class EarlyStoppingCallback(TrainerCallback):
             },
             "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
         }
-
-
-def metric_name(options: Any) -> str:
-    """The metric that decides which evaluation is the best, as evaluations call it."""
-    name: str = options.metric_for_best_model or "loss"
-    return name if name.startswith("eval_") else f"eval_{name}"
-
-
-def deciding_metric(options: Any, metrics: Mapping[str, float]) -> float:
-    """The metric of one evaluation by which evaluations are compared.
-
-    Raises:
-        MissingMetricError: where the evaluation has none of that name.
-    """
-    name = metric_name(options)
-    if name not in metrics:
-        raise MissingMetricError(missing_metric(name, metrics))
-    return metrics[name]
-
-
-def missing_metric(name: str, metrics: Iterable[str]) -> Problem:
-    """Args: metrics: those that there are."""
-    return Problem(
-        f'metric_for_best_model "{name}" is not among the metrics of the evaluation.{did_you_mean(name, metrics)}',
-        remedy=f"There are: {', '.join(sorted(metrics))}.",
-    )
-
-
-def is_higher_better(options: Any) -> bool:
-    """As given, and otherwise not for a loss."""
-    if options.greater_is_better is not None:
-        return bool(options.greater_is_better)
-    return not metric_name(options).endswith("loss")

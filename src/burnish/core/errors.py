@@ -1,4 +1,4 @@
-"""What a user is told when something they gave is wrong.
+"""Errors for what the user gave: options, data, models, folders.
 
 A ``Problem`` is one sentence in at most four lines: where, what, why, what to try. A ``UserError`` carries all the
 problems that could be found at once. The command line prints them and exits with status 2; nobody sees a traceback
@@ -60,12 +60,28 @@ class MissingMetricError(UserError, KeyError):
     __str__ = Exception.__str__  # KeyError's would put the sentence into quotes
 
 
+UNUSABLE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RecursionError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a library raises that is given a file with something else in it than it expects. For the doors at which a
+user's file goes to a library, and nowhere else."""
+
+
+class NotSavedError(RuntimeError):
+    """Something could not be written or sent, by no fault of the user's; carries the problem for a person."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; the weights are those of the last finite step."""
 
 
 def skipped_sentence(num_steps: int, step: int) -> str:
-    """What a person is told of steps that were not applied, wherever it is printed."""
+    """The sentence on steps that were not applied; the same wherever it is printed."""
     return (
         f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the "
         "loss or the gradient was not finite. A lower learning_rate or a look at the data may help."
@@ -76,3 +92,16 @@ def did_you_mean(name: str, known: Iterable[str], limit: int = 1) -> str:
     """`` Did you mean "lora_rank"?``, or the empty string where nothing is near."""
     near = get_close_matches(name, list(known), n=limit, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(n).replace(chr(39), chr(34)) for n in near)}?" if near else ""
+
+
+_MEMORY_TEXTS = (
+    "DefaultCPUAllocator", "not enough memory", "out of memory", "Cannot allocate memory", "can't allocate memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out. torch's error is recognised by its name, so that no import is needed here."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    is_torch = "OutOfMemoryError" in names or ("RuntimeError" in names and any(t in str(error) for t in _MEMORY_TEXTS))
+    return isinstance(error, MemoryError) or is_torch

@@ -46,7 +46,7 @@ EVENTS = (
 
 @dataclass
 class FlowOptions:
-    """When to log, evaluate and save."""
+    """Intervals of logging, evaluation and saving."""
 
     logging_strategy: str = option("steps", "When to log.", choices=("no", "steps", "epoch"))
     logging_steps: float = option(500, "Steps between two logs; below 1 a share of all steps.", unit="steps", gt=0)
@@ -76,7 +76,7 @@ def check_flow(options: FlowOptions) -> list[Problem]:
 
 
 class TrainerCallback:
-    """Something that watches a run. Every method may be overridden; every one does nothing by itself."""
+    """Base of callbacks, which watch a run. Any method may be overridden; by itself none does anything."""
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
@@ -177,8 +177,8 @@ class CallbackHandler:
                 found.append(type(callback).__name__)
         return found
 
-    def strangers(self, event: str) -> list[str]:
-        """Those of ``listeners`` that are not burnish's own."""
+    def foreign_callbacks(self, event: str) -> list[str]:
+        """The names among ``listeners`` of callbacks that were not written by burnish."""
         ours = {
             type(callback).__name__ for callback in self.callbacks if type(callback).__module__.startswith("burnish.")
         }

@@ -1,4 +1,4 @@
-"""What the environment says about the hubs that models and data sets come from: which one, and whether it may be asked.
+"""The hub that models and data sets come from, as environment variables choose it, and whether it may be asked.
 
 The names of the variables are those of the hubs' own libraries, and LLaMA-Factory's for the choice between them.
 """
@@ -11,12 +11,12 @@ _YES = {"1", "true", "yes", "on"}
 
 
 def uses_modelscope() -> bool:
-    """Whether ModelScope is asked in place of the Hugging Face hub."""
+    """Return whether ModelScope is asked in place of the Hugging Face hub."""
     return _is_set("USE_MODELSCOPE_HUB")
 
 
 def is_offline() -> bool:
-    """Whether the person has switched the hubs off."""
+    """Return whether the user has switched off all requests to hubs."""
     return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
 
 

@@ -3,6 +3,7 @@
 One step, in order:
 
     take the group              the micro-batches of one step, on this rank
+    make ready                  what an objective has to know of the whole step before the first of them
     count its weight            the items (label-bearing tokens, say) of all micro-batches and all ranks
     per micro-batch             forward, then backward on its share: total / weight
     clip, then update           unless the loss or a gradient is not finite
@@ -20,26 +21,28 @@ The loop knows *when*; an ``Objective`` knows *what*. No method of training has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from burnish.core.best import BestChoices, remember_best
 from burnish.core.checkpoint import load_part
-from burnish.core.early_stopping import deciding_metric, is_higher_better
 from burnish.core.errors import NonFiniteError
-from burnish.core.events import EVENTS
 from burnish.core.meter import Clock, Totals
+from burnish.core.metrics import joined_by_name
 from burnish.core.options import option
-from burnish.core.types import Batch, Group, Loss, Run
+from burnish.core.run import Run
+from burnish.core.types import Batch, Group, Loss
+from burnish.core.work import watched
 
 
 @dataclass
 class LoopOptions:
-    """What the loop itself asks for."""
+    """Clipping, and losses that are not finite."""
 
     max_grad_norm: float = option(1.0, "Gradients longer than this are scaled down to it; 0 leaves them.", ge=0)
     logging_nan_inf_filter: bool = option(True, "Leave NaN and infinite losses out of the logged mean.")
@@ -57,8 +60,16 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-def train(run: Run, options: Any) -> TrainOutput:
-    """From where ``run`` stands to ``max_steps``, or until a callback stops it.
+class LoopChoices(BestChoices, Protocol):
+    """The options that the loop reads."""
+
+    eval_on_start: bool
+    max_grad_norm: float
+    on_non_finite: str
+
+
+def train(run: Run, options: LoopChoices) -> TrainOutput:
+    """Train from where ``run`` stands to ``max_steps``, or until a callback stops the run.
 
     Raises:
         NonFiniteError: at a loss or gradient that is not finite, under ``on_non_finite: stop``. The weights are those
@@ -66,13 +77,13 @@ def train(run: Run, options: Any) -> TrainOutput:
     """
     fire = run.callbacks.fire
     run.meter.start()
-    switch(run, is_training=True)
+    set_training_mode(run, is_training=True)
     fire("on_train_begin")
     if options.eval_on_start and run.state.global_step == 0:
         evaluate_all(run)
     while run.state.global_step < run.state.max_steps and not run.control.should_training_stop:
         fire("on_epoch_begin")
-        for group in run.stream.groups():
+        for group in groups(run):
             fire("on_step_begin")
             take_step(run, group, options)
             fire("on_step_end")
@@ -86,83 +97,92 @@ def train(run: Run, options: Any) -> TrainOutput:
     return finish(run, options)
 
 
-def take_step(run: Run, group: Group, options: Any) -> None:
-    """One update of the weights from the micro-batches of ``group``."""
+def groups(run: Run) -> Iterator[Group]:
+    """Yield the remaining groups of the current epoch, each as the objective expands it."""
+    for group in run.stream.groups():
+        yield from run.objective.expand(run, group)
+
+
+def take_step(run: Run, group: Group, options: LoopChoices) -> None:
+    """Update the weights once, from the micro-batches of ``group``."""
     engine, meter = run.engine, run.meter
     learning_rate = run.optimizer.param_groups[0]["lr"]
-    batches = [engine.to_device(batch) for batch in group.batches]
+    batches = run.objective.ready(run.model, [engine.to_device(batch) for batch in group.batches], engine)
     weight = engine.sum(sum_of([run.objective.weight(batch) for batch in batches]))
-    share = 1 / torch.where(weight > 0, weight, 1)
+    divisor = torch.where(weight > 0, weight, 1)
 
     losses: list[Loss] = []
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        losses.append((run.microstep or microstep)(run, batch, share, is_last))
+        losses.append(run.microstep(run, batch, divisor, is_last))
         if not is_last:
             run.callbacks.fire("on_substep_end")
 
-    loss = sum_of([loss.total.detach() for loss in losses]) * share
+    loss = sum_of([loss.total.detach() for loss in losses]) * (1 / divisor)
     norm = engine.clip(trainable(run), options.max_grad_norm)
     run.callbacks.fire("on_pre_optimizer_step")
-    run.checkpoints.settle()  # the last moment at which the weights are those that a checkpoint under way saves
     is_applied = engine.step(run.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
     run.callbacks.fire("on_optimizer_step")
-    if is_applied and not follows_metric(run.scheduler):
-        run.scheduler.step()
+    if is_applied:
+        run.schedule.after_step()
     run.optimizer.zero_grad()
 
     run.stream.advance(group)
     run.state.global_step += 1
     run.state.epoch = group.epoch
-    meter.add_step(loss, weight, summed([loss.sums for loss in losses]), norm, learning_rate)
+    meter.add_step(loss, weight, joined_by_name([loss.sums for loss in losses]), norm, learning_rate)
     meter.add_rows(group.num_rows, group.num_tokens)
-    if options.on_non_finite == "stop" and not is_applied and not engine.scales_loss:
-        raise non_finite(run, loss, norm)
+    if not is_applied:
+        what = "gradient" if torch.isfinite(loss) else "loss"
+        numbers = f"(loss {loss.item()}, gradient norm {norm.item()})"
+        stop_at_non_finite(run, options, f"The {what} of step {run.state.global_step} is not finite {numbers}.")
 
 
-def microstep(run: Run, batch: Batch, share: Tensor, is_last: bool) -> Loss:
-    """Forward and backward of one micro-batch. Gradients are synced between ranks on the last of a group only.
+def microstep(run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
+    """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a group only.
 
-    The engine averages gradients over ranks, hence the factor ``world_size``: what is wanted is their sum.
+    The engine averages gradients over ranks; the factor ``world_size`` makes a sum of that mean.
+
+    Args:
+        weight: () of the whole step, over all micro-batches and ranks; positive.
     """
     with run.engine.microbatch(run.model, last=is_last):
         with run.engine.precision():
             loss = run.objective.loss(run.model, batch)
-        run.engine.backward(loss.total * (share * run.engine.world_size))
+        run.engine.backward(loss.total * (run.engine.world_size / weight))
     return loss
 
 
-def answer(run: Run, options: Any) -> None:
+def answer(run: Run, options: LoopChoices) -> None:
     """Log, evaluate and save where a callback asked for it, in transformers' order."""
     if run.control.should_log:
         log_step(run, options)
     is_new_best = False
     if run.control.should_evaluate:
         metrics = evaluate_all(run)
-        is_new_best = remember_best(run, metrics, options)
-        if follows_metric(run.scheduler):
-            run.scheduler.step(deciding_metric(options, metrics))
+        is_new_best = remember_best(run.state, run.checkpoints, metrics, options)
+        run.schedule.after_evaluation(metrics)
     if run.control.should_save or (options.save_strategy == "best" and is_new_best):
         save(run)
 
 
-def log_step(run: Run, options: Any) -> None:
-    """The means since the last log, with the learning rate that the last step used."""
+def log_step(run: Run, options: LoopChoices) -> None:
+    """Log the means since the last log, with the learning rate that the last step used."""
     learning_rate = run.meter.learning_rate
     before = run.meter.run_non_finite
     means = run.meter.read(run.state, run.engine, run.flos_per_token)
     if not means:
         return
     skipped = 0 if run.engine.scales_loss else run.meter.run_non_finite - before
-    log(run, {**means, "learning_rate": learning_rate} | ({"skipped_steps": skipped} if skipped else {}))
-    if skipped and options.on_non_finite == "stop":
-        raise NonFiniteError(f"{run.meter.run_non_finite} steps up to step {run.state.global_step} were not finite.")
+    means = run.objective.shown(means)
+    run.log(run, {**means, "learning_rate": learning_rate} | ({"skipped_steps": skipped} if skipped else {}))
+    if skipped:
+        many = f"{run.meter.run_non_finite} steps up to step {run.state.global_step}"
+        stop_at_non_finite(run, options, f"{many} had a loss or a gradient that is not finite.")
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
-    """Into ``state.log_history``, and to every callback."""
-    if run.log is not None:
-        return run.log(run, values)
+    """Append ``values`` to ``state.log_history``, and pass them to every callback."""
     if run.state.epoch is not None:
         values["epoch"] = run.state.epoch
     if run.logs_tokens:
@@ -172,7 +192,7 @@ def log(run: Run, values: dict[str, Any]) -> None:
 
 
 def evaluate_all(run: Run) -> dict[str, float]:
-    """Every evaluation set, logged one by one. Returns their metrics together."""
+    """Evaluate every evaluation set, and log each. Returns their metrics together."""
     metrics: dict[str, float] = {}
     for name, batches in run.eval_sets.items():
         metrics |= run.evaluate(run, batches, f"eval_{name}" if name else "eval")
@@ -182,76 +202,57 @@ def evaluate_all(run: Run) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(run: Run, batches: Iterable[Batch], prefix: str) -> dict[str, float]:
-    """The mean loss over the items of a whole set, and its metrics; logged.
+    """Compute and log the mean loss over the items of a whole set, and its metrics.
 
-    Sums over items divided by the weight of the set: the result does not depend on the batch size.
+    Sums over items are divided by the weight of the set, so the result does not depend on the batch size.
     """
     clock, totals = Clock(), Totals()
-    switch(run, is_training=False)
-    for batch in batches:
-        batch = run.engine.to_device(batch)
+    set_training_mode(run, is_training=False)
+    ready = run.objective.evaluated(run.model, batches, run.engine)
+    for batch in watched(ready, "Evaluating", "batches", of=batches):
         with run.engine.precision():
             loss = run.objective.loss(run.model, batch)
         totals.add(loss, run.objective.weight(batch))
         run.callbacks.fire("on_prediction_step")
-    switch(run, is_training=True)
-    metrics = {f"{prefix}_{name}": value for name, value in totals.means(run.engine).items()}
+    set_training_mode(run, is_training=True)
+    metrics = {f"{prefix}_{name}": value for name, value in run.objective.shown(totals.means(run.engine)).items()}
     metrics |= clock.rates(prefix, num_rows=getattr(batches, "num_rows", None), num_steps=totals.num_batches)
-    log(run, metrics)
+    run.log(run, metrics)
     return metrics
 
 
-def remember_best(run: Run, metrics: dict[str, float], options: Any) -> bool:
-    """Whether this evaluation is the best so far; ``state`` keeps it if so."""
-    if not (options.load_best_model_at_end or options.save_strategy == "best" or options.metric_for_best_model):
-        return False
-    value, best = deciding_metric(options, metrics), run.state.best_metric
-    if best is not None and not (value > best if is_higher_better(options) else value < best):
-        return False
-    if value != value:  # NaN would stay the best for ever, because nothing compares with it
-        return False
-    run.state.best_metric, run.state.best_global_step = value, run.state.global_step
-    if run.checkpoints.last_step == run.state.global_step:  # saved by steps, then evaluated at the end of the epoch
-        run.state.best_model_checkpoint = str(run.checkpoints.path(run.state.global_step))
-    return True
-
-
 def save(run: Run) -> None:
-    """A checkpoint of everything in ``run.parts``."""
+    """Save a checkpoint of everything in ``run.parts``."""
     run.meter.collect(run.engine)
     folder = run.checkpoints.path(run.state.global_step)
     if run.state.best_global_step == run.state.global_step:
         run.state.best_model_checkpoint = str(folder)
     run.state.stateful_callbacks = run.callbacks.state_dict()
-    # Only an update changes a weight, as far as burnish's own code goes; of other code nobody knows.
-    is_ours = run.microstep is None and not any(run.callbacks.strangers(event) for event in EVENTS)
-    run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint, copies_later=is_ours)
-    if run.callbacks.strangers("on_save"):
-        run.checkpoints.wait()  # someone else's callback may read or upload the folder
+    run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint)
     run.callbacks.fire("on_save")
 
 
-def finish(run: Run, options: Any) -> TrainOutput:
-    """The summary of the run, and the best weights if they were asked for."""
+def finish(run: Run, options: LoopChoices) -> TrainOutput:
+    """Log the summary of the run, and load the best weights if the options ask for them."""
     run.meter.read(run.state, run.engine, run.flos_per_token)
     metrics = {**run.meter.summary(), "total_flos": run.state.total_flos}
-    log(run, metrics)
+    run.log(run, metrics)
     run.checkpoints.wait()
-    if options.load_best_model_at_end and run.state.best_model_checkpoint:
-        load_part(Path(run.state.best_model_checkpoint), "model", run.parts["model"])
+    best = run.state.best_model_checkpoint
+    if options.load_best_model_at_end and best and Path(best).is_dir():  # not there: not saved, which was said
+        load_part(Path(best), run.parts["model"])
     run.callbacks.fire("on_train_end")
     return TrainOutput(run.state.global_step, metrics["train_loss"], metrics)
 
 
-# --- small words used above -------------------------------------------------------------------------------------------
+# --- small functions used above ---------------------------------------------------------------------------------------
 
 
-def switch(run: Run, is_training: bool) -> None:
-    """Dropout and its like on or off; schedule-free optimizers keep two sets of weights and switch too."""
+def set_training_mode(run: Run, is_training: bool) -> None:
+    """Switch dropout and the like on or off; a schedule-free optimizer swaps its two sets of weights."""
     run.model.train(is_training)
     swap = getattr(run.optimizer, "train" if is_training else "eval", None)
     if callable(swap):
-        run.checkpoints.settle()
         swap()
 
 
@@ -260,22 +261,12 @@ def trainable(run: Run) -> list[torch.nn.Parameter]:
 
 
 def sum_of(values: list[Tensor]) -> Tensor:
-    """() the sum of () tensors, in their order."""
+    """Add () tensors up in their order; returns ()."""
     return torch.stack(values).sum()
 
 
-def summed(dicts: list[Any]) -> dict[str, Tensor]:
-    return {name: sum_of([d[name].detach() for d in dicts]) for name in (dicts[0] if dicts else {})}
-
-
-def follows_metric(scheduler: Any) -> bool:
-    """Whether the schedule moves with an evaluation's metric rather than with the steps."""
-    return type(scheduler).__name__ in {"ReduceLROnPlateau", "GreedyLR"}
-
-
-def non_finite(run: Run, loss: Tensor, norm: Tensor) -> NonFiniteError:
-    what = "loss" if not torch.isfinite(loss) else "gradient"
-    return NonFiniteError(
-        f"The {what} of step {run.state.global_step} is not finite (loss {loss.item()}, gradient norm {norm.item()}). "
-        "The step was not applied. Lower learning_rate, or set on_non_finite: skip."
-    )
+def stop_at_non_finite(run: Run, options: LoopChoices, what: str) -> None:
+    """Raise for a step that was not applied, unless such steps are skipped, or are part of finding a loss scale."""
+    if options.on_non_finite == "skip" or run.engine.scales_loss:
+        return
+    raise NonFiniteError(f"{what} It was not applied. Lower learning_rate, or set on_non_finite: skip.")

@@ -13,38 +13,71 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from burnish.core.errors import UserError
+from burnish.core.json_files import read_object
+
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 _BLOCK_BYTES = 1 << 22
 
 
-def write_manifest(folder: Path, step: int, fingerprints: Mapping[str, Any]) -> None:
-    """Flush every file of ``folder`` to the disk, then write down their sizes and hashes."""
-    files = {}
+def write_manifest(
+    folder: Path, step: int, fingerprints: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> None:
+    """Flush every file of ``folder`` to the disk, then write down their sizes and hashes.
+
+    Args:
+        known: those that other ranks wrote, flushed and measured: name -> what ``measured`` says.
+    """
+    files = dict(known or {})
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
-        _flush(path)
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        name = path.relative_to(folder).as_posix()
+        if name not in files:
+            files[name] = measured(path)
     manifest = {"format": FORMAT, "global_step": step, "files": files, "fingerprints": fingerprints}
+    manifest["sha256"] = _own_sha256(manifest)
     target = folder / MANIFEST_NAME
     target.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _flush(target)
 
 
+def measured(path: Path) -> dict[str, Any]:
+    """Flush a file, and return its size and hash."""
+    _flush(path)
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises ValueError with what is wrong where the manifest is missing or broken."""
+    """Read the manifest. Raises ValueError, with the fault, where it is missing or broken."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise ValueError(f"it has no {MANIFEST_NAME}, so it was never finished or another program wrote it")
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        manifest["files"], manifest["global_step"], manifest["fingerprints"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"its {MANIFEST_NAME} is damaged ({error})") from error
+        manifest = read_object(path, needs=[("files", dict), ("global_step", int), ("fingerprints", dict)])
+    except UserError as error:
+        raise ValueError(f"its {MANIFEST_NAME} is damaged ({error.problems[0].what.rstrip('.')})") from error
+    if manifest.get("sha256", own := _own_sha256(manifest)) != own:  # one without was written before there was any
+        raise ValueError(f"its {MANIFEST_NAME} was changed after it was written (its checksum differs)")
+    if not all(map(_is_entry, manifest["files"].items())):
+        raise ValueError(f"its {MANIFEST_NAME} is damaged (what it lists are not files of this folder)")
     return manifest
 
 
+def _own_sha256(manifest: Mapping[str, Any]) -> str:
+    """The hash of a manifest without its own hash, so that the fingerprints in it are protected like the files."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _is_entry(item: tuple[str, Any]) -> bool:
+    """``("optimizer.json", {"bytes": 12, "sha256": "..."})``, of a file in the folder."""
+    name, value = item
+    is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    return is_inside and isinstance(value, dict) and {"bytes", "sha256"} <= value.keys()
+
+
 def faults(folder: Path, contents: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, as half sentences; empty where every byte is as it was written.
+    """Faults of a checkpoint, as half sentences; empty where every byte is as it was written.
 
     Args:
         contents: compare the hashes too, not only the sizes.

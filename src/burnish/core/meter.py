@@ -1,4 +1,4 @@
-"""What happened since the last log, kept as sums on the device and read once.
+"""Sums of loss, metrics, tokens and rows since the last log, kept on the device and read once.
 
 Between two logs nothing is copied to the host: a read of one number from a GPU waits for all the work queued before
 it. A log then costs one read, and one sum over ranks, of one small vector.
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.core.metrics import Metrics
 from burnish.core.state import TrainerState
-from burnish.core.types import Engine, Loss
+from burnish.core.types import Engine, Loss, Metric
 
 
 class Meter:
@@ -31,7 +32,7 @@ class Meter:
         self.loss = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         self.run_loss = 0.0  # since the run began, in whichever process
         self.run_steps = 0
-        self.sums: dict[str, Tensor] = {}  # metric -> () sum on this rank
+        self.metrics = Metrics()  # on this rank
         self.weight = torch.zeros((), device=device)  # items over all ranks
         self.non_finite_steps = torch.zeros((), device=device)
         self.grad_norm: Tensor | None = None
@@ -45,17 +46,16 @@ class Meter:
         self.started_s = time.perf_counter()
 
     def add_step(
-        self, loss: Tensor, weight: Tensor, sums: Mapping[str, Tensor], grad_norm: Tensor, learning_rate: float
+        self, loss: Tensor, weight: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float
     ) -> None:
-        """One step: ``loss`` () this rank's part of the mean loss, ``weight`` () items of the step over all ranks."""
+        """Add a step: ``loss`` () is this rank's part of its mean loss, ``weight`` () its items over all ranks."""
         finite = torch.isfinite(loss)
         self.non_finite_steps += ~(finite & torch.isfinite(grad_norm))
         if self.filter_non_finite:
             loss = torch.where(finite, loss, (self.loss / (1 + self.steps)).to(loss.dtype))
         self.loss += loss
         self.weight += weight
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach()
+        self.metrics.add(sums)
         self.grad_norm, self.learning_rate = grad_norm, learning_rate
         self.steps += 1
         self.run_steps += 1
@@ -66,21 +66,23 @@ class Meter:
         self.tokens += tokens
 
     def read(self, state: TrainerState, engine: Engine, flos_per_token: int = 0) -> dict[str, float]:
-        """The means since the last log; counts go into ``state``, the sums start again. One device read.
+        """Return the means since the last log, add counts to ``state``, and start the sums again. One device read.
 
         Returns:
             loss, grad_norm and one mean per metric; empty where no step was taken.
         """
-        names = sorted(self.sums)
-        over_ranks = engine.sum(self._vector(names))
-        everywhere = torch.stack([self.weight, self._norm()]).to(over_ranks.dtype)
-        loss, *metrics, non_finite, tokens, rows, weight, norm = torch.cat([over_ranks, everywhere]).tolist()
+        over_ranks = engine.sum(self._vector())
+        extremes = self.metrics.extremes(engine, over_ranks.dtype)
+        everywhere = [self.weight.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
+        numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
+        loss, non_finite, tokens, rows, *addends = numbers[: len(over_ranks)]
+        weight, norm, *ends = numbers[len(over_ranks) :]
         means = {}
         if self.steps:
             means["loss"] = loss / self.steps
             if self.grad_norm is not None:
                 means["grad_norm"] = norm
-            means.update({name: value / max(weight, 1.0) for name, value in zip(names, metrics, strict=True)})
+            means.update(self.metrics.means(addends, ends, max(weight, 1.0), engine.world_size))
         self.run_loss += loss
         self.rows_here += int(rows)
         self.run_non_finite += int(non_finite) // engine.world_size
@@ -89,37 +91,36 @@ class Meter:
         self._restart()
         return means
 
-    def _vector(self, names: list[str]) -> Tensor:
-        """(3 + metrics + 1,) what is summed over ranks: loss, metrics, non-finite steps, tokens, rows."""
+    def _vector(self) -> Tensor:
+        """(4 + addends of the metrics,) what is summed over ranks: loss, non-finite steps, tokens, rows, metrics."""
         wide = self.loss.dtype
-        counts = torch.tensor([self.tokens, self.rows], dtype=wide, device=self.device)
-        values = [self.loss, *(self.sums[name].to(wide) for name in names), self.non_finite_steps.to(wide)]
-        return torch.cat([torch.stack(values), counts])
+        counts = torch.tensor([self.tokens, self.rows], dtype=wide, device=self.device).unbind()
+        return torch.stack([self.loss, self.non_finite_steps.to(wide), *counts, *self.metrics.addends(wide)])
 
     def _norm(self) -> Tensor:
         return torch.zeros_like(self.weight) if self.grad_norm is None else self.grad_norm.to(self.weight.dtype)
 
     def collect(self, engine: Engine) -> None:
-        """Before a checkpoint: rank 0 takes over the open sums of all ranks, so that one file holds them all."""
+        """Move the open sums of all ranks to rank 0 before a checkpoint, so that one file holds them all."""
         if engine.world_size == 1:
             return
-        names = sorted(self.sums)
-        loss, *metrics, non_finite, tokens, rows = engine.sum(self._vector(names)).unbind()
+        over_ranks = engine.sum(self._vector())
+        loss, non_finite, tokens, rows, *addends = over_ranks.unbind()
         mine = float(engine.rank == 0)
         self.loss = loss * mine
-        self.sums = {name: value * mine for name, value in zip(names, metrics, strict=True)}
+        self.metrics.of_all_ranks(addends, self.metrics.extremes(engine, over_ranks.dtype), mine)
         self.non_finite_steps = (non_finite * mine).to(self.non_finite_steps.dtype)
         self.tokens, self.rows = int(tokens.item() * mine), int(rows.item() * mine)
 
     def _restart(self) -> None:
         self.loss = torch.zeros_like(self.loss)
-        self.sums = {}
+        self.metrics = Metrics()
         self.weight = torch.zeros_like(self.weight)
         self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
         self.steps = self.tokens = self.rows = 0
 
     def summary(self) -> dict[str, float]:
-        """What the last log of a run says: the mean loss of all its steps; runtime and rates of this process alone."""
+        """Values of the last log: the mean loss of all steps of the run; runtime and rates of this process alone."""
         runtime_s = time.perf_counter() - self.started_s
         return {
             "train_runtime": runtime_s,
@@ -129,7 +130,7 @@ class Meter:
         }
 
     def start(self) -> None:
-        """train() begins: the rates of the summary count from here."""
+        """Start the clock of the rates in the summary; ``train()`` calls it first."""
         self.started_s = time.perf_counter()
         self.rows_here = self.steps_here = 0
 
@@ -137,45 +138,45 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "loss": self.loss, "weight": self.weight, "sums": dict(self.sums), "steps": self.steps,
+            "loss": self.loss, "weight": self.weight, "sums": self.metrics.state_dict(), "steps": self.steps,
             "tokens": self.tokens, "rows": self.rows, "non_finite_steps": self.non_finite_steps,
             "run_loss": self.run_loss, "run_steps": self.run_steps,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            if isinstance(value, Tensor):
-                value = value.to(self.device)
             if name == "sums":
-                value = {key: tensor.to(self.device) for key, tensor in value.items()}
-            setattr(self, name, value)
+                self.metrics.load_state_dict(value, self.device)
+            else:
+                setattr(self, name, value.to(self.device) if isinstance(value, Tensor) else value)
 
 
 class Totals:
     """Sums over an evaluation set, on the device until its end."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
+        self.metrics = Metrics()
         self.num_batches = 0
 
     def add(self, loss: Loss, weight: Tensor) -> None:
-        for name, value in {"loss": loss.total, "weight": weight, **loss.sums}.items():
-            value = value.detach().float()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.metrics.add({"loss": loss.total.float(), "weight": weight.float(), **loss.sums})
         self.num_batches += 1
 
     def means(self, engine: Engine) -> dict[str, float]:
-        """Each sum divided by the weight of the whole set. One device read."""
-        if not self.sums:
+        """Each sum divided by the weight of the whole set, or by its own. One device read."""
+        if not self.num_batches:
             return {}
-        names = list(self.sums)
-        totals = dict(zip(names, engine.sum(torch.stack(list(self.sums.values()))).tolist(), strict=True))
-        weight = totals.pop("weight") or 1.0
-        return {name: value / weight for name, value in totals.items()}
+        over_ranks = engine.sum(torch.stack(self.metrics.addends(torch.float32)))
+        extremes = self.metrics.extremes(engine, torch.float32)
+        numbers = torch.cat([over_ranks, torch.stack([*extremes, over_ranks[1]])]).tolist()
+        addends, (*ends, weight) = numbers[: len(over_ranks)], numbers[len(over_ranks) :]
+        means = self.metrics.means(addends, ends, weight or 1.0, engine.world_size)
+        del means["weight"]
+        return means
 
 
 RATES = ("runtime", "samples_per_second", "steps_per_second")
-"""What is said of the time of an evaluation, behind its prefix."""
+"""Names of the timings of an evaluation, to which its prefix is added."""
 
 
 class Clock:

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from burnish.core.conversion import as_type, in_words, members
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.secrets import has_secret_name, keep_secret
 
 
 def option(
@@ -38,6 +39,7 @@ def option(
     le: float | None = None,
     lt: float | None = None,
     ignored: str = "",
+    is_secret: bool = False,
 ) -> Any:
     """A dataclass field that is an option.
 
@@ -51,6 +53,7 @@ def option(
         aliases: older or foreign names of the same option; used with one note.
         ge, gt, le, lt: bounds of a number.
         ignored: why the option is accepted and has no effect; said once when it is given.
+        is_secret: the value is shown and written nowhere (``core/secrets.py``).
     """
     metadata = {
         "help": help,
@@ -60,10 +63,11 @@ def option(
         "aliases": list(aliases),
         "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt},
         "ignored": ignored,
+        "is_secret": is_secret,
     }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Spec:
     group: type  # the dataclass that declares it
     raw_choices: Any = None
     refused: Callable[[], Iterable[Any]] = tuple
+    is_secret: bool = False
 
     @property
     def choices(self) -> list[Any] | None:
@@ -91,7 +96,7 @@ class Spec:
 
     @property
     def type_name(self) -> str:
-        """How a person would call the type: "a number", "true or false", "a list"."""
+        """The type as an error message calls it: "a number", "true or false", "a list"."""
         return in_words(self.type)
 
 
@@ -127,6 +132,7 @@ def specs(group: type) -> dict[str, Spec]:
             group=_declarer(group, f.name),
             raw_choices=meta.get("choices"),
             refused=meta.get("refused", tuple),
+            is_secret=meta.get("is_secret", False),
         )
     return found
 
@@ -153,7 +159,7 @@ def union(name: str, *groups: type, doc: str = "") -> type:
 
 
 def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
-    """An instance of ``group`` from raw values, and everything that is wrong with them.
+    """Make an instance of ``group`` from raw values; returns it, and everything that is wrong with them.
 
     Unknown names get the nearest right one; aliases are resolved; each value is converted to its declared type and
     held against its choices and bounds. The instance holds defaults where a value was wrong.
@@ -165,6 +171,8 @@ def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
     problems: list[Problem] = []
     for key, item in given.items():
         name = by_alias.get(key, key)
+        if has_secret_name(key) or (name in known and known[name].is_secret):
+            keep_secret(item.value)
         if name not in known:
             problems.append(_unknown(key, item, [*known, *by_alias]))
             continue
@@ -194,7 +202,7 @@ def _unknown(key: str, item: Given, known: Sequence[str]) -> Problem:
 
 
 def convert(spec: Spec, raw: Any) -> Any:
-    """``raw`` (from YAML, a flag or Python) as the declared type.
+    """Convert ``raw`` (from YAML, a flag or Python) to the declared type.
 
     Raises:
         ValueError: a half sentence that begins with what was expected, for the caller to put the option's name before.
@@ -252,7 +260,7 @@ def _open_text(spec: Spec) -> bool:
 
 
 def check_bounds(spec: Spec, value: float) -> None:
-    """Raises ValueError, with a half sentence, where a number lies outside of what the option declares."""
+    """Check a number against the option's bounds. Raises ValueError, with a half sentence, where it lies outside."""
     limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
     if not all(holds(value, bound) for (holds, _), bound in limits):
         words = " and ".join(_bound_in_words(word, bound, spec.unit) for (_, word), bound in limits)

@@ -88,7 +88,7 @@ class Registry(Generic[T]):
         return iter(self._members.values())
 
     def names(self) -> list[str]:
-        """Those that can be had; a member with the trait ``refused`` stands here to say why it cannot."""
+        """The names of the members that can be chosen; one with the trait ``refused`` only says why it cannot be."""
         return [member.name for member in self if "refused" not in member.traits]
 
     def option_groups(self) -> list[type]:

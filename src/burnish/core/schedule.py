@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
@@ -19,7 +19,7 @@ from burnish.core.options import option
 
 @dataclass
 class StepOptions:
-    """How many rows a step takes and how many steps there are."""
+    """Rows of a step, and number of steps."""
 
     per_device_train_batch_size: int = option(8, "Rows in a micro-batch on each device.", unit="rows", ge=1)
     per_device_eval_batch_size: int = option(8, "Rows in an evaluation batch on each device.", unit="rows", ge=1)
@@ -31,7 +31,7 @@ class StepOptions:
 
 @dataclass
 class CurveOptions:
-    """How the learning rate moves."""
+    """Schedule of the learning rate."""
 
     lr_scheduler_type: str = option("linear", "The curve of the learning rate.", choices=lambda: curve_names())
     lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Arguments of that curve, such as num_cycles or min_lr.")
@@ -54,17 +54,18 @@ class StepPlan:
 
 
 NO_STEPS = StepPlan(0, 0, 0, 0, 0)
-"""Of a run that only evaluates or predicts."""
+"""The plan of a run that only evaluates or predicts."""
 
 
 def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
-    """An interval as a number of steps: below 1 it is a share of ``max_steps``, rounded up."""
+    """Convert an interval to steps: below 1 it is a share of ``max_steps``, rounded up."""
     value = fallback if interval is None else interval
     return math.ceil(max_steps * value) if value < 1 else int(value)
 
 
 def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1) -> StepPlan:
-    """Raises UserError where no step would run, or where the set has no length and ``max_steps`` is not given."""
+    """Count the steps. Raises UserError where there would be none, or where a set of unknown length has no
+    ``max_steps``."""
     per_batch = options.per_device_train_batch_size * world_size
     rows_per_step = per_batch * options.gradient_accumulation_steps
     if rows is None:
@@ -103,7 +104,7 @@ def _never_peaks(options: CurveOptions, max_steps: int) -> bool:
 
 
 def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
-    """A warm-up of so many steps that it never ends."""
+    """Find a warm-up that is longer than the run, and so never ends."""
     if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
         return []
     return [
@@ -116,7 +117,7 @@ def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
 
 
 def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
-    """A warm-up that is a share of the steps and takes them all, since a share is rounded up: a trial of one step."""
+    """Note a warm-up that is given as a share and, rounded up, takes all steps, as in a trial run of one step."""
     if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
         return []
     name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
@@ -235,6 +236,57 @@ _FACTORS: dict[str, Callable[..., float]] = {
     "warmup_stable_decay": _warmup_stable_decay,
 }
 FOLLOWS_METRIC = ("reduce_lr_on_plateau", "greedy")
+_FOLLOWS_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the classes behind them: torch's, and transformers'
+
+
+class Schedule(Protocol):
+    """A learning-rate schedule: the loop reports each step and evaluation, and the schedule decides whether to move."""
+
+    @property
+    def scheduler(self) -> Any:
+        """Torch's object, which holds the state."""
+        ...
+
+    def after_step(self) -> None: ...
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """A schedule that moves with each step."""
+
+    scheduler: Any
+
+    def after_step(self) -> None:
+        self.scheduler.step()
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class MetricSchedule:
+    """A schedule that moves with a metric of the evaluations.
+
+    Args:
+        deciding: the metrics of an evaluation -> the one that decides.
+    """
+
+    scheduler: Any
+    deciding: Callable[[Mapping[str, float]], float]
+
+    def after_step(self) -> None:
+        return None
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        self.scheduler.step(self.deciding(metrics))
+
+
+def schedule_of(scheduler: Any, deciding: Callable[[Mapping[str, float]], float]) -> Schedule:
+    """Wrap a scheduler of torch, of transformers or of a script as a ``Schedule``."""
+    if any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__):
+        return MetricSchedule(scheduler, deciding)
+    return StepSchedule(scheduler)
 
 
 def curve_names() -> list[str]:
@@ -276,7 +328,7 @@ def _curve_arguments(options: CurveOptions, max_steps: int, warmup: int, learnin
 
 @contextmanager
 def refused_by_curve(options: CurveOptions) -> Iterator[None]:
-    """What a curve says of arguments that are not its own, as a UserError."""
+    """Turn the error of a curve about its arguments into a UserError."""
     try:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:

@@ -8,32 +8,38 @@ cannot be written without a pickle does not belong in a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from burnish.core.pieces import Piece
+
 LARGE_BYTES = 1 << 20
-"""A tensor above this takes long enough to copy that training is not held up for it."""
+"""A tensor above this takes so long to copy that training does not wait for the copy."""
 _TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
 
 
-def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[dict[str, Tensor], Any]:
-    """The tensors by path, and the rest as JSON data in which each tensor is named.
+def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[dict[str, Any], Any]:
+    """Split a state into its tensors by path, or this rank's pieces of them, and the rest as JSON data that names them.
 
     Args:
         copy: take copies on the CPU, so that training may go on while they are written.
-        leave_large: but for tensors above ``LARGE_BYTES``, which ``copy_large`` copies later.
+        leave_large: do not copy tensors above ``LARGE_BYTES`` yet; ``copy_large`` does it later.
     Raises:
         TypeError: for a value that is neither data nor a tensor, with its path.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Piece] = {}
+    first_at: dict[Any, str] = {}  # where a tensor that several entries share is written, once
 
     def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            is_copied = copy and not (leave_large and value.nbytes > LARGE_BYTES)
-            tensors[path] = _copied(value) if is_copied else value.detach()
-            return {_TENSOR: path}
+        if isinstance(value, Tensor | Piece):
+            place = first_at.setdefault(_identity(value) or path, path)
+            if place == path:
+                is_copied = (copy and not (leave_large and value.nbytes > LARGE_BYTES)) or _is_part(value)
+                tensors[path] = _copied(value) if is_copied else value.detach()
+            return {_TENSOR: place}
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Mapping):
@@ -48,8 +54,8 @@ def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[
     return tensors, walk(state, "")
 
 
-def join(tensors: Mapping[str, Tensor], data: Any) -> Any:
-    """The state that ``split`` took apart."""
+def join(tensors: Mapping[str, Any], data: Any) -> Any:
+    """Put together the state that ``split`` took apart."""
     if isinstance(data, list):
         return [join(tensors, item) for item in data]
     if not isinstance(data, dict):
@@ -63,15 +69,37 @@ def join(tensors: Mapping[str, Tensor], data: Any) -> Any:
     return {key: join(tensors, item) for key, item in data.items()}
 
 
-def copy_large(tensors: dict[str, Tensor]) -> None:
-    """Put copies in the place of the tensors that ``split`` left."""
+def _identity(tensor: Tensor | Piece) -> Any:
+    """The same for two names of one tensor, such as the table of codes of all moments in 8 bits; None where it holds
+    nothing, or nothing that has an address."""
+    if (
+        not isinstance(tensor, Tensor)
+        or not tensor.numel()
+        or tensor.layout is not torch.strided
+        or tensor.device.type == "meta"
+    ):
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _is_part(tensor: Tensor | Piece) -> bool:
+    """Return whether other tensors may share its storage, which a file cannot express."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def copy_large(tensors: dict[str, Any]) -> None:
+    """Replace the tensors that ``split`` did not copy by copies."""
     for path, tensor in tensors.items():
         if tensor.nbytes > LARGE_BYTES:
             tensors[path] = _copied(tensor)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copied(tensor: Any) -> Any:
     """A contiguous copy on the CPU. From a GPU the copy is the transfer itself."""
+    if isinstance(tensor, Piece):
+        return replace(tensor, tensor=_copied(tensor.tensor))
     tensor = tensor.detach()
     on_cpu = tensor.to("cpu")
     return (on_cpu.clone() if on_cpu.data_ptr() == tensor.data_ptr() else on_cpu).contiguous()

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from burnish.core.json_files import read_object
 from burnish.core.schedule import steps_of
 
 STATE_NAME = "trainer_state.json"
+_NEEDED = (("global_step", int), ("max_steps", int), ("log_history", list))
 
 
 @dataclass
 class TrainerState:
-    """Where a run stands. Written as ``trainer_state.json`` with sorted keys."""
+    """The position of a run and its logs. Written as ``trainer_state.json`` with sorted keys."""
 
     epoch: float | None = None
     global_step: int = 0
@@ -47,7 +50,7 @@ class TrainerState:
             self.log_history = []
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
-        """The intervals of ``args`` in steps; one below 1 is a share of ``max_steps``."""
+        """Take over the intervals of ``args`` in steps; one below 1 is a share of ``max_steps``."""
         self.logging_steps = steps_of(args.logging_steps, max_steps, self.logging_steps)
         self.eval_steps = steps_of(args.eval_steps, max_steps, self.logging_steps)
         self.save_steps = steps_of(args.save_steps, max_steps, self.save_steps)
@@ -55,8 +58,8 @@ class TrainerState:
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what is known; a field that another version wrote is left alone."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the fields that are known here; those that another version wrote are ignored."""
         names = {f.name for f in dataclasses.fields(self)}
         for name, value in state.items():
             if name in names:
@@ -69,7 +72,7 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
         state = cls()
-        state.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
+        state.load_state_dict(read_object(Path(json_path), needs=_NEEDED))
         return state
 
 
@@ -98,6 +101,6 @@ class TrainerControl:
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)

@@ -1,4 +1,4 @@
-"""What a safetensors file holds, learned from its header: names, dtypes, shapes; no tensor is read.
+"""Names, dtypes and shapes of the tensors in a safetensors file, from its header; no tensor is read.
 
 The format: eight bytes, little endian, the length of the header; the header, JSON; the tensors, end to end
 (https://huggingface.co/docs/safetensors, "Format"). So a file that was cut off is recognised by its size alone.
@@ -44,6 +44,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise UserError(_cut_off(path, start, size))
         header = _header(file.read(length), path, size)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if not all(map(_is_entry, entries.values())):
+        raise UserError(_not_safetensors(path, size))
     expected = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if size != expected:
         raise UserError(_cut_off(path, expected, size))
@@ -62,33 +64,23 @@ def read_headers(paths: Iterable[Path]) -> tuple[dict[str, TensorInfo], list[Pro
     return found, problems
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        UserError: where it is none, with line and column.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        place = f"{path}, line {error.lineno}, column {error.colno}"
-        raise UserError(
-            Problem(f"not valid JSON: {error.msg}.", where=place, remedy="Fetch the file again, or mend it there.")
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            Problem(f"not UTF-8 text at byte {error.start}.", where=str(path), remedy="Fetch the file again.")
-        ) from None
-
-
 def _header(raw: bytes, path: Path, size: int) -> dict[str, Any]:
     try:
         header = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(_not_safetensors(path, size)) from None
     if not isinstance(header, dict):
         raise UserError(_not_safetensors(path, size))
     return header
+
+
+def _is_entry(entry: Any) -> bool:
+    """``{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}``"""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    lists = (entry.get("shape"), entry.get("data_offsets"))
+    are_counts = all(isinstance(one, list) and all(type(n) is int and n >= 0 for n in one) for one in lists)
+    return are_counts and len(entry["data_offsets"]) == 2
 
 
 def _cut_off(path: Path, expected: int, size: int) -> Problem:

@@ -9,7 +9,7 @@ record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from burnish.core.checkpoint import Checkpoints
-    from burnish.core.events import CallbackHandler
-    from burnish.core.meter import Meter
-    from burnish.core.state import TrainerControl, TrainerState
+    from burnish.core.parts import Part
+    from burnish.core.run import Run
 
 IGNORE_INDEX = -100
 """The label of a position that is not learned (torch's default ``ignore_index``)."""
 
+Ids: TypeAlias = "array[int]"
+"""Token ids, or labels, as 32-bit numbers: joined and written at the speed of memory, as no list is."""
 RoleName: TypeAlias = Literal["system", "user", "assistant", "function", "observation"]
 
 
@@ -43,9 +43,14 @@ class Message:
     weight: float = 1.0
 
 
+Answer: TypeAlias = "tuple[Message, ...] | str"
+"""What follows a prompt: messages, usually one, or a text where the prompt is a text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One record, typed. Exactly one of ``messages``, ``text``, ``completion`` is filled.
+    """One record, typed. Exactly one of ``messages``, ``text``, ``completion`` is filled; of a pair ``messages`` or
+    ``prompt``, which is what its two answers follow.
 
     Args:
         messages: the conversation, without the system message.
@@ -54,6 +59,10 @@ class Example:
         text: plain text, for pretraining or already rendered.
         prompt: what precedes ``completion``; not learned.
         completion: what is learned, given ``prompt``.
+        chosen, rejected: the two answers of a pair, of one kind.
+        tag: whether the last answer of ``messages``, or ``completion``, is a desirable one.
+        other: an answer to another prompt, which a verdict is held against (KTO).
+        margin: how much better the chosen answer is.
         source: where it was read: file or data set name.
         number: 1-based record number in ``source``, as a person would count.
         extra: further columns that an objective may ask for.
@@ -65,6 +74,11 @@ class Example:
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
+    chosen: Answer | None = None
+    rejected: Answer | None = None
+    tag: bool | None = None
+    other: Answer | None = None
+    margin: float | None = None
     source: str = ""
     number: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -76,20 +90,31 @@ class Example:
 
 
 class Row(TypedDict, total=False):
-    """One encoded example: plain lists of the same length T."""
+    """One encoded example: plain lists of the same length T, or of several sequences those of each."""
 
     input_ids: list[int]
     labels: list[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
     loss_weights: list[float]  # only where a message carried a weight other than 1
-    seq_lengths: list[int]  # only in a pack: the lengths of the rows laid end to end in it
+    seq_lengths: list[int]  # only in a pack: the lengths of the rows that were concatenated to it
+    sequence: list[int]  # only where sums are wanted of each sequence in a batch: which one a token belongs to
+    chosen_input_ids: list[int]  # a pair is a row of two sequences, each with labels of its own
+    chosen_labels: list[int]
+    rejected_input_ids: list[int]
+    rejected_labels: list[int]
+    margin: float
+    reference_chosen_logps: float  # in nats, where the reference's were computed before
+    reference_rejected_logps: float
+    tag: bool  # the verdict on an answer, and beside it the same prompt with another record's answer
+    kl_input_ids: list[int]
+    kl_labels: list[int]
 
 
 FlatRow: TypeAlias = "dict[str, array[Any]]"
-"""A row whose columns are arrays, between the template and the place where rows are kept: no list is made of it."""
+"""A row whose columns are arrays, as it goes from the template to the row store without becoming lists."""
 
 
 def as_lists(row: Row | FlatRow | None) -> Row | None:
-    """The row with plain lists."""
+    """Convert the columns of a row to plain lists."""
     columns: Mapping[str, Any] = row or {}
     lists: Any = {name: values.tolist() if isinstance(values, array) else values for name, values in columns.items()}
     return None if row is None else lists
@@ -97,7 +122,8 @@ def as_lists(row: Row | FlatRow | None) -> Row | None:
 
 Batch: TypeAlias = dict[str, Any]
 """One micro-batch, ready for the model: ``input_ids`` (B, T), ``labels`` (B, T), and either ``attention_mask`` (B, T)
-or, where sequences lie flat in one row, ``position_ids`` (1, T) that restart and ``cu_seq_lens_q`` (sequences + 1,)."""
+or, if padding-free (all sequences concatenated to one row), ``position_ids`` (1, T) that restart at each sequence and
+``cu_seq_lens_q`` (sequences + 1,)."""
 
 
 @dataclass(frozen=True)
@@ -105,61 +131,147 @@ class Group:
     """The micro-batches of one step, and where the stream stands once they have been used."""
 
     batches: Sequence[Batch]
-    cursor: Mapping[str, int]  # what Stream.load_state_dict takes
+    cursor: Mapping[str, Any] | None  # what Stream.load_state_dict takes; None: the stream stays where it is
     epoch: float  # epochs passed once this step is done, fraction included
     num_rows: int = 0  # on this rank, blanks not counted
     num_tokens: int = 0  # on this rank, padding not counted
 
 
+Reduction: TypeAlias = Literal["mean", "min", "max", "last"]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A metric over items of its own.
+
+    Args:
+        total: () the sum over them; for a reduction other than "mean" the number itself.
+        count: () how many they are; 0 where a micro-batch has none.
+        reduction: how two values become one. "last" is the mean over ranks of the last value of each.
+    """
+
+    total: Tensor
+    count: Tensor
+    reduction: Reduction = "mean"
+
+
+Metric: TypeAlias = "Tensor | Sum"
+"""A plain tensor () is a sum over the items of the loss, and shares their weight."""
+
+
 @dataclass(frozen=True)
 class Loss:
-    """What one micro-batch adds to the loss of its step.
+    """The part of one micro-batch in the loss of its step.
 
     ``total`` is a sum over items, never a mean: the loop divides by the weight of the whole step, so the update does
     not depend on how the step was cut.
     """
 
     total: Tensor  # () sum over items, in nats
-    sums: Mapping[str, Tensor] = field(default_factory=dict)  # metric -> () sum over the same items
+    sums: Mapping[str, Metric] = field(default_factory=dict)  # metric -> its sum, and the count that divides it
     outputs: Any = None  # the model's output, kept only where evaluation asked for it
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something a checkpoint holds. The dict may nest and may hold tensors, numbers, strings, lists and None."""
+    """An object that a checkpoint can hold. Its dict may nest, and hold tensors, numbers, strings, lists and None."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
 
 
 class Objective(Protocol):
-    """What is learned, as the loop asks it. How examples become rows and batches is said in ``objectives/base.py``."""
+    """A training objective as the loop sees it. ``objectives/base.py`` says how examples become rows and batches.
+
+    A class that names this protocol as its base has the usual answers to all but ``weight`` and ``loss``.
+    """
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """The objective's own parts of a checkpoint: a moving baseline, a reference that follows the policy."""
+        return {}
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """The model, and what else is trained with it (a value head), as one module: the one that the engine prepares,
+        whose parameters the optimizer moves, and whose ``state_dict`` a checkpoint holds."""
+        return model
+
+    def expand(self, run: Run, group: Group) -> Iterator[Group]:
+        """The groups that are trained on in place of ``group``: itself, or what was made of it (answers to its
+        prompts). The cursor of all but the last is None: the stream moves on after the last of them."""
+        yield group
+
+    def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        """Look at all micro-batches of a step on this rank before the first of them: add what is a function of the
+        whole step (means, counts over ranks) or of another model (log-probabilities of a reference).
+
+        Called once per step, before ``weight``. Whoever computes here does it without gradient, in evaluation mode
+        (``burnish.core.modes.evaluating``).
+        """
+        return batches
+
+    def evaluated(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        """The batches of an evaluation set, ready one by one; what is a function of a whole step is one of the set."""
+        for batch in batches:
+            yield from self.ready(module, [engine.to_device(batch)], engine)
+
+    def shown(self, values: dict[str, float]) -> dict[str, float]:
+        """Complete the metrics of a log or an evaluation with those that follow from others."""
+        return values
+
+    def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Parameters that train beside the model's: those of a head."""
+        return ()
 
     def weight(self, batch: Batch) -> Tensor:
         """() the items of the batch that share the step's mean: label-bearing tokens, pairs, ..."""
         ...
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Of one micro-batch, as a sum over those items."""
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        """Compute the loss of one micro-batch as a sum over those items."""
         ...
 
 
 class Engine(Protocol):
-    """Where it runs: processes, devices, precision."""
+    """Processes, devices and precision of a run."""
 
     device: torch.device
     rank: int
     world_size: int
     scales_loss: bool  # float16 with a loss scale that finds its own size: a skipped step is part of that
 
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """The engine's own parts of a checkpoint, such as a loss scale."""
+        ...
+
+    is_sharded: bool  # each rank holds a part of the weights, and all have to ask together for whole ones
+
+    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts of a run as a checkpoint takes them, where each rank holds a piece of their tensors."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A weight as one tensor, where each rank holds a part. All ranks ask for the same ones in the same order."""
+        ...
+
+    def generating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The context of answers that the bare model gives, outside of the module that ``prepare`` returned."""
+        ...
+
+    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+        """Give the weights that train their format, and all of them their device, before the optimizer is made, which
+        may keep copies of them; or keep in mind to do so when ``prepare`` shards them."""
+        ...
+
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]: ...
     def to_device(self, batch: Batch) -> Batch: ...
     def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch: gradients are synced only on the last of a group."""
+        """The context of forward and backward of one micro-batch: gradients are synced on the last of a group only."""
         ...
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Around a forward pass: the autocast of the run."""
+        """The context of a forward pass: the autocast of the run."""
         ...
 
     def backward(self, loss: Tensor) -> None: ...
@@ -177,64 +289,49 @@ class Engine(Protocol):
         ...
 
     def gather(self, value: Tensor) -> Tensor:
-        """Concatenation over ranks along dimension 0, padded with IGNORE_INDEX along dimension 1 where needed."""
+        """Concatenation over ranks along dimension 0, of which each may have any number of rows, padded with
+        IGNORE_INDEX along the others where needed."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Plain data of every rank, in the order of the ranks."""
         ...
 
     def barrier(self) -> None: ...
+    def leave(self) -> None:
+        """Leave the group of processes after a run that went well; no process waits for another any more."""
+        ...
+
     def unwrap(self, model: nn.Module) -> nn.Module: ...
 
 
 class Stream(Stateful, Protocol):
-    """What comes next: the groups of an epoch from where it stands, each with the cursor after it."""
+    """The stream of groups of an epoch, from the cursor on, each with the cursor that follows it."""
 
     def groups(self) -> Iterator[Group]:
-        """From the cursor to the end of the current epoch. May read ahead of what the loop has used."""
+        """Yield the groups from the cursor to the end of the current epoch. May read ahead of the loop."""
         ...
 
     def advance(self, group: Group) -> None:
-        """``group`` has been used: the cursor, which a checkpoint holds, moves behind it."""
+        """Move the cursor, which a checkpoint holds, to that of ``group``, which has been used, if it has one."""
         ...
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the cursor stands behind the last group of its epoch."""
+        """Return whether the cursor stands behind the last group of its epoch."""
         ...
 
     def end_epoch(self) -> None:
-        """The cursor moves to the start of the next epoch, wherever it stands in this one."""
+        """Move the cursor to the start of the next epoch, wherever it stands in this one."""
         ...
 
 
 class Adapter(Protocol):
-    """Which weights move."""
+    """A choice of the weights that are trained, and how: whole model, some layers, LoRA."""
 
     def attach(self, model: nn.Module) -> nn.Module: ...
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside it the model computes what it did before training."""
+        """The context in which the model computes as it did before training."""
         ...
 
     def save(self, model: nn.Module, folder: str) -> None: ...
-
-
-@dataclass
-class Run:
-    """The parts of one training run, and no behaviour."""
-
-    model: nn.Module  # as the engine prepared it
-    objective: Objective
-    engine: Engine
-    stream: Stream
-    optimizer: Any
-    scheduler: Any
-    state: TrainerState
-    control: TrainerControl
-    callbacks: CallbackHandler
-    meter: Meter
-    checkpoints: Checkpoints
-    parts: dict[str, Stateful]  # everything a checkpoint holds, by name
-    eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)  # name ("" for a single one) -> batches
-    evaluate: Callable[[Run, Iterable[Batch], str], dict[str, float]] = field(default=lambda run, batches, prefix: {})
-    microstep: Callable[[Run, Batch, Tensor, bool], Loss] | None = None  # in place of the loop's own
-    log: Callable[[Run, dict[str, Any]], None] | None = None  # in place of the loop's own
-    flos_per_token: int = 0  # floating-point operations of forward and backward for one token
-    logs_tokens: bool = False  # num_input_tokens_seen in every log

@@ -1,4 +1,4 @@
-"""Which data a run learns from, as options, and what can be found wrong with them without reading a file.
+"""Options of the data, and the checks of them that need no file.
 
 Names and defaults are LLaMA-Factory's, where it has the option.
 """
@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
-from burnish.data.formats import FORMATS
+from burnish.data.sets.formats import FORMATS
 
 
 @dataclass
 class DataOptions:
-    """Which data a run learns from."""
+    """Data."""
 
     dataset: list[str] | None = option(
         None, "Data sets to train on: names in dataset_info.json, or paths of files and folders."
@@ -69,8 +69,8 @@ class DataOptions:
     )
 
 
-def check_data(options: Any) -> list[Problem]:
-    """What can be found wrong without reading a file."""
+def check_data(options: DataOptions) -> list[Problem]:
+    """Find what is wrong with the options without reading a file."""
     problems = []
     if not (options.dataset or options.eval_dataset or options.tokenized_path):
         problems.append(
@@ -79,7 +79,7 @@ def check_data(options: Any) -> list[Problem]:
     return problems + _check_val_size(options) + _check_mix(options)
 
 
-def _check_val_size(options: Any) -> list[Problem]:
+def _check_val_size(options: DataOptions) -> list[Problem]:
     if not options.val_size:
         return []
     if options.eval_dataset:
@@ -90,7 +90,7 @@ def _check_val_size(options: Any) -> list[Problem]:
     return []
 
 
-def _check_mix(options: Any) -> list[Problem]:
+def _check_mix(options: DataOptions) -> list[Problem]:
     weights = options.interleave_probs
     if weights is None:
         return []

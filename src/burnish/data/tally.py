@@ -1,7 +1,7 @@
-"""What happened to the records on their way to rows: counted by reason, with record numbers.
+"""Tally of records that were dropped, cut or changed on their way to rows: by reason, with record numbers.
 
-Nothing is dropped, cut or left without a label in silence. Whoever does such a thing adds it here; ``explain``, the
-log and the model card read it.
+Nothing is dropped, cut or left without a label silently. Code that does such a thing adds it here; ``explain``, the log
+and the model card read it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from burnish.core.types import Example
 
 SHOWN = 5
-"""Record numbers named per reason; the rest is counted."""
+"""Number of record numbers named per reason; the others are counted."""
 
 
 @dataclass
 class Tally:
-    """Reason -> the records it happened to, in the order in which they were read."""
+    """Reason -> the records that it applies to, in the order in which they were read."""
 
     records: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     seen: int = 0
 
     def add(self, reason: str, example: Example) -> None:
-        """Args: reason: a short past participle phrase: "dropped: the assistant turn is empty", "cut to cutoff_len"."""
+        """Count a record. Args: reason: a participle phrase: "dropped: the assistant turn is empty"."""
         self.records[reason].append((example.source, example.number))
 
     def count(self, reason: str) -> int:
@@ -35,7 +35,7 @@ class Tally:
         return ((reason, len(found)) for reason, found in sorted(self.records.items()))
 
     def sentences(self) -> list[str]:
-        """``dropped: the assistant turn is empty: 2 of 1000 rows (train.json: 17, 204)``, a line per reason."""
+        """A line per reason: ``dropped: the assistant turn is empty: 2 of 1000 rows (train.json: 17, 204)``."""
         return [f"{reason}: {count} of {self.seen} rows ({self._places(reason)})" for reason, count in self]
 
     def _places(self, reason: str) -> str:

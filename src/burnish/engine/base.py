@@ -1,4 +1,4 @@
-"""The engine in plain torch, for one process and one device: the reference that every other engine is held to.
+"""The engine in plain torch, for one process and one device: the reference for all other engines.
 
 In: a model, an optimizer, micro-batches, losses. Out: the same on the device, gradients, one update, or none where the
 loss or a gradient is not finite. The loop (``core/loop.py``) says when; nothing here knows what is learned.
@@ -6,10 +6,11 @@ loss or a gradient is not finite. The loop (``core/loop.py``) says when; nothing
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -17,22 +18,37 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from burnish.core.parts import Part
 from burnish.core.types import Batch, Engine, Stateful
 from burnish.engine.checkpointing import checkpoint_activations
+from burnish.engine.layers import layers_of
 from burnish.engine.memory import keep_few_kernels, keep_freed_memory
 from burnish.engine.offloading import Offloading
-from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, uses_accelerate
+from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, engine_name
 
 __all__ = ["EngineOptions", "SingleEngine", "check_engine", "create_engine", "set_seed"]
 
 
 def create_engine(options: Any) -> Engine:
     """The engine that the options and the number of processes ask for."""
-    if uses_accelerate(options):
+    name = engine_name(options)
+    if name == "single":
+        return SingleEngine(options)
+    if name == "accelerate":
         from burnish.engine.accelerate import AccelerateEngine
 
         return AccelerateEngine(options)
-    return SingleEngine(options)
+    if name == "fsdp":
+        from burnish.engine.fsdp import FsdpEngine
+
+        return FsdpEngine(options)
+    if name == "deepspeed":
+        from burnish.engine.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(options)
+    from burnish.engine.ddp import DdpEngine
+
+    return DdpEngine(options)
 
 
 class SingleEngine:
@@ -44,6 +60,7 @@ class SingleEngine:
 
     rank: int = 0
     world_size: int = 1
+    checkpoints_layers = False  # an engine's own settings may ask for gradient checkpointing too
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -60,16 +77,16 @@ class SingleEngine:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What of the engine belongs into a checkpoint."""
+        """The engine's own parts of a checkpoint: the loss scale, if there is one."""
         return {"scaler": cast(Stateful, self.scaler)} if self.scaler else {}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
-        """The model on the device, checkpointed and compiled where asked, and the optimizer over its weights."""
+        """Put the model on the device, with checkpointing and compilation if asked; returns it and the optimizer."""
         self.optimizer = optimizer
         if self.device.type == "cpu" and optimizer is not None:
             keep_freed_memory()
-        model = model.to(self.device)
-        if self.options.gradient_checkpointing:
+        self.settle(model)
+        if self.options.gradient_checkpointing or self.checkpoints_layers:
             checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)
         if self.options.activation_offloading and self.device.type != "cpu":
             self._offloading = Offloading(model, self.device)
@@ -78,19 +95,47 @@ class SingleEngine:
             compile_layers(model, backend=backend, mode=self.options.torch_compile_mode)
         return model, optimizer
 
+    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+        """Before the optimizer is made, which may keep copies of weights.
+
+        Args:
+            trained_in: the format of the weights that train.
+        """
+        set_precision(model, trained_in)
+        model.to(self.device)
+
+    def settle(self, model: nn.Module) -> None:
+        """Move a model for which ``place`` was not called to the device of the engine."""
+        model.to(self.device)
+
     def to_device(self, batch: Batch) -> Batch:
-        return {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
+        moved = copy.copy(batch)  # keeps the class of the dict, which may matter to a script
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(self.device, non_blocking=True)
+        return moved
 
     def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch; one process has nobody to sync with."""
+        """The context of forward and backward of one micro-batch; a single process syncs nothing."""
         return nullcontext()
+
+    def generating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The context of generation with the bare model, outside of the module that ``prepare`` returned."""
+        return nullcontext()
+
+    is_sharded = False
+
+    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts of a run for a checkpoint, where each rank holds a piece of their tensors."""
+        return dict(parts)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A whole weight, where each rank holds a part. All ranks must ask for the same weights in the same order."""
+        return tensor
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """Around a forward pass: autocast where the run has it, and what is kept goes where it is to be kept."""
+        """The context of a forward pass: autocast, and offloading of activations, if the run has them."""
         with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
             if self._offloading is None:
                 yield
@@ -111,15 +156,15 @@ class SingleEngine:
             self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = _total_norm(gradients, self.device)
-        # On a CPU the norm is read for free, and gradients that are short enough are not gone through once more. On a
-        # GPU a read waits for the device, so there the factor, 1 or less, is multiplied on whatever it is.
+        # On a CPU the norm is read for free, and gradients that need no clipping are left as they are. On a GPU a read
+        # waits for the device, so there the factor, 1 or less, is always multiplied.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 is torch's own guard
         if max_norm > 0 and gradients and (norm.device.type != "cpu" or factor != 1):
             torch._foreach_mul_(gradients, factor)
         return norm
 
     def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
-        """One update, unless ``is_finite`` () bool is false. See the protocol for what is returned."""
+        """Update once, unless ``is_finite`` () bool is false. The protocol describes the return value."""
         if self.scaler:
             # Reads one number from the device, as torch's own GradScaler.step does.
             applied = bool(is_finite)
@@ -128,7 +173,7 @@ class SingleEngine:
             self.scaler.update()
             return applied
         if self.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # The kernel itself leaves the weights alone where found_inf is 1, so nothing has to be read.
+            # The kernel itself skips the update where found_inf is 1, so nothing has to be read.
             optimizer.found_inf, optimizer.grad_scale = (~is_finite).float(), None  # type: ignore[attr-defined]
             optimizer.step()
             return True
@@ -144,31 +189,45 @@ class SingleEngine:
     def gather(self, value: Tensor) -> Tensor:
         return value
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
     def barrier(self) -> None:
         return None
 
+    def leave(self) -> None:
+        return None
+
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """What was given to ``prepare``."""
+        """Return the module that was given to ``prepare``."""
         inner: nn.Module = getattr(model, "_orig_mod", model)
         return inner
 
 
 def compile_layers(model: nn.Module, **arguments: Any) -> None:
-    """Compile each layer of the model's stacks in place: layers that are alike are compiled once, however many there
-    are, and the names of the weights stay. A model without a stack is compiled whole.
+    """Compile each layer of the model's stacks in place, so that equal layers are compiled only once, and the names of
+    the weights stay. A model without a stack is compiled as a whole.
 
     Args:
         arguments: of ``torch.compile``.
     """
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    inside = {id(module) for stack in stacks for layer in stack for module in layer.modules()}  # experts in a layer
-    layers = [layer for stack in stacks if id(stack) not in inside for layer in stack]
-    for module in layers or [model]:
+    for module in layers_of(model) or [model]:
         module.compile(**arguments)
 
 
+def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
+    """Give the parameters that train ``trainable_dtype``; the others keep the dtype they were loaded in.
+
+    An update of one part in ten thousand needs float32: bfloat16 has eight bits and would lose it (pure_bf16 accepts
+    that). Tied weights stay tied.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(trainable_dtype)
+
+
 def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """() the length of all gradients as one vector, in float32."""
+    """() the norm of all gradients as one vector, in float32."""
     if not gradients:
         return torch.zeros((), device=device)
     lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -183,7 +242,7 @@ def set_seed(seed: int, full_determinism: bool = False) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     if full_determinism:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # else cuBLAS picks among kernels as it goes
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # else cuBLAS chooses kernels at run time
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False

@@ -14,14 +14,16 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from burnish.core.errors import Problem, did_you_mean
+from burnish.core.patching import Reason, record
 
+CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing asks for it")
 _OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _OF_MODELS = {"every_n_layers": 1, "offload": False}
-"""What the models of transformers 5.23 take besides, and the value at which it does nothing."""
+"""Further arguments of transformers 5.23's models, and the value at which each does nothing."""
 
 
 def checkpointing_problems(options: Any) -> Iterator[Problem]:
-    """What is wrong with ``gradient_checkpointing_kwargs``."""
+    """Find what is wrong with ``gradient_checkpointing_kwargs``."""
     given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
     for name in [name for name in given if name not in known]:
         yield Problem(
@@ -43,7 +45,7 @@ def checkpointing_problems(options: Any) -> Iterator[Problem]:
 
 
 def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> None:
-    """Let the layers of ``model`` keep their inputs only.
+    """Make the layers of ``model`` keep only their inputs.
 
     Args:
         given: ``gradient_checkpointing_kwargs``.
@@ -62,14 +64,18 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
     if arguments.pop("selective", False):
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_costly)
     own = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
-    if next(model.parameters()).device.type == "cpu":  # they lie there already, in memory that cannot be pinned
+    if next(model.parameters()).device.type == "cpu":  # activations are in that memory already
         own["offload"] = False
+    record(model, partial(_enable, able[0], arguments, own), CHECKPOINTED)
+
+
+def _enable(model: Any, arguments: dict[str, Any], own: dict[str, Any]) -> None:
     if arguments["use_reentrant"]:
-        able[0].enable_input_require_grads()  # that kind of it goes back only through an input that asks for it
-    if hasattr(able[0], "activation_checkpointing_enable"):
-        able[0].activation_checkpointing_enable(arguments, **own)
+        model.enable_input_require_grads()  # that kind of it goes back only through an input that asks for it
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(arguments, **own)
     elif own == _OF_MODELS:
-        able[0].gradient_checkpointing_enable(arguments)
+        model.gradient_checkpointing_enable(arguments)
     else:
         raise ValueError(
             '"gradient_checkpointing_kwargs": every_n_layers and offload need a later transformers: '
@@ -78,11 +84,11 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
 
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"}
-"""Not baddbmm, nor products into a tensor that is there (``aten::addmm.out``): what is made so is written over."""
+"""Not baddbmm, nor products into an existing tensor (``aten::addmm.out``), because their results are overwritten."""
 
 
 def _keep_what_is_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Under ``selective`` the results of products and attention are kept: the cheap rest is computed again."""
+    """Policy of ``selective``: keep the results of products and attention, and compute the cheap rest again."""
     name: str = operation.name()  # attention of torch, of flash-attn, of whatever a model brings
     is_costly = name in _PRODUCTS or "attention" in name or "attn" in name
     return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE

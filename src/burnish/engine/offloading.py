@@ -1,7 +1,7 @@
-"""Activation offloading: what the forward pass keeps for the backward pass lies in the machine's memory, not the GPU's.
+"""Activation offloading: keep activations for the backward pass in the machine's memory instead of the GPU's.
 
 In: a model on its device. Out: a context for its forward passes. The numbers do not change. With checkpointing, only
-the inputs of layers are kept at all, and so only they are moved.
+the inputs of layers are kept, and so only they are moved.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 _SMALL = 2**20
-"""Bytes below which a tensor stays: to move it would take longer than it is worth."""
+"""Bytes below which a tensor is not moved, because moving would take too long for what it saves."""
 
 
 class Offloading:
-    """Moves what autograd keeps to the machine's memory while the forward pass goes on, and back when it is needed.
+    """Moves tensors that autograd keeps to the machine's memory during the forward pass, and back when needed.
 
-    The copies run beside the computation, on a stream of their own. Weights stay where they are, and so do the copies
-    in half precision that autocast makes of them; both are known by their shapes.
+    The copies run in parallel to the computation, on a stream of their own. Weights are not moved, nor are autocast's
+    copies of them in half precision; both are recognised by their shapes.
 
     Args:
-        device: where the model is. On a CPU nothing would be gained; it is the place to test what is moved.
+        device: the model's device. On a CPU nothing is gained; there it serves tests only.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, smallest: int = _SMALL) -> None:
@@ -35,12 +35,12 @@ class Offloading:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward pass."""
+        """The context of a forward pass."""
         with torch.autograd.graph.saved_tensors_hooks(self._away, self._back):
             yield
 
     def _away(self, tensor: Tensor) -> tuple[Tensor, torch.device | None, Any]:
-        """(what is kept, where it came from or None where it stayed, when its copy is done)."""
+        """Move a tensor away. Returns (tensor to keep, its device or None if it was not moved, event of the copy)."""
         if tensor.nbytes < self.smallest or tuple(tensor.shape) in self._weights:
             return tensor, None, None
         if self._stream is None:
@@ -50,7 +50,7 @@ class Offloading:
         with torch.cuda.stream(self._stream):
             kept.copy_(tensor, non_blocking=True)
             done = self._stream.record_event()
-        tensor.record_stream(self._stream)  # its memory is free for others only once it has been read
+        tensor.record_stream(self._stream)  # so that its memory is not used again before it has been copied
         return kept, tensor.device, done
 
     def _back(self, packed: tuple[Tensor, torch.device | None, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a person can ask of the engine, and what of it cannot be had.
+"""Options of the engine, and the checks of them.
 
 In: the flat options. Out: problems (``check_engine``), remarks (``engine_notes``), and the two decisions that both
 engines share: on which device, and in which number format the forward pass runs.
@@ -17,16 +17,35 @@ import torch
 from burnish.core.errors import Problem, did_you_mean
 from burnish.core.options import option
 from burnish.engine.checkpointing import checkpointing_problems
-from burnish.engine.sharding import sharding_notes, sharding_problems
+from burnish.engine.deepspeed_settings import (
+    NAMES,
+    asks_for_deepspeed,
+    deepspeed_notes,
+    deepspeed_problems,
+    zero_stage,
+)
+from burnish.engine.fsdp_settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
+from burnish.engine.places import AUTO
 
 
 @dataclass
 class EngineOptions:
-    """Where the run happens: processes, devices, number formats, seeds."""
+    """Processes, devices, number formats, seeds."""
 
     engine: str = option(
-        "auto", "Plain torch (single), or accelerate; auto takes accelerate where there are several processes.",
-        choices=("auto", "single", "accelerate"),
+        "auto", "Plain torch on one device (single) or on several, each with the whole model (ddp) or a part of it "
+        "(fsdp, deepspeed); accelerate sets ddp up by that library. auto takes what is set, else ddp for several.",
+        choices=("auto", "single", "ddp", "accelerate", "fsdp", "deepspeed"),
+    )  # fmt: skip
+    num_processes: int | str = option(
+        AUTO, "Processes of this machine that share the run, started by burnish; auto is one for each GPU.", ge=1,
+    )  # fmt: skip
+    max_restarts: int = option(
+        0, "Times that the processes of a run which fails are started again, from the newest checkpoint.", ge=0
+    )
+    stall_timeout_s: float | None = option(
+        None, "End a run in which no step and no batch of an evaluation ends for so long, with the stacks of every "
+        "process.", unit="s", gt=0,
     )  # fmt: skip
     use_cpu: bool = option(False, "Stay on the CPU where there is a GPU too.", aliases=("no_cuda",))
     bf16: bool = option(False, "Forward and backward in bfloat16 under autocast; the weights stay float32.")
@@ -57,18 +76,22 @@ class EngineOptions:
     ddp_timeout: int = option(1800, "How long a process waits for the others before it gives up.", unit="s", gt=0)
     ddp_bucket_cap_mb: int | None = option(None, "Size of the parcels in which gradients are synced.", unit="MB", gt=0)
     ddp_broadcast_buffers: bool | None = option(
-        None, "Sync buffers at each forward pass; False where nothing is given."
+        None, "Sync buffers at each forward pass; true where nothing is given, as in torch."
     )
-    ddp_find_unused_parameters: bool | None = option(None, "Look for weights that a forward pass did not use.")
+    ddp_find_unused_parameters: bool | None = option(
+        None, "Look for weights that a forward pass did not use; where nothing is given, unless layers are "
+        "checkpointed, as in transformers.",
+    )  # fmt: skip
     ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
     fsdp: bool | str | list[str] | None = option(
-        None, "FSDP's switch; taken, and weights are not sharded over processes."
-    )
+        None, "Shard weights, gradients and optimizer over processes: true, full_shard, shard_grad_op (weights stay "
+        "whole between forward and backward), hybrid_shard (within a machine); offload keeps them on the CPU.",
+    )  # fmt: skip
     fsdp_config: dict[str, Any] | str | None = option(
-        None, "FSDP's settings, or the JSON file that holds them; taken with it."
+        None, "FSDP's settings, by transformers' and accelerate's names, or the JSON file that holds them."
     )
     deepspeed: dict[str, Any] | str | None = option(
-        None, "DeepSpeed's settings, or the JSON file; taken, and weights are not sharded over processes."
+        None, f"DeepSpeed's settings, or the JSON file that holds them, or one of {', '.join(NAMES)}."
     )
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file.",
@@ -82,15 +105,16 @@ class EngineOptions:
 
 
 def check_engine(options: Any) -> list[Problem]:
-    """What the options ask for and this machine, or any machine, cannot give."""
+    """Find options that this machine, or any machine, does not support."""
     return [
-        *_formats(options), *checkpointing_problems(options), *sharding_problems(options), *_processes(options),
+        *_formats(options), *checkpointing_problems(options), *deepspeed_problems(options), *fsdp_problems(options),
+        *_processes(options),
         *_compiling(options),
     ]  # fmt: skip
 
 
 def _compiling(options: Any) -> Iterator[Problem]:
-    """A backend or a mode that torch does not have; it is loaded to be asked where one is given."""
+    """Find a backend or a mode that torch does not have; if one is given, torch's compiler is loaded to list them."""
     given = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
     if not options.torch_compile or set(given.values()) <= {None, "inductor"}:
         return
@@ -122,20 +146,22 @@ def _formats(options: Any) -> Iterator[Problem]:
 
 def _processes(options: Any) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if isinstance(options.num_processes, str) and options.num_processes != AUTO:
+        yield Problem(f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".')
+    elif options.engine == "single" and options.num_processes not in (AUTO, 1):
+        yield Problem(f'"engine" is single, and "num_processes" {options.num_processes}.', remedy="Leave engine out.")
     if options.engine == "single" and num_processes > 1:
         yield Problem(f'"engine" is single, and {num_processes} processes were started.', remedy="Leave engine out.")
-    for library in ("FSDP", "DeepSpeed"):
-        if os.environ.get(f"ACCELERATE_USE_{library.upper()}", "").lower() == "true":
-            yield Problem(
-                f"accelerate launch was told to use {library}, and burnish does not shard weights over processes yet.",
-                remedy="Choose multi-GPU in accelerate config, or start with torchrun.",
-            )
-    if uses_accelerate(options) and find_spec("accelerate") is None:
+    if asks_for_deepspeed(options) and asks_for_fsdp(options):
+        yield Problem('"deepspeed" and "fsdp" are two ways to shard a model; a run has one.')
+    if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
+        yield Problem("This run needs the library DeepSpeed, which is not installed.", remedy="pip install deepspeed")
+    if options.engine == "accelerate" and find_spec("accelerate") is None:
         yield Problem("This run needs the library accelerate, which is not installed.", remedy="pip install accelerate")
 
 
 def engine_notes(options: Any) -> list[str]:
-    """What a person should be told although it is not wrong."""
+    """Notes on options that have no effect here, or another one than expected."""
     device, notes = device_of(options), []
     if options.fp16 and device.type == "cpu":
         instead = "bfloat16" if autocast_dtype(options, device) else "float32, because the processor has no bfloat16"
@@ -151,33 +177,45 @@ def engine_notes(options: Any) -> list[str]:
     for name in ("torch_compile_backend", "torch_compile_mode"):
         if getattr(options, name) is not None and not options.torch_compile:
             notes.append(f'"{name}" has no effect without "torch_compile".')
-    notes += sharding_notes(options)
+    notes += [*deepspeed_notes(options), *fsdp_notes(options)]
+    if device.type == "cpu" and asks_for_fsdp(options) and fsdp_settings(options).offloads:
+        notes.append('"fsdp": offload has no effect on a CPU, whose memory is the machine\'s.')
     if options.tf32 and device.type == "cpu":
         notes.append('"tf32" has no effect on a CPU.')
     return notes
 
 
-def uses_accelerate(options: Any) -> bool:
-    """Whether the run goes through accelerate: it is asked for, or there are several processes."""
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    return bool(options.engine == "accelerate" or (options.engine == "auto" and not is_alone))
+def engine_name(options: Any, num_processes: int | None = None) -> str:
+    """The engine that the options and the number of processes ask for.
+
+    Args:
+        num_processes: of a run that is not started yet; those that a launcher says if not given.
+    """
+    if options.engine != AUTO:
+        return str(options.engine)
+    if asks_for_deepspeed(options) and zero_stage(options) > 0:
+        return "deepspeed"
+    if asks_for_fsdp(options):
+        return "fsdp"
+    count = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
+    return "single" if count == 1 else "ddp"
 
 
 def device_of(options: Any) -> torch.device:
-    """This process's device: its own of the machine's accelerators, or the CPU."""
+    """The device of this process: one of the machine's accelerators, or the CPU."""
     accelerator = None if options.use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return torch.device(accelerator.type, local_rank()) if accelerator else torch.device("cpu")
 
 
 def local_rank() -> int:
-    """The number of this process on its machine, as the launcher says."""
+    """The number of this process on its machine, from the launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def autocast_dtype(options: Any, device: torch.device) -> torch.dtype | None:
-    """The format of products in the forward pass; None where it is that of the weights.
+    """The dtype of products in the forward pass; None where it is that of the weights.
 
-    float16 on a CPU has no kernels worth using: bfloat16 stands in where the processor has it, else float32.
+    There are no fast kernels for float16 on a CPU: bfloat16 is used where the processor has it, else float32.
     """
     if options.fp16 and device.type == "cpu":
         return torch.bfloat16 if has_fast_bfloat16() else None
@@ -187,14 +225,14 @@ def autocast_dtype(options: Any, device: torch.device) -> torch.dtype | None:
 
 
 def full_eval_dtype(options: Any) -> torch.dtype | None:
-    """The format that the weights take for an evaluation outside of training; None leaves them."""
+    """The dtype to which the weights are converted for an evaluation outside of training; None leaves them."""
     if options.bf16_full_eval:
         return torch.bfloat16
     return torch.float16 if options.fp16_full_eval else None
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX, Arm's BF16)."""
+    """Return whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX, Arm's BF16)."""
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # Arm
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

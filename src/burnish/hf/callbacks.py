@@ -1,4 +1,4 @@
-"""The callbacks of a ``Trainer``: which ones it has, and the handler that scripts reach into.
+"""The callbacks of a ``Trainer``: the default ones, and the handler, which scripts access.
 
 The handler is the loop's (``core.events.CallbackHandler``) with transformers' methods beside ``fire``: a method per
 event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes for what each event passes along.
@@ -23,16 +23,16 @@ from burnish.report.trackers import tracker_callbacks
 logger = logging.get_logger("transformers.trainer_callback")  # whose verbosity scripts set
 
 PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-"""What every event passes by keyword."""
+"""Keywords that every event passes."""
 
 
 class DefaultFlowCallback(events.DefaultFlowCallback, trainer_callback.DefaultFlowCallback):  # type: ignore[misc]
-    """burnish's flow. It answers to transformers' class too, so ``remove_callback(DefaultFlowCallback)`` finds it."""
+    """burnish's flow; a subclass of transformers' class too, so ``remove_callback(DefaultFlowCallback)`` finds it."""
 
 
 class SaveWhenTold(TrainerCallback):
-    """``enable_jit_checkpoint``: when the process is told to end (SIGTERM), the step under way is finished, a
-    checkpoint is written, and training stops. A second signal ends the process as it would have."""
+    """``enable_jit_checkpoint``: after SIGTERM, the current step is finished, a checkpoint is written, and training
+    stops. A second signal ends the process."""
 
     def __init__(self) -> None:
         self.is_told = False
@@ -69,14 +69,14 @@ class FaceHandler(CallbackHandler):
             self.add_callback(callback)
 
     def fire(self, event: str, **details: Any) -> TrainerControl:
-        """As the loop's, but for on_evaluate: ``Trainer.evaluate`` has told the callbacks already, once per set."""
+        """Fire an event as the loop does, except on_evaluate, which ``Trainer.evaluate`` has fired once per set."""
         if event == "on_evaluate":
             return self.control
         return self.call_event(event, self.args, self.state, self.control, **details)
 
     def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **details: Any) -> TrainerControl:
-        """Call ``event`` on every callback. A control that one returns is copied into the run's, which stays one
-        object: the loop and the trainer look at the same."""
+        """Call ``event`` on every callback. A control that one returns is copied into the run's, so that the loop and
+        the trainer share one object."""
         before = self.args, self.state, self.control
         self.args, self.state = args, state
         super().fire(event, **details)
@@ -86,7 +86,7 @@ class FaceHandler(CallbackHandler):
         return control
 
     def add_callback(self, callback: Any) -> None:
-        """A class is made into an object. A second one of a class is added, and said."""
+        """Add a callback; of a class an object is made. A second one of the same class is added with a warning."""
         made = callback() if isinstance(callback, type) else callback
         if any(type(other) is type(made) for other in self.callbacks):
             logger.warning(
@@ -113,7 +113,7 @@ class FaceHandler(CallbackHandler):
         return {**super().state_dict(), "TrainerControl": self.control.state()}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """The state of each callback and of the control: what it was made with, and what it has become since."""
+        """Load the state of each callback and of the control: the arguments it was made with, and its attributes."""
         queues = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
         for keeper in (*self.callbacks, self.control):
             queue = queues.get(type(keeper).__name__)
@@ -157,13 +157,13 @@ for _name in EVENTS:
 
 
 def default_callbacks(args: Any) -> list[Any]:
-    """What every Trainer has before the user's own: the flow of log, evaluation and save, and the trackers."""
+    """The callbacks of every Trainer, before the user's own: the flow of log, evaluation and save, and the trackers."""
     told = [SaveWhenTold()] if args.enable_jit_checkpoint else []
     return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *told]
 
 
 def display_callback(args: Any) -> Any:
-    """A progress bar, or lines where ``disable_tqdm``; transformers' own, so that its output is what is expected."""
+    """transformers' own progress bar, or its lines with ``disable_tqdm``, so that the output is as expected."""
     if args.disable_tqdm:
         return PrinterCallback
     from transformers.utils import is_in_notebook

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' own Trainer: read, and written where asked for.
+"""Checkpoints of transformers' own Trainer: reading them, and writing them if asked for.
 
 Reads ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` with ``weights_only=True``: a file that holds code is
 refused by torch. The position in the data follows from ``global_step``, as transformers derives it.
@@ -15,11 +15,11 @@ from torch import nn
 from burnish.adapters.base import load_whole_state, whole_state
 from burnish.core.checkpoint import load_state
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import Run
+from burnish.core.run import Run
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether another program wrote this checkpoint: burnish's have a manifest and a cursor."""
+    """Return whether another program wrote this checkpoint; burnish's have a manifest and a cursor."""
     return not (folder / "manifest.json").is_file() and not (folder / "stream.json").is_file()
 
 
@@ -27,7 +27,7 @@ def load_foreign(folder: Path, run: Run, model: nn.Module, steps_per_epoch: int,
     """Continue from a checkpoint of transformers.
 
     Returns:
-        sentences on what was not there and begins anew.
+        sentences on parts that were missing and start from the beginning.
     Raises:
         FileNotFoundError: where there is no trainer_state.json.
         UserError: where there are no weights.
@@ -40,7 +40,7 @@ def load_foreign(folder: Path, run: Run, model: nn.Module, steps_per_epoch: int,
     missing = [path.name for path in (optimizer, scheduler) if not path.is_file()]
     if not missing:
         run.optimizer.load_state_dict(_tensors(optimizer, run.engine.device))
-        run.scheduler.load_state_dict(_tensors(scheduler))
+        run.schedule.scheduler.load_state_dict(_tensors(scheduler))
     elif not any(path.is_file() for path in (optimizer, scheduler)):
         missing = ["optimizer.pt and scheduler.pt"]
     _load_generators(folder, run.engine.rank, run.engine.world_size)
@@ -48,7 +48,7 @@ def load_foreign(folder: Path, run: Run, model: nn.Module, steps_per_epoch: int,
 
 
 def load_foreign_weights(folder: Path, model: Any) -> None:
-    """``model.safetensors``, its shards, or an adapter's file, into ``model``."""
+    """Load ``model.safetensors``, its shards, or an adapter's file into ``model``."""
     if (folder / "adapter_config.json").is_file() and hasattr(model, "load_adapter"):
         model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
         return
@@ -96,7 +96,7 @@ def _load_generators(folder: Path, rank: int, world_size: int) -> None:
 
 
 def write_transformers_files(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """``optimizer.pt``, ``scheduler.pt`` and ``rng_state.pth``, in transformers' layout."""
+    """Write ``optimizer.pt``, ``scheduler.pt`` and ``rng_state.pth``, in transformers' layout."""
     import random
 
     import numpy

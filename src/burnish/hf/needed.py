@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from burnish.core.types import IGNORE_INDEX, Batch, Row
-from burnish.data.batching import collate_needed
-from burnish.models.attention import NAME, lay_flat
-from burnish.objectives.lm import collate_learned
-from burnish.ops.probe import causal_lm, shares_prefixes
+from burnish.data.batches.batching import collate_needed
+from burnish.hf.inspection import is_causal_lm
+from burnish.models.attention import NAME
+from burnish.models.fitted import fit
+from burnish.objectives.targets import collate_learned
+from burnish.ops.probe import Fitted, causal_lm
 
-_KNOWN = {"input_ids", "attention_mask", "labels", "learned"}
+_KNOWN = {"input_ids", "attention_mask", "labels", "target_positions"}
 
 
 def needed_of(batch: Mapping[str, Any]) -> Batch | None:
@@ -54,29 +55,36 @@ def needed_of(batch: Mapping[str, Any]) -> Batch | None:
     return {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in flat.items()}
 
 
-def allows_needed_only(model: nn.Module) -> bool:
-    """Whether a micro-batch of ``model`` may lie flat with some of its tokens left out.
+def fit_needed(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Fitted:
+    """Ask ``model`` whether its micro-batches may lie flat with some of their tokens left out, and how it makes its
+    logits.
 
-    Its attention is set so that it may; that of a model which does not answer the same stays as it was.
+    Args:
+        is_wanted: whether they are to.
+        needs_head: whether the head is of use where they may not.
     """
+    may = is_wanted and _may_lie_flat(model)
+    return fit(model, padding_free=may, prefix_sharing=may, head_of=causal_lm(model) if may or needs_head else None)
+
+
+def _may_lie_flat(model: nn.Module) -> bool:
+    """Whether nothing in the configs of model and adapter speaks against it: no learned prompt, no loss over all
+    tokens, no attention that was asked for by name."""
     adapters = getattr(model, "peft_config", {})
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
         return False
     config: Any = getattr(causal_lm(model), "config", None)
-    attention = getattr(config, "_attn_implementation", None)
-    if getattr(config, "output_router_logits", False) or attention not in {"sdpa", NAME}:  # another was asked for
-        return False
-    return (attention == NAME or lay_flat(model).is_flat) and shares_prefixes(model)
+    asks_router = getattr(config, "output_router_logits", False)
+    return not asks_router and getattr(config, "_attn_implementation", None) in {"sdpa", NAME}
 
 
 def has_plain_loss(model: nn.Module) -> bool:
     """Whether the loss that ``model`` gives is the cross entropy of the next token and nothing besides: a causal
     language model of transformers itself, of which nobody changed or watches the forward pass."""
     inner = causal_lm(model)
-    is_theirs = type(inner).__module__.startswith("transformers.models.")
-    is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)
     return (
-        is_theirs and is_causal and getattr(inner, "loss_function", None) is ForCausalLMLoss
+        is_theirs and getattr(inner, "loss_function", None) is ForCausalLMLoss
         and "forward" not in vars(inner) and not inner._forward_hooks and not inner._forward_pre_hooks
         and (model is inner or not (model._forward_hooks or model._forward_pre_hooks))
     )  # fmt: skip

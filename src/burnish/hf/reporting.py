@@ -1,21 +1,20 @@
-"""The Trainer's words: logs, metrics as text and as files, the model card."""
+"""The Trainer's words: the meter's summary, the lines before a training, tokens counted, the model card."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_pt_utils import metrics_format
-from transformers.trainer_utils import speed_metrics
+import torch
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import logging
 
-from burnish.core.errors import skipped_sentence
 from burnish.core.meter import Meter
+from burnish.core.schedule import StepPlan
 from burnish.core.state import TrainerState
-from burnish.core.types import Engine
-from burnish.hf.face import Face
-from burnish.report import results
+from burnish.core.types import Batch, Engine
+from burnish.data.batches.stream import num_tokens
+from burnish.hf.arguments.training import TrainingArguments
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
@@ -35,96 +34,68 @@ class FaceMeter(Meter):
         return {**super().summary(), **metrics}
 
 
-class ReportMethods(Face):
-    """Reports."""
+class Count:
+    """Rows and tokens of a batch.
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Into ``state.log_history`` and to every callback. Override it to add or change values.
+    Args:
+        how: "no", "all" or "non_padding" tokens.
+        main_input: the name of the ids in a batch.
+        padding: the id of padding, where there is one.
+    """
 
-        Args:
-            start_time: of the training under way, for tokens per second where tokens are counted.
-        """
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
-        if self.args.include_num_input_tokens_seen != "no":
-            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
-            if start_time is not None:
-                tokens = self.state.num_input_tokens_seen - self._tokens_before
-                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.call_event("on_log", self.args, self.state, self.control, logs=logs)
+    def __init__(self, how: str, main_input: str, padding: int | None) -> None:
+        self.how, self.main_input, self.padding = how, main_input, padding
+        self._has_warned = False
 
-    _tokens_before = 0
-    _started: float | None = None
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        rows, ids = find_batch_size(batch) or 0, batch.get(self.main_input)
+        if self.how == "no" or not isinstance(ids, torch.Tensor):
+            return rows, 0
+        return rows, self._without_padding(batch, ids) if self.how == "non_padding" else ids.numel()
 
-    def _log_from_loop(self, values: dict[str, Any]) -> None:
-        """What the loop has to say, by way of ``log``."""
-        is_step = "loss" in values and self._started is not None
-        if "skipped_steps" in values:
-            logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
-        if "train_runtime" in values:
-            self._finalize_training(values)
-        if is_step:
-            self.log(values, self._started)
-        else:
-            self.log(values)
+    def _without_padding(self, batch: Batch, ids: torch.Tensor) -> int:
+        """Tokens by the mask, or by the id of padding; where neither is known all of them, which is said once."""
+        if "attention_mask" in batch:
+            return num_tokens(batch)
+        if self.padding is not None:
+            return int(ids.ne(self.padding).sum())
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Could not determine method to count non-padding tokens, falling back to counting all tokens: the "
+                "batches have no attention_mask, and the processing class no pad_token_id."
+            )
+        return ids.numel()
 
-    def _finalize_training(self, summary: dict[str, Any]) -> None:
-        """Memory into the summary. transformers' tracker knows the stage by the name of the function that calls it."""
-        self._memory_tracker.stop_and_update_metrics(summary)
 
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The same metrics as a person reads them: memory in MB, runtimes as clock times, operations in GF."""
-        return dict(metrics_format(metrics))
+def announce_training(args: TrainingArguments, plan: StepPlan, num_rows: int, per_step: int, trainable: int) -> None:
+    logger.info("***** Running training *****")
+    logger.info(f"  Num examples = {num_rows:,}")
+    logger.info(f"  Num Epochs = {plan.num_train_epochs:,}")
+    logger.info(f"  Instantaneous batch size per device = {args.per_device_train_batch_size:,}")
+    logger.info(f"  Total train batch size (w. parallel, distributed & accumulation) = {per_step:,}")
+    logger.info(f"  Gradient Accumulation steps = {args.gradient_accumulation_steps}")
+    logger.info(f"  Total optimization steps = {plan.max_steps:,}")
+    logger.info(f"  Number of trainable parameters = {trainable:,}")
 
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics of a split ("train", "eval", "test") as aligned lines."""
-        if self.is_world_process_zero():
-            print(results.format_metrics(split, metrics))
 
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """``<split>_results.json`` and, where ``combined``, ``all_results.json``."""
-        if self.is_world_process_zero():
-            results.save_metrics(split, metrics, self.args.output_dir, combined)
+def announce_evaluation(description: str, num_rows: int | str, batch_size: int) -> None:
+    logger.info(f"\n***** Running {description} *****")
+    logger.info(f"  Num examples = {num_rows}")
+    logger.info(f"  Batch size = {batch_size}")
 
-    def save_state(self) -> None:
-        """``trainer_state.json`` in ``output_dir``."""
-        if self.is_world_process_zero():
-            results.save_state(self.state, self.args.output_dir)
 
-    def is_local_process_zero(self) -> bool:
-        return bool(self.args.local_process_index == 0)
+def write_card(trainer: Any, folder: Path, given: dict[str, Any]) -> None:
+    """``README.md`` in the hub's form, by transformers' summary of a trainer."""
+    from transformers.modelcard import TrainingSummary
 
-    def is_world_process_zero(self) -> bool:
-        return bool(self.args.process_index == 0)
-
-    def store_flos(self) -> None:
-        """``state.total_flos`` is kept as the run goes; there is nothing to add."""
-
-    def create_model_card(
-        self, language: str | None = None, license: str | None = None, tags: Any = None, model_name: str | None = None,
-        finetuned_from: str | None = None, tasks: Any = None, dataset_tags: Any = None, dataset: Any = None,
-        dataset_args: Any = None,
-    ) -> None:  # fmt: skip
-        """``README.md`` in ``output_dir``, in the hub's form."""
-        if not self.is_world_process_zero():
-            return
-        from transformers.modelcard import TrainingSummary
-
-        summary = TrainingSummary.from_trainer(
-            self, language=language, license=license, tags=tags, model_name=model_name, finetuned_from=finetuned_from,
-            tasks=tasks, dataset_tags=dataset_tags, dataset=dataset, dataset_args=dataset_args,
-        )  # fmt: skip
-        if summary.dataset == [None]:  # a set that was made in memory has no name
-            summary.dataset = summary.dataset_tags = summary.dataset_args = summary.dataset_metadata = None
-        card = summary.to_model_card()
-        base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
-        if summary.finetuned_from is None and Path(base).is_dir():  # a folder has no link on the hub
-            begun = f"This model is a fine-tuned version of {Path(base).name} on"
-            card = card.replace("This model was trained from scratch on", begun)
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-
-    def _start_clock(self) -> None:
-        self._started, self._tokens_before = time.time(), self.state.num_input_tokens_seen
+    summary = TrainingSummary.from_trainer(trainer, **given)
+    if summary.dataset == [None]:  # a set that was made in memory has no name
+        summary.dataset = summary.dataset_tags = summary.dataset_args = summary.dataset_metadata = None
+    card = summary.to_model_card()
+    base = getattr(getattr(trainer.model, "config", None), "_name_or_path", "")
+    if summary.finetuned_from is None and Path(base).is_dir():  # a folder has no link on the hub
+        begun = f"This model is a fine-tuned version of {Path(base).name} on"
+        card = card.replace("This model was trained from scratch on", begun)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``Seq2SeqTrainer`` and ``Seq2SeqTrainingArguments``: evaluation and prediction that let the model write.
+"""``Seq2SeqTrainer`` and ``Seq2SeqTrainingArguments``: evaluation and prediction with generated text.
 
 With ``predict_with_generate`` the predictions of a set are the token ids that the model generates from its inputs,
 instead of logits; ``eval_loss`` is still that of the labels. Everything else is the ``Trainer``'s.
@@ -11,7 +11,6 @@ transformers could not save with the model.
 # B rows of a batch, T tokens
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,7 +25,8 @@ from transformers.trainer_utils import PredictionOutput
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.hf.arguments import TrainingArguments, for_argument_parser
+from burnish.hf import notes
+from burnish.hf.arguments.training import TrainingArguments, for_argument_parser
 from burnish.hf.trainer import Trainer
 
 USUAL_MAX_LENGTH = 20
@@ -48,7 +48,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sortish_sampler:
-            warnings.warn(
+            notes.warn(
                 '`sortish_sampler` has no effect. To sort rows by length: train_sampling_strategy="group_by_length".',
                 UserWarning,
                 stacklevel=4,
@@ -62,7 +62,7 @@ class Seq2SeqTrainer(Trainer):
     """A ``Trainer`` whose ``evaluate`` and ``predict`` can generate, and take arguments of ``model.generate``."""
 
     arguments_class = Seq2SeqTrainingArguments
-    _gen_kwargs: dict[str, Any] | None = None  # of the evaluation under way
+    _gen_kwargs: dict[str, Any] | None = None  # of the current evaluation
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
@@ -71,7 +71,7 @@ class Seq2SeqTrainer(Trainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: str | Path | GenerationConfig) -> GenerationConfig:
-        """A copy of the config, or what lies in the file, folder or model of that name.
+        """A copy of the config, or the config of the file, folder or model of that name.
 
         Raises:
             UserError: where its parts contradict each other: saving it with the model would fail after the training.
@@ -92,7 +92,7 @@ class Seq2SeqTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:  # fmt: skip
-        """As the ``Trainer``'s. ``gen_kwargs``: arguments of ``model.generate``, for every set of a dict."""
+        """Evaluate like the ``Trainer``. ``gen_kwargs``: arguments of ``model.generate``, for every set of a dict."""
         with self._generating(gen_kwargs):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -100,7 +100,7 @@ class Seq2SeqTrainer(Trainer):
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:  # fmt: skip
-        """As the ``Trainer``'s. ``gen_kwargs``: arguments of ``model.generate``."""
+        """Predict like the ``Trainer``. ``gen_kwargs``: arguments of ``model.generate``."""
         with self._generating(gen_kwargs):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -115,7 +115,7 @@ class Seq2SeqTrainer(Trainer):
             self._gen_kwargs = before
 
     def _with_usual(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What was given to the call, and the two arguments that ``args`` may name."""
+        """The arguments of the call, and the two that ``args`` may set."""
         args, kwargs = self.args, {name: value for name, value in given.items() if value is not None}
         if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & set(kwargs):
             kwargs["max_length"] = args.generation_max_length
@@ -127,7 +127,7 @@ class Seq2SeqTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:  # fmt: skip
-        """One batch without gradients.
+        """Compute loss, predictions and labels of a batch, without gradients.
 
         Returns:
             () the mean loss or None; (B, T) the ids that were generated, with those of the prompt where the model is
@@ -146,7 +146,7 @@ class Seq2SeqTrainer(Trainer):
         return loss, self._padded(ids), None if labels is None else self._padded(labels)
 
     def _generate(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
-        """(B, T) ids. The beginning of the answer is left out where the collator made it from the labels."""
+        """Generate (B, T) ids. The inputs of the decoder are left out where the collator made them from the labels."""
         given = {name: value for name, value in inputs.items() if name != "labels"}
         labels, begun = inputs.get("labels"), given.get("decoder_input_ids")
         if labels is not None and begun is not None and labels.shape == begun.shape:
@@ -156,7 +156,7 @@ class Seq2SeqTrainer(Trainer):
         return ids
 
     def _padded(self, ids: Tensor) -> Tensor:
-        """(B, T) -> (B, the longest that the model's config lets it write), so that batches have one width."""
+        """Pad (B, T) to the longest output that the model's config allows, so that all batches have one width."""
         config: Any = self.model.generation_config
         longest = [config.max_length or USUAL_MAX_LENGTH, (config.max_new_tokens or 0) + 1]
         width = next((width for width in longest if width > ids.shape[-1]), ids.shape[-1])

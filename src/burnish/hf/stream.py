@@ -1,24 +1,25 @@
-"""What comes next, from any loader: the groups of an epoch, with a cursor that resumes.
+"""The stream of groups of an epoch from any loader, with a cursor that resumes.
 
-``EpochOrder`` is the sampler of the Trainer's own loaders: the order is a function of (seed, epoch), and it starts
-anywhere, so that a resumed run reads no row twice. A loader that a user made is gone through as it comes; on resume the
-batches that were used are passed over, with the generator where it stood when the epoch began.
+``EpochOrder`` is the sampler of the Trainer's own loaders: the order is a function of (seed, epoch), and it can start
+anywhere, so that a resumed run reads no row twice. A loader of the user is iterated as it is; on resume the batches
+that were used are skipped, with the generator in its state at the begin of the epoch.
 
-Position is counted in micro-batches of this rank: every rank has as many in an epoch.
+Position is counted in micro-batches of this rank: every rank has the same number in an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
-from burnish.core.types import IGNORE_INDEX, Batch, Group
-from burnish.data.stream import Cut, order_of
+from burnish.core.types import Batch, Engine, Group
+from burnish.data.batches.stream import StepPartition, order_of
+from burnish.hf.in_step import in_step
 
 
 class EpochOrder(Sampler[int]):
@@ -26,17 +27,22 @@ class EpochOrder(Sampler[int]):
 
     Args:
         num_items: in the data set, over all ranks.
-        cut: how a step is cut and dealt; ``drop_last`` leaves out what does not fill a micro-batch of every rank.
-        seed: of the order; ``strategy`` and ``lengths`` as in ``data.stream.order_of``.
+        cut: the division of a step; ``drop_last`` leaves out items that do not fill a micro-batch of every rank.
+        seed: of the order; ``strategy`` and ``lengths`` as in ``data.batches.stream.order_of``.
     """
 
     def __init__(
-        self, num_items: int, cut: Cut, seed: int, strategy: str = "random", lengths: Sequence[int] | None = None
+        self,
+        num_items: int,
+        cut: StepPartition,
+        seed: int,
+        strategy: str = "random",
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self.num_items, self.cut, self.seed = num_items, cut, seed
         self.strategy, self.lengths = strategy, lengths
         self.epoch = 0
-        self.start = 0  # micro-batches of the epoch that are passed over
+        self.start = 0  # micro-batches of the epoch to skip
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -54,7 +60,7 @@ class EpochOrder(Sampler[int]):
         order = order_of(self.num_items, self.seed, self.epoch, self.strategy, self.lengths, per_step)
         mine, start = self._mine(order[: self._used]), self.start
         self.start = 0
-        self.epoch += 1  # unless it is told, as where a user's own loader goes through this one
+        self.epoch += 1  # for a user's own loader around this one, which does not set the epoch
         return iter(mine[start * self.cut.batch_size :])
 
     @property
@@ -66,6 +72,48 @@ class EpochOrder(Sampler[int]):
         return [item for part in self.cut.micro_batches(order) for item in part]
 
 
+class DealtBatches(Sampler[list[int]]):
+    """This rank's batches of a script's own batch sampler: every ``world_size``-th of them.
+
+    Every rank iterates all of ``batches``, which must therefore have the same order everywhere.
+    """
+
+    def __init__(self, batches: Iterable[list[int]], world_size: int, rank: int) -> None:
+        self.batches, self.world_size, self.rank = batches, world_size, rank
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.num_batches, self.world_size))
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self.batches), self.rank, None, self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        listeners: list[Any] = [self.batches, getattr(self.batches, "sampler", None)]
+        for listener in listeners:
+            if hasattr(listener, "set_epoch"):
+                listener.set_epoch(epoch)
+
+
+class DealtRows(IterableDataset[Any]):
+    """This rank's rows of a set without a length, divided as by ``EpochOrder``; each row goes to one rank."""
+
+    def __init__(self, dataset: Any, batch_size: int, world_size: int, rank: int) -> None:
+        self.dataset, self.batch_size, self.world_size, self.rank = dataset, batch_size, world_size, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, row in enumerate(self.dataset):
+            if number // self.batch_size % self.world_size == self.rank:
+                yield row
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
 class LoaderStream:
     """The groups of a loader.
 
@@ -74,20 +122,22 @@ class LoaderStream:
         accumulation: micro-batches in a group.
         total: micro-batches in an epoch: ``len(loader)``, or for an endless one those of the whole run.
         count: batch -> (rows, tokens) for the meter.
-        on_empty: called where an epoch of a loader without length gives nothing at all.
+        on_empty: called where an epoch of a loader without length has no batch at all.
+        engine: of a run of several processes.
     """
 
     def __init__(
         self, loader: Any, accumulation: int, total: int, count: Callable[[Batch], tuple[int, int]],
-        on_empty: Callable[[], None] = lambda: None,
+        on_empty: Callable[[], None] = lambda: None, engine: Engine | None = None,
     ) -> None:  # fmt: skip
+        self.engine = engine
         self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
         self.on_empty = on_empty
         self.epoch, self.position = 0, 0
         self.generator_at_start: Tensor | None = None
 
     def groups(self) -> Iterator[Group]:
-        """From the cursor to the end of the epoch."""
+        """Yield the groups from the cursor to the end of the epoch."""
         start = used = self.position
         batches = iter(()) if self.is_used_up else self._batches()
         while used < self.total:
@@ -95,7 +145,7 @@ class LoaderStream:
             if not group:
                 break
             used += len(group)
-            counts = [self.count(batch) for batch in group]
+            counts = [(0, 0) if isinstance(batch, Lent) else self.count(batch) for batch in group]
             is_last = used >= self.total
             yield Group(
                 group,
@@ -111,7 +161,8 @@ class LoaderStream:
         self.position = self.total
 
     def advance(self, group: Group) -> None:
-        self.epoch, self.position = group.cursor["epoch"], group.cursor["position"]
+        if group.cursor is not None:
+            self.epoch, self.position = group.cursor["epoch"], group.cursor["position"]
 
     @property
     def is_used_up(self) -> bool:
@@ -130,9 +181,9 @@ class LoaderStream:
     def _batches(self) -> Iterator[Batch]:
         """The loader's batches from the cursor on.
 
-        To make an iterator draws from the global generator (torch's loaders take the seed of their workers from it, and
-        ``RandomSampler`` its order). Where an epoch goes on, it is drawn from as it stood when the epoch began, and put
-        back, so that dropout after a resume is what it would have been.
+        Making an iterator draws from the global generator (torch's loaders take the seed of their workers from it, and
+        ``RandomSampler`` its order). When an epoch is resumed, the generator is set to its state at the begin of the
+        epoch for that, and set back, so that dropout after a resume is the same as without it.
         """
         set_epoch(self.loader, self.epoch)
         order = order_in(self.loader)
@@ -140,37 +191,59 @@ class LoaderStream:
             order.start = self.position
         if self.position == 0:
             self.generator_at_start = torch.get_rng_state()
-            return self._filled(iter(self.loader))
+            return self._filled(self._in_step(iter(self.loader)))
         now = torch.get_rng_state()
         if self.generator_at_start is not None:
             torch.set_rng_state(self.generator_at_start)
-        rest = iter(self.loader)
+        rest = self._in_step(iter(self.loader))
         if order is None:
             for _ in islice(rest, self.position):
                 pass
         torch.set_rng_state(now)
         return self._filled(rest)
 
+    def _in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of a loader without a length, the same number on every rank."""
+        if self.engine is None or self.engine.world_size == 1 or num_batches(self.loader) is not None:
+            return batches
+        return (batch if is_own else Lent(batch) for batch, is_own, _ in in_step(batches, self.engine))
+
     def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """``batches``, and blanks where the last rows of an epoch did not reach this rank."""
+        """Yield ``batches``, and lent ones where this rank has none of the last rows of an epoch."""
         made, last = self.position, None
         for last in batches:
             made += 1
             yield last
-        order = order_in(self.loader)
-        if order is not None and last is not None:
+        if is_dealt(self.loader):
             for _ in range(self.total - made):
-                yield {**last, "labels": torch.full_like(last["labels"], IGNORE_INDEX)}
+                yield Lent(first_of(self.loader) if last is None else last)
+
+
+class Lent(dict[str, Any]):
+    """A batch for a rank that has run out of rows before the others, because all ranks must sync gradients. Its weight
+    is 0, whatever its loss."""
+
+
+def is_dealt(loader: Any) -> bool:
+    """Return whether burnish divides the rows of ``loader`` between ranks, so that each knows the number of
+    micro-batches."""
+    return order_in(loader) is not None or isinstance(getattr(loader, "batch_sampler", None), DealtBatches)
+
+
+def first_of(loader: Any) -> Batch:
+    """A small batch of a loader's set, for a rank that has none of its rows."""
+    batch: Batch = loader.collate_fn([loader.dataset[0]])
+    return batch
 
 
 def order_in(loader: Any) -> EpochOrder | None:
-    """The ``EpochOrder`` that a loader goes by, if it is one of the Trainer's own."""
+    """The ``EpochOrder`` of a loader, if it is one of the Trainer's own."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, EpochOrder) else None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell everything in a loader that asks for it which epoch begins."""
+    """Set the epoch in every part of a loader that has ``set_epoch``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     listeners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
                  getattr(loader, "dataset", None)]  # fmt: skip
@@ -182,11 +255,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def num_batches(loader: Any) -> int | None:
-    """Micro-batches of this rank in an epoch; None where the loader cannot say."""
+    """Micro-batches of this rank in an epoch; None where the loader does not know."""
     order = order_in(loader)
     if order is not None:
         across = order.cut.batch_size * order.cut.world_size
         return -(-order._used // across)
+    if is_dealt(loader):
+        dealt: DealtBatches = loader.batch_sampler
+        return -(-dealt.num_batches // dealt.world_size)
     try:
         return len(loader)
     except TypeError:

@@ -1,50 +1,74 @@
 """``Trainer``, with the constructor, methods and behaviour of transformers' class, on burnish's loop.
 
-Nothing is inherited from transformers. The chapters are the classes it is made of; what it is and what may be
-overridden is in its docstring.
+Nothing is inherited from transformers, and nothing of what training *is* happens here: a method says what a run is made
+of, and a function of the file that it names does the work. In the order below: the constructor, callbacks, training,
+loss, evaluation, data, optimizer, files, words, hub, search.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch import nn
-from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
-from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import TrainerMemoryTracker, has_length, validate_quantization_for_training
-from transformers.utils import can_return_loss, find_labels, logging
+import torch
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import metrics_format
+from transformers.trainer_utils import (
+    BestRun,
+    EvalLoopOutput,
+    PredictionOutput,
+    TrainerMemoryTracker,
+    default_compute_objective,
+    default_hp_space_optuna,
+    has_length,
+    speed_metrics,
+    validate_quantization_for_training,
+)
+from transformers.utils import can_return_loss, logging
 
+from burnish.app.assemble import Pieces, assemble
+from burnish.core import loop
+from burnish.core.checkpoint import load_state
+from burnish.core.errors import is_out_of_memory, skipped_sentence
+from burnish.core.run import Run
+from burnish.core.schedule import StepPlan
 from burnish.core.state import TrainerControl, TrainerState
+from burnish.core.types import Batch, Loss
 from burnish.engine.base import create_engine, set_seed
+from burnish.engine.options import full_eval_dtype
+from burnish.hf import evaluation, files, given, inspection, loaders, optimizer, reporting, search, training
 from burnish.hf.accelerator import EngineAccelerator
-from burnish.hf.argument_values import plain_options
-from burnish.hf.arguments import TrainingArguments
+from burnish.hf.arguments.training import TrainingArguments
+from burnish.hf.arguments.values import plain_options
 from burnish.hf.callbacks import FaceHandler, default_callbacks, display_callback
-from burnish.hf.evaluating import EvaluationMethods
-from burnish.hf.hub import HubMethods
-from burnish.hf.loaders import LoaderMethods, base_model
-from burnish.hf.losses import LossMethods
-from burnish.hf.optimizing import OptimizerMethods
-from burnish.hf.reporting import ReportMethods
-from burnish.hf.saving import SavingMethods
-from burnish.hf.search import SearchMethods
-from burnish.hf.training import TrainingMethods
+from burnish.hf.foreign import write_transformers_files
+from burnish.hf.hub import Hub
+from burnish.hf.in_step import in_step
+from burnish.hf.loss import (
+    StepUnderWay,
+    TrainerObjective,
+    loss_of,
+    refuse_empty,
+    takes,
+    to_device,
+    weight_of,
+    without_gradient,
+)
+from burnish.hf.needed import fit_needed, has_plain_loss, needed_of
+from burnish.hf.sft.loss import mean_of_flat
+from burnish.hf.stream import Lent, LoaderStream, num_batches
+from burnish.ops.probe import Fitted
+from burnish.optim.builtin import create_optimizer, create_scheduler
+from burnish.report import results
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
-class Trainer(
-    TrainingMethods, EvaluationMethods, LossMethods, LoaderMethods, OptimizerMethods, SavingMethods, ReportMethods,
-    HubMethods, SearchMethods,
-):  # fmt: skip
+class Trainer:
     """Train and evaluate a model: any ``nn.Module`` that returns a loss.
 
     Args:
@@ -74,7 +98,7 @@ class Trainer(
     """What arguments of transformers are made into, by their names."""
 
     loss_is_scaled_for_ga: bool | None = None
-    """True where ``compute_loss`` divides by the items of the whole step itself; see ``losses.py``."""
+    """True where ``compute_loss`` divides by the items of the whole step itself; see ``loss.py``."""
 
     def __init__(
         self, model: nn.Module | None = None, args: Any = None, data_collator: Callable[[list[Any]], Any] | None = None,
@@ -85,119 +109,64 @@ class Trainer(
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
-        say_what_is_never_called(type(self))
-        self.args = args = own_arguments(args, self.arguments_class)
+        given.say_what_is_never_called(type(self))
+        self.args = args = given.own_arguments(args, self.arguments_class)
         set_seed(args.seed, args.full_determinism)
-        take_accumulation(args)
+        given.take_accumulation(args)
+        given.refuse_third_stage(args)
         self._engine = create_engine(plain_options(args))
-        self.accelerator = EngineAccelerator(self._engine, args.mixed_precision, args.accelerator_config)
+        self.accelerator = EngineAccelerator(
+            self._engine, args.mixed_precision, args.accelerator_config, self.log, self._save_now
+        )
         self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
-        if tokenizer is not None:
-            warnings.warn("`tokenizer` is now `processing_class`.", FutureWarning, stacklevel=2)
-            processing_class = tokenizer if processing_class is None else processing_class
 
-        self._take_model(model, model_init)
-        self.data_collator = data_collator or default_collator(processing_class)
-        if not callable(self.data_collator):
-            raise TypeError("The `data_collator` should be a simple callable (function, class with `__call__`).")
+        given.check_model(model, model_init)
+        self.model_init = model_init
+        self.model: Any = self.call_model_init() if model is None else model
+        self._take_model()
+        self.processing_class = given.take_tokenizer(tokenizer, processing_class)
+        self.data_collator = given.collator_for(data_collator, self.processing_class)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.processing_class = processing_class
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        given.check_sets(args, train_dataset, eval_dataset, compute_metrics)
+        given.check_optimizers(optimizers, optimizer_cls_and_kwargs, model_init)
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self._validate_args()
         self._start_state()
 
         self.callback_handler = FaceHandler(
             [*default_callbacks(args), *(callbacks or [])], args, self.state, self.control, model=self.model,
-            processing_class=processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
+            processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
         )  # fmt: skip
         self.add_callback(display_callback(args))
         if args.push_to_hub:
             self.init_hf_repo()
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.callback_handler.call_event("on_init_end", args, self.state, self.control)
-        if getattr(self.model, "config", None) is not None:
-            self.model.config.use_cache = args.use_cache  # type: ignore[union-attr]
+        self._tell("on_init_end")
+        if (config := getattr(self.model, "config", None)) is not None:
+            config.use_cache = args.use_cache
         self._memory_tracker.stop_and_update_metrics()
 
-    def _take_model(self, model: nn.Module | None, model_init: Callable[..., nn.Module] | None) -> None:
-        """The model, on its device, and what is to be known about it."""
-        self.model_init = model_init
-        if model is None and model_init is None:
-            raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument")
-        if model is not None and model_init is not None:
-            raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both.")
-        self.model = model = self.call_model_init() if model is None else model
+    def _take_model(self) -> None:
+        """Move the model to its device, and read what is to be known about it."""
+        args, model = self.args, self.model
         validate_quantization_for_training(model)
-        args, base = self.args, base_model(model)
         asked = args.place_model_on_device
-        is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
-        waits = is_split or args.fp16_full_eval or args.bf16_full_eval  # for its dtype, or stays where it lies
-        self.place_model_on_device = not waits if asked is None else asked
+        self.place_model_on_device = not inspection.waits_for_its_device(model, args) if asked is None else asked
         if self.place_model_on_device and not getattr(model, "is_quantized", False):
             model.to(self._engine.device)
-        self.model_wrapped = model
-        parameters = inspect.signature(base.forward).parameters.values()
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        self.model_accepts_loss_kwargs = getattr(base, "accepts_loss_kwargs", takes_any)
-        self.label_names = find_labels(type(base)) if args.label_names is None else args.label_names
-        self.can_return_loss = can_return_loss(type(base))
-        self._loss_shifts_labels = loss_shifts_labels(base)
-        self.label_smoother = self._smoother()
-        self._allows_needed, self._heads = WeakKeyDictionary(), WeakKeyDictionary()
+        self.model_wrapped = model  # as the engine prepared it, once it has
+        self.model_accepts_loss_kwargs = inspection.takes_loss_arguments(model)
+        self.label_names = inspection.labels_of(model, args.label_names)
+        self.can_return_loss = can_return_loss(type(inspection.base_model(model)))
+        self.label_smoother = inspection.smoother_of(model, args.label_smoothing_factor)
         self.neftune_noise_alpha = args.neftune_noise_alpha
-
-    def _smoother(self) -> Any:
-        if not self.args.label_smoothing_factor:
-            return None
-        if getattr(getattr(self.model, "config", None), "problem_type", None) == "multi_label_classification":
-            warnings.warn(
-                "Label smoothing is not compatible with multi-label classification. Disabling label smoothing for this "
-                "training run.",
-                UserWarning,
-                stacklevel=4,
-            )
-            return None
-        return LabelSmoother(epsilon=self.args.label_smoothing_factor)
-
-    def _validate_args(self) -> None:
-        """What does not go together."""
-        args = self.args
-        by_batch = self.compute_metrics if args.batch_eval_metrics else None
-        if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
-            raise ValueError(
-                "When using `batch_eval_metrics`, your `compute_metrics` function must take a `compute_result` boolean "
-                "argument which will be triggered after the last batch of the eval set to signal that the summary "
-                "statistics should be returned by the function."
-            )
-        if args.eval_strategy != "no" and self.eval_dataset is None:
-            raise ValueError(
-                f"You have set `args.eval_strategy` to {args.eval_strategy} but you didn't pass an `eval_dataset` to "
-                "`Trainer`. Either set `args.eval_strategy` to `no` or pass an `eval_dataset`. "
-            )
-        if (args.save_strategy == "best" or args.load_best_model_at_end) and args.metric_for_best_model is None:
-            raise ValueError(
-                "`args.metric_for_best_model` must be provided when using 'best' save_strategy or if "
-                "`args.load_best_model_at_end` is set to `True`."
-            )
-        if self.optimizer_cls_and_kwargs is not None and self.optimizer is not None:
-            raise RuntimeError("Passing both `optimizers` and `optimizer_cls_and_kwargs` arguments is incompatible.")
-        if self.model_init is not None and (self.optimizer is not None or self.lr_scheduler is not None):
-            raise RuntimeError(
-                "Passing a `model_init` is incompatible with providing the `optimizers` argument. "
-                "You should subclass `Trainer` and override the `create_optimizer_and_scheduler` method."
-            )
-        if self.train_dataset is not None and not has_length(self.train_dataset) and args.max_steps <= 0:
-            raise ValueError(
-                "The train_dataset does not implement __len__, so the number of training steps cannot be inferred; "
-                "max_steps has to be specified. The total number of steps must be known in advance to bound the "
-                "training loop and to configure the learning rate scheduler."
-            )
+        self._asked: Fitted | None = None
+        self._num_parameters: int | None = None
 
     def _start_state(self) -> None:
         self.state = TrainerState(
@@ -205,13 +174,18 @@ class Trainer(
         )
         self.control = TrainerControl()
         self.is_in_train = False
-        self.hp_name = self.hp_search_backend = self.hub_model_id = self._trial = self._run = None
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self._signature_columns = self._ignore_keys_for_eval = self._step_weight = None
+        self._train_batch_size: int = self.args.train_batch_size  # which auto_find_batch_size may halve
+        self._step = StepUnderWay()
+        self._run: Run | None = None  # of the train() under way, or the last one
+        self._signature_columns: list[str] | None = None
         self._created_lr_scheduler = False
-        self._sums, self._pushes = {}, []
-        self._train_batch_size = self.args.train_batch_size
-        self._accumulation = self.args.gradient_accumulation_steps
+        self._eval_dataloaders: dict[str, Any] = {}
+        self._initial_num_input_tokens_seen = 0
+        self._hub = Hub()
+        self._trial: Any = None
+        self._search: search.Search | None = None
+        self.hp_search_backend: Any = None
 
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
@@ -226,66 +200,774 @@ class Trainer(
     def remove_callback(self, callback: Any) -> None:
         self.callback_handler.remove_callback(callback)
 
+    def _tell(self, event: str, **details: Any) -> None:
+        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **details)
+
     def end(self) -> None:
         """At the very end of a script: leave the group of processes."""
         self.accelerator.end_training()
 
+    # --- training: training.py, app/assemble.py, core/loop.py ---------------------------------------------------------
 
-_NEVER_CALLED = (
-    "_clip_grad_norm", "_determine_best_metric", "_get_grad_norm", "_get_num_items_in_batch", "_init_training_state",
-    "_inner_training_loop", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_move_model_to_device", "_prepare_for_training",
-    "_run_epoch", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_track_num_input_tokens",
-    "_update_auto_batch_size", "_wrap_model", "create_accelerator_and_postprocess", "get_batch_samples",
-)  # fmt: skip
-"""Methods of transformers' inner loop, which subclasses override now and then. There is no such loop here."""
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None, **kwargs: Any,
+    ) -> loop.TrainOutput:  # fmt: skip
+        """Train from the start, or from a checkpoint.
 
+        Args:
+            resume_from_checkpoint: a checkpoint folder; True for the newest in ``output_dir``.
+            trial: of a hyperparameter search.
+            ignore_keys_for_eval: outputs of the model that evaluations leave out.
+        """
+        resume_from_checkpoint = training.take_old_keywords(kwargs, resume_from_checkpoint)
+        self._memory_tracker.start()
+        self.is_in_train = True
+        try:
+            self._begin(trial)
+            into = self._get_output_dir(trial)
+            folder = training.checkpoint_to_resume(resume_from_checkpoint, into, self.args)
+            ready = training.made_ready(
+                self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
+            )
+            with ready, training.writing_alone(into, self.args):
+                return self._attempts(folder, ignore_keys_for_eval)
+        finally:
+            self.is_in_train = False
 
-def say_what_is_never_called(kind: type) -> None:
-    """One warning for overrides of methods that burnish's loop does not have."""
-    idle = [name for name in _NEVER_CALLED if hasattr(kind, name)]
-    if idle:
-        warnings.warn(
-            f"{kind.__name__} overrides {', '.join(idle)}: never called, because burnish trains with its own loop. "
-            "Override one of the methods that the docstring of burnish.Trainer names, or use a callback.",
-            UserWarning,
-            stacklevel=3,
+    def _begin(self, trial: Any) -> None:
+        """A fresh model, optimizer and schedule where there is a ``model_init``; the values of a trial."""
+        if self.model_init is not None:
+            set_seed(self.args.seed, self.args.full_determinism)
+            self.model = self.call_model_init(trial)
+            self.optimizer = self.lr_scheduler = self._signature_columns = None
+        self._hp_search_setup(trial)
+        self._train_batch_size = self.args.train_batch_size
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        if self.place_model_on_device or self.model_init is not None:
+            self.model.to(self._engine.device)
+
+    def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> loop.TrainOutput:
+        """One attempt after another, with half the micro-batch each time that memory runs out and halving was asked."""
+        if not self.args.auto_find_batch_size:
+            return self._attempt(folder, ignore_keys)
+        if folder is not None:
+            self._train_batch_size = load_state(folder).train_batch_size or self._train_batch_size
+        before = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        while True:
+            try:
+                return self._attempt(folder, ignore_keys)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or self._train_batch_size == 1:
+                    raise
+            self._train_batch_size //= 2
+            logger.warning(f"Memory ran out. Beginning anew with micro-batches of {self._train_batch_size}.")
+            self.model.load_state_dict(before)
+            self.optimizer = self.lr_scheduler = None
+            self.accelerator.free_memory()
+
+    def _attempt(self, folder: Path | None, ignore_keys: list[str] | None) -> loop.TrainOutput:
+        run, plan = self._assemble(ignore_keys)
+        if folder is not None:
+            training.continue_from(folder, run, self.model, plan, self._accumulation, self.args)
+            if self.args.restore_callback_states_from_checkpoint:
+                training.restore_callbacks(self.callback_handler, self.state.stateful_callbacks)
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._announce(plan)
+        output = loop.train(run, self.args)
+        logger.info("\n\nTraining completed.\n\n")
+        best = self.state.best_model_checkpoint
+        if self.args.save_total_limit == 1 and best is not None and self.args.should_save:
+            files.keep_only(run.checkpoints, Path(best).name)
+        self._hub.wait()
+        return output
+
+    @property
+    def _accumulation(self) -> int:
+        """Micro-batches of a step: more where they were made smaller, so that its rows stay the same."""
+        rows: int = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return -(-rows // self._train_batch_size)
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self._train_batch_size * self._accumulation * self._engine.world_size
+
+    def _assemble(self, ignore_keys: list[str] | None) -> tuple[Run, StepPlan]:
+        """The run, made of what the methods below give."""
+        args, handler, loader = self.args, self.callback_handler, self.get_train_dataloader()
+        plan = training.steps_of_loader(loader, args, self._accumulation)
+        if self._computes_loss_itself:
+            _ = self._fitted  # asked here, and not inside of the first step
+        handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
+        started = time.time()
+        run = assemble(
+            args,
+            Pieces(
+                model=files.ModelPart(self.model),
+                objective=TrainerObjective(self._weight, self.compute_loss), engine=self._engine,
+                stream=self._stream(loader, plan), optimizer=partial(self._optimizer_for, plan.max_steps),
+                scheduler=partial(self._scheduler_for, plan.max_steps), steps=plan, rows=self._train_batch_size,
+                callbacks=handler, folder=Path(self._get_output_dir(self._trial)),
+                fingerprints=training.fingerprints_of(args, plan, self._rows_per_step),
+                write_extras=self._write_extras, meter=reporting.FaceMeter,
+                checkpoints=partial(
+                    files.FaceCheckpoints, save_by=lambda: self._save_checkpoint(self.model, self._trial)
+                ),
+                eval_sets={"": ()}, evaluate=lambda run, batches, prefix: self._evaluate(ignore_keys),
+                microstep=self._microstep, log=lambda run, values: self._log_from_loop(values, started),
+            ),
+        )  # fmt: skip
+        self._run, self.state, self.model_wrapped = run, run.state, run.model
+        self._name_trial(run.state)
+        return run, plan
+
+    def _stream(self, loader: Any, plan: StepPlan) -> LoaderStream:
+        main = getattr(self.model, "main_input_name", "input_ids")
+        padding = getattr(self.processing_class, "pad_token_id", None)
+        count = self._counter(self.args.include_num_input_tokens_seen, main, padding)
+        total = num_batches(loader) or plan.max_steps * self._accumulation
+        return LoaderStream(loader, self._accumulation, total, count, self._stop_empty, self._engine)
+
+    _counter: type[reporting.Count] = reporting.Count
+
+    def _optimizer_for(self, max_steps: int) -> Any:
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        if type(self).create_optimizer_and_scheduler is not Trainer.create_optimizer_and_scheduler:
+            self.create_optimizer_and_scheduler(max_steps)
+        return self.create_optimizer()
+
+    def _scheduler_for(self, max_steps: int, prepared: Any) -> Any:
+        self.optimizer = prepared
+        return self.create_scheduler(num_training_steps=max_steps, optimizer=prepared)
+
+    def _stop_empty(self) -> None:
+        training.say_that_it_is_empty(self.state)
+        self.control.should_training_stop = True
+
+    def _announce(self, plan: StepPlan) -> None:
+        rows, loader = self._rows_per_step, self.callback_handler.parts["train_dataloader"]
+        num_rows = plan.max_steps * rows if num_batches(loader) is None else self.num_examples(loader)
+        reporting.announce_training(self.args, plan, num_rows, rows, self.get_num_trainable_parameters())
+
+    # --- loss: loss.py, needed.py -------------------------------------------------------------------------------------
+
+    def _microstep(self, run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
+        """``training_step`` as the loop's microstep."""
+        self._step = StepUnderWay(weight)
+        items = None if self._items(batch, weight) is None else weight
+        run.state.total_flos += float(self.floating_point_ops(batch))
+        with run.engine.microbatch(run.model, last=is_last):
+            value = takes(self.training_step, "num_items_in_batch")(run.model, batch, num_items_in_batch=items)
+        sums, self._step = self._step.sums, StepUnderWay()
+        return Loss(without_gradient(value, self._engine.device) * (weight / run.engine.world_size), sums)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch.
+
+        Args:
+            num_items_in_batch: () the items of the whole step, where the loss is a mean over labels.
+        Returns:
+            () what the micro-batch adds to the loss of the step, detached. An override goes backward by itself
+            (``self.accelerator.backward``); both its gradient and what it returns are used as they are.
+        """
+        model.train()
+        switch = getattr(self.optimizer, "train", None)
+        if callable(switch):
+            switch()
+        counts = not isinstance(inputs, Lent)
+        inputs = self._prepare_inputs(inputs)
+        weight = self._weight(inputs) * counts
+        share, items = self._step.share(weight), self._items(inputs, weight)
+        if self.loss_is_scaled_for_ga:
+            share, items = torch.ones_like(weight), num_items_in_batch
+        with self.compute_loss_context_manager():
+            loss = takes(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            self.accelerator.free_memory()
+        loss = loss * (share * self._engine.world_size)  # the engine averages over processes; a sum is wanted
+        self.accelerator.backward(loss)
+        detached: Tensor = loss.detach()
+        return detached
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a micro-batch: the model's own, smoothed, or ``compute_loss_func``'s.
+
+        Args:
+            num_items_in_batch: () the labels of this micro-batch, which models and functions divide their sum by.
+        Returns:
+            () the loss, or (loss, outputs).
+        """
+        is_own = self.label_smoother is not None or self.compute_loss_func is not None
+        flat = None if is_own or return_outputs or not has_plain_loss(self.model) else self._flat(inputs)
+        if flat is not None and self._fitted.head is not None:
+            return mean_of_flat(model, flat, self._fitted.head, num_items_in_batch)
+        labels = inputs.pop("labels") if is_own and "labels" in inputs else None
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif labels is not None:
+            # Before transformers 5.16 it counts the labels by itself.
+            smoothed = takes(self.label_smoother.__call__, "num_items_in_batch")
+            shifts = inspection.is_causal_lm(self.accelerator.unwrap_model(model))
+            loss = smoothed(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = loss_of(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _fitted(self) -> Fitted:
+        """What the model was seen to do; asked once, by ``train`` before its first step."""
+        if self._asked is None or self._asked.model is not self.model:
+            self._asked = self._ask()
+        return self._asked
+
+    def _ask(self) -> Fitted:
+        return fit_needed(self.model, self._leaves_tokens_out and has_plain_loss(self.model))
+
+    @property
+    def _computes_loss_itself(self) -> bool:
+        """Whether ``compute_loss`` is burnish's; an override may never come to what is asked here."""
+        return type(self).compute_loss.__module__.startswith("burnish.") and "compute_loss" not in vars(self)
+
+    @property
+    def _leaves_tokens_out(self) -> bool:
+        """Whether tokens that no loss depends on are to be left out: as asked, and else on a CPU."""
+        wanted = self.args.needed_tokens_only
+        is_usual = self._engine.device.type == "cpu" and not self.args.torch_compile
+        return bool(is_usual if wanted is None else wanted) and self.neftune_noise_alpha is None
+
+    def _flat(self, inputs: Batch) -> Batch | None:
+        """The micro-batch laid flat, without tokens that no loss depends on; None where it has to stay as it is."""
+        return needed_of(inputs) if self._fitted.shares_prefixes else None
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Around a forward pass: the autocast of the run."""
+        return self._engine.precision()
+
+    autocast_smart_context_manager = compute_loss_context_manager
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on the device. Override it to change what the model is given."""
+        inputs = self._prepare_input(inputs)
+        refuse_empty(inputs, self._signature_columns)
+        return inputs
+
+    def _prepare_input(self, data: Any) -> Any:
+        return to_device(data, self._engine.device)
+
+    def _weight(self, inputs: Batch) -> Tensor:
+        """() the items of a micro-batch that share the step's mean."""
+        return weight_of(inputs, inspection.loss_shifts_labels(self.model), self._engine.device)
+
+    def _items(self, inputs: Batch, weight: Tensor) -> Tensor | None:
+        """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 and not 0/0."""
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return weight.clamp(min=1) if counts and isinstance(inputs.get("labels"), Tensor) else None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Operations of forward and backward, for ``total_flos``: 6 x tokens x parameters without embeddings."""
+        main = getattr(self.model, "main_input_name", "input_ids")
+        if main not in inputs or not hasattr(self.model, "num_parameters"):
+            return 0
+        if self._num_parameters is None:
+            self._num_parameters = int(self.model.num_parameters(exclude_embeddings=True))
+        return 6 * int(inputs[main].numel()) * self._num_parameters
+
+    # --- evaluation: evaluation.py ------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate on a set, on one set after the other where there is a dict of them; log; tell the callbacks.
+
+        Returns:
+            the metrics, each name beginning with ``metric_key_prefix``, and the epoch.
+        """
+        is_own = eval_dataset is None
+        dataset = self.eval_dataset if is_own else eval_dataset
+        if isinstance(dataset, dict):
+            together: dict[str, float] = {}
+            for name, one in dataset.items():
+                together |= self.evaluate(name if is_own else one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return together
+        self._memory_tracker.start()
+        only_loss = True if self.compute_metrics is None else None
+        loader = self.get_eval_dataloader(eval_dataset)
+        output = self._measured(loader, "Evaluation", only_loss, ignore_keys, metric_key_prefix)
+        self.log(output.metrics)
+        self._tell("on_evaluate", metrics=output.metrics)
+        self._memory_tracker.stop_and_update_metrics(output.metrics)
+        metrics: dict[str, float] = output.metrics
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions for a set, its labels where it has some, and metrics where it has labels."""
+        self._memory_tracker.start()
+        loader = self.get_test_dataloader(test_dataset)
+        output = self._measured(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        self._tell("on_predict", metrics=output.metrics)
+        self._memory_tracker.stop_and_update_metrics(output.metrics)
+        return PredictionOutput(predictions=output.predictions, label_ids=output.label_ids, metrics=output.metrics)
+
+    def _measured(
+        self, loader: Any, description: str, only_loss: bool | None, ignore_keys: list[str] | None, prefix: str
+    ) -> EvalLoopOutput:
+        """``evaluation_loop``, and the time that it took."""
+        started, at_once = time.time(), self.args.eval_batch_size * self._engine.world_size
+        output = self.evaluation_loop(loader, description, only_loss, ignore_keys, prefix)
+        output.metrics.update(evaluation.rates(prefix, started, output.num_samples, at_once))
+        return output
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
+        """Go through a loader once. Shared by ``evaluate`` and ``predict``; works without labels too."""
+        args = self.args
+        only_loss = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        model = self._model_for_evaluation()
+        num_rows = self.num_examples(dataloader) if has_length(dataloader) else "Unknown"
+        reporting.announce_evaluation(description, num_rows, args.eval_batch_size)
+        self.callback_handler.parts["eval_dataloader"] = dataloader
+        keeps = description == "Prediction"
+        gathered = evaluation.Gathered(args, self._engine, self.accelerator.gather, self.compute_metrics, keeps)
+        main = getattr(self.model, "main_input_name", "input_ids")
+        for inputs, is_own, is_last in in_step(dataloader, self._engine):
+            weight = self._weight(self._prepare_input(inputs))
+            loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
+            shown = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None
+            if logits is not None and self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            gathered.add(weight, loss, logits, labels, inputs, shown, is_own, is_last)
+            self._tell("on_prediction_step")
+        return gathered.output(dataloader, metric_key_prefix)
+
+    prediction_loop = evaluation_loop
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """One batch without gradients.
+
+        Returns:
+            () the mean loss or None, the logits or None, the labels or None; tuples where there are several.
+        """
+        has_loss = evaluation.has_loss(inputs, self.label_names, self.can_return_loss)
+        inputs = self._prepare_inputs(inputs)
+        labels = evaluation.labels_in(inputs, self.label_names) if has_loss else None
+        compute = takes(self.compute_loss, "num_items_in_batch")
+        loss = None
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if has_loss:
+                items = self._items(inputs, self._weight(inputs))
+                if prediction_loss_only and type(self).compute_loss is Trainer.compute_loss:
+                    return compute(model, inputs, num_items_in_batch=items).detach().mean(), None, None
+                loss, outputs = compute(model, inputs, return_outputs=True, num_items_in_batch=items)
+                loss = loss.detach().mean()
+            else:
+                outputs = model(**inputs)
+        if prediction_loss_only:
+            return loss, None, None
+        ignored = evaluation.ignored_outputs(self.model) if ignore_keys is None else ignore_keys
+        return loss, evaluation.logits_of(outputs, ignored, has_loss), labels
+
+    def _evaluate(self, ignore_keys: list[str] | None) -> dict[str, float]:
+        """An evaluation that the loop asks for, by way of ``evaluate``."""
+        metrics = self.evaluate(ignore_keys=ignore_keys)
+        self._report_to_hp_search(self._trial, self.state.global_step, metrics)
+        return metrics
+
+    def _model_for_evaluation(self) -> nn.Module:
+        """Without dropout; in half precision where that is asked for, outside of training only."""
+        model, dtype = self.model_wrapped, full_eval_dtype(self.args)
+        if not self.is_in_train and dtype is not None:
+            model = model.to(dtype=dtype, device=self._engine.device)
+        elif not self.is_in_train and self.place_model_on_device:
+            model = model.to(self._engine.device)
+        model.eval()
+        switch = getattr(self.optimizer, "eval", None)
+        if callable(switch):
+            switch()
+        return model  # type: ignore[no-any-return]
+
+    # --- data: loaders.py, stream.py ----------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Batches of the training set. Override it to give your own; they are used as they come."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        return self._get_dataloader(
+            self.train_dataset, "Training", self._train_batch_size, self._get_train_sampler, is_training=True
         )
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Batches of an evaluation set: the one given, the one of that name, or the Trainer's own."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        if key in self._eval_dataloaders and self.args.dataloader_persistent_workers:
+            return self._eval_dataloaders[key]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        loader = self._get_dataloader(dataset, "Evaluation", self.args.eval_batch_size, self._get_eval_sampler)
+        if self.args.dataloader_persistent_workers:
+            self._eval_dataloaders[key] = loader
+        return loader
 
-def own_arguments(args: Any, kind: type[TrainingArguments] = TrainingArguments) -> Any:
-    """burnish's arguments: as given, made into ``kind`` by their names where they are not, or its defaults."""
-    if args is None:
-        logger.info(f"No {kind.__name__} were given: output_dir is tmp_trainer.")
-        return kind(output_dir="tmp_trainer")
-    if isinstance(args, kind):
-        return args
-    given = {name: value for name, value in vars(args).items() if name in kind.__dataclass_fields__}
-    if not isinstance(args, TrainingArguments):
-        given["gradient_checkpointing"] = given["gradient_checkpointing_kwargs"] = None
-    return kind(**given)
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
 
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False
+    ) -> Any:
+        collate = self.data_collator
+        if loaders.is_datasets_set(dataset):
+            dataset = self._remove_unused_columns(dataset, description)
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description)
+        sampled = sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset)
+        sampler = sampler_fn(dataset) if sampled else None
+        return loaders.make_loader(dataset, collate, batch_size, self.args, self._engine, sampler, is_training)
 
-def take_accumulation(args: Any) -> None:
-    """``num_steps`` of ``accelerator_config`` is another way to write ``gradient_accumulation_steps``."""
-    asked = (args.accelerator_config.gradient_accumulation_kwargs or {}).get("num_steps")
-    if asked is None or asked == args.gradient_accumulation_steps:
-        return
-    if args.gradient_accumulation_steps > 1:
-        raise ValueError(
-            "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the "
-            f"passed `TrainingArguments`. Received: {asked} and {args.gradient_accumulation_steps}. Give one of them."
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """The order of training; a subclass may give another sampler."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        strategy = self.args.train_sampling_strategy
+        return self._order(dataset, strategy, self._train_batch_size, self._accumulation)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """An evaluation set's own order, or by length where training goes by length."""
+        by_length = self.args.train_sampling_strategy == "group_by_length"
+        strategy = "group_by_length" if by_length else "sequential"
+        return self._order(eval_dataset, strategy, self.args.eval_batch_size, 1)
+
+    def _order(self, dataset: Any, strategy: str, batch_size: int, accumulation: int) -> Any:
+        return loaders.order_of_rows(
+            dataset, strategy, batch_size, accumulation, self.args, self._engine, self.processing_class
         )
-    args.gradient_accumulation_steps = asked
 
+    def num_examples(self, dataloader: Any) -> int:
+        """Rows of a loader's set; where it cannot say, batches times the micro-batch."""
+        return loaders.num_rows_of(dataloader, self.args.per_device_train_batch_size)
 
-def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
-    if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
-        return DataCollatorWithPadding(processing_class)  # type: ignore[no-any-return]
-    return default_data_collator  # type: ignore[no-any-return]
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step, over its micro-batches and all processes."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size)
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, int, int, int, int, int, int]:
+        """The numbers of a training over ``dataloader`` (``loaders.numbers_of_training``); nothing is set."""
+        plan = training.steps_of_loader(dataloader, self.args, self._accumulation)
+        rows = self.get_total_train_batch_size(args)
+        return loaders.numbers_of_training(dataloader, plan, args, rows, self.num_examples)
 
-def loss_shifts_labels(model: Any) -> bool:
-    """Whether position t of the logits is held against label t + 1, so that the first label is never learned."""
-    is_shifted = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-    return is_shifted and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    def num_tokens(self, train_dl: Any, max_steps: int | None = None) -> int:
+        """Tokens of a loader, or of ``max_steps`` of its batches."""
+        counts = (batch["input_ids"].numel() for batch in train_dl)
+        return int(sum(counts)) if max_steps is None else int(next(counts)) * max_steps
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = inspection.columns_of(self.model, self.label_names)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """A ``datasets.Dataset`` without the columns that the model does not take. ValueError where none is left."""
+        if not self.args.remove_unused_columns:
+            return dataset
+        self._set_signature_columns_if_needed()
+        return loaders.without_unused(dataset, self._signature_columns or [], type(self.model).__name__, description)
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """A collator that drops, row by row, what the model does not take."""
+        if not self.args.remove_unused_columns:
+            return data_collator
+        self._set_signature_columns_if_needed()
+        name = type(self.model).__name__
+        return loaders.collator_without_unused(data_collator, self._signature_columns or [], name, description)
+
+    # --- optimizer and schedule: optimizer.py, optim/ -----------------------------------------------------------------
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Both. Override it, or either of the two it calls."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, self.optimizer)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The optimizer, unless there is one."""
+        if self.optimizer is not None:
+            return self.optimizer
+        model = self.model if model is None else model
+        if self.optimizer_cls_and_kwargs is None and not self._chooses_itself():
+            self.optimizer = create_optimizer(model.named_parameters(), model, plain_options(self.args))
+            return self.optimizer
+        kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+        groups = optimizer.two_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
+        self.optimizer = optimizer.optimizer_of(kind, arguments, model, groups)
+        return self.optimizer
+
+    def _chooses_itself(self) -> bool:
+        """Whether a subclass says which optimizer there is, or what decays."""
+        names = ("get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
+        return any(getattr(type(self), name) is not getattr(Trainer, name) for name in names)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters that weight decay applies to: no biases, no norms."""
+        return optimizer.decaying_names(model)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+        """The class behind ``args.optim`` and its arguments, from transformers' table."""
+        return optimizer.class_of_transformers(args, model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule, unless there is one."""
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            peak = optimizer.defaults.get("lr", self.args.learning_rate)
+            self.lr_scheduler = create_scheduler(optimizer, plain_options(self.args), num_training_steps, peak)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def get_num_trainable_parameters(self) -> int:
+        return inspection.num_trainable(self.model)
+
+    def get_learning_rates(self) -> list[float]:
+        return [group["lr"] for group in optimizer.groups_of(self.optimizer)]
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """The group that holds ``param``, or the parameters of all groups."""
+        return optimizer.group_with(self.optimizer, param)
+
+    # --- files: files.py ----------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write model, configuration and tokenizer, for ``from_pretrained``. The first process alone writes."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        writes, folder = self.args.should_save, Path(self.args.output_dir if output_dir is None else output_dir)
+        if self._engine.is_sharded:
+            files.write_gathered(self.model, folder, self._engine.whole, writes)
+        elif writes:
+            files.write_model(self.accelerator.unwrap_model(self.model), folder, state_dict)
+        if writes:
+            files.write_companions(folder, self._companion, self.args)
+
+    @property
+    def _companion(self) -> Any:
+        """Tokenizer or processor, which is saved with the model."""
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write ``checkpoint-<step>`` with everything that the run needs to go on."""
+        assert self._run is not None
+        checkpoints: Any = self._run.checkpoints
+        if checkpoints.due is None:  # asked for by a script or a callback rather than by the loop
+            loop.save(self._run)
+            return
+        folder = checkpoints.write()
+        if self.args.push_to_hub:
+            checkpoints.wait()
+            self._push_from_checkpoint(str(folder))
+
+    def _save_now(self) -> str:
+        """A checkpoint at the step at which the run stands. Returns its folder."""
+        if self._run is None:
+            raise RuntimeError("There is no run to save: accelerator.save_state() belongs into a training.")
+        loop.save(self._run)
+        self._run.checkpoints.wait()
+        return str(self._run.checkpoints.path(self.state.global_step))
+
+    def _write_extras(self, folder: Path) -> None:
+        """What makes a checkpoint loadable elsewhere; the weights themselves are a part, written by ``Checkpoints``."""
+        if type(self).save_model is not Trainer.save_model or type(self)._save is not Trainer._save:
+            self.save_model(str(folder), _internal_call=True)
+            return
+        files.write_configs(self.accelerator.unwrap_model(self.model), folder)
+        files.write_companions(folder, self._companion, self.args)
+        if self.args.save_hf_format:
+            write_transformers_files(folder, self.optimizer, self.lr_scheduler)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """``output_dir``, or the folder of a trial below it."""
+        if trial is None or self._search is None:
+            return str(self.args.output_dir)
+        return str(Path(self.args.output_dir) / search.name_of_trial(trial, self._search.name_of))
+
+    # --- words: reporting.py, report/results.py -----------------------------------------------------------------------
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Into ``state.log_history`` and to every callback. Override it to add or change values.
+
+        Args:
+            start_time: of the training under way, for tokens per second where tokens are counted.
+        """
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._tell("on_log", logs=logs)
+
+    def _log_from_loop(self, values: dict[str, Any], started: float) -> None:
+        """What the loop has to say, by way of ``log``."""
+        if "skipped_steps" in values:
+            logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
+        if "train_runtime" in values:
+            self._finalize_training(values)
+        if "loss" in values:
+            self.log(values, started)
+        else:
+            self.log(values)
+
+    def _finalize_training(self, summary: dict[str, Any]) -> None:
+        """Memory into the summary. transformers' tracker knows the stage by the name of the function that calls it."""
+        self._memory_tracker.stop_and_update_metrics(summary)
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The same metrics as a person reads them: memory in MB, runtimes as clock times, operations in GF."""
+        return dict(metrics_format(metrics))
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print the metrics of a split ("train", "eval", "test") as aligned lines."""
+        if self.is_world_process_zero():
+            print(results.format_metrics(split, metrics))
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """``<split>_results.json`` and, where ``combined``, ``all_results.json``."""
+        if self.is_world_process_zero():
+            results.save_metrics(split, metrics, self.args.output_dir, combined)
+
+    def save_state(self) -> None:
+        """``trainer_state.json`` in ``output_dir``."""
+        if self.is_world_process_zero():
+            results.save_state(self.state, self.args.output_dir)
+
+    def is_local_process_zero(self) -> bool:
+        return bool(self.args.local_process_index == 0)
+
+    def is_world_process_zero(self) -> bool:
+        return bool(self.args.process_index == 0)
+
+    def store_flos(self) -> None:
+        """``state.total_flos`` is kept as the run goes; there is nothing to add."""
+
+    def create_model_card(
+        self, language: str | None = None, license: str | None = None, tags: Any = None, model_name: str | None = None,
+        finetuned_from: str | None = None, tasks: Any = None, dataset_tags: Any = None, dataset: Any = None,
+        dataset_args: Any = None,
+    ) -> None:  # fmt: skip
+        """``README.md`` in ``output_dir``, in the hub's form."""
+        said = {"language": language, "license": license, "tags": tags, "model_name": model_name,
+                "finetuned_from": finetuned_from, "tasks": tasks, "dataset_tags": dataset_tags, "dataset": dataset,
+                "dataset_args": dataset_args}  # fmt: skip
+        if self.is_world_process_zero():
+            reporting.write_card(self, Path(self.args.output_dir), said)
+
+    # --- hub: hub.py --------------------------------------------------------------------------------------------------
+
+    @property
+    def hub_model_id(self) -> str | None:
+        return self._hub.repository
+
+    @hub_model_id.setter
+    def hub_model_id(self, name: str | None) -> None:
+        self._hub.repository = name
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository ``hub_model_id``, or find it."""
+        self._hub.make_repository(self.args, token, private)
+
+    def push_to_hub(
+        self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
+        revision: str | None = None, private: bool | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Save the model, write its card, upload ``output_dir``.
+
+        Args:
+            private: of a repository that is made now; ``hub_private_repo`` if not given.
+            kwargs: the card's.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self.save_model(_internal_call=True)
+        if self.args.process_index != 0:
+            return None
+        kwargs.setdefault("model_name", Path(self.args.output_dir).name)
+        self.create_model_card(**kwargs)
+        self._tell("on_push_begin")
+        self._hub.wait()
+        return self._hub.upload(
+            self.args.output_dir, commit_message, self.args, blocking=blocking, token=token, revision=revision,
+            ignore=[".*", "checkpoint-*"],
+        )  # fmt: skip
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._hub.is_due(self.args):
+            self._tell("on_push_begin")
+            message = f"Training in progress, step {self.state.global_step}"
+            self._hub.push_checkpoint(checkpoint_folder, message, self.args)
+
+    # --- hyperparameter search: search.py -----------------------------------------------------------------------------
+
+    def hyperparameter_search(
+        self, hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None, n_trials: int = 20,
+        direction: str | list[str] = "minimize", backend: Any = None, hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:  # fmt: skip
+        """The best of ``n_trials`` runs.
+
+        Args:
+            hp_space: trial -> values of arguments; learning rate, epochs, seed and batch size if not given.
+            compute_objective: the metrics of an evaluation -> what is made small or large; the loss, or the sum of the
+                metrics where there are some.
+            direction: "minimize" or "maximize", or one for each of several objectives.
+            kwargs: of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
+        """
+        self.hp_search_backend = search.check_backend(backend, self.model_init)
+        self._search = search.Search(
+            hp_space or default_hp_space_optuna, compute_objective or default_compute_objective, hp_name
+        )
+        try:
+            return self._search.run(partial(self.train, None), self.evaluate, n_trials, direction, kwargs)
+        finally:
+            self._search = self.hp_search_backend = None
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A fresh model from ``model_init``, which may take the trial."""
+        assert self.model_init is not None
+        return search.fresh_model(self.model_init, trial)
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """The values of this trial into the arguments."""
+        self._trial = trial
+        if self._search is not None and trial is not None:
+            self._search.take_values(trial, self.args)
+
+    def _name_trial(self, state: TrainerState) -> None:
+        state.is_hyper_param_search = self._trial is not None
+        if self._trial is not None:
+            name_of = None if self._search is None else self._search.name_of
+            state.trial_name = None if name_of is None else name_of(self._trial)
+            state.trial_params = getattr(self._trial, "params", self._trial)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation's objective to the trial, which may be given up for it."""
+        if self._search is not None and trial is not None:
+            self._search.report(trial, step, metrics, give_up=lambda: self._tell("on_train_end"))

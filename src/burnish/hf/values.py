@@ -1,6 +1,7 @@
-"""What a ``Trainer`` hands to a script, and takes from it: transformers' own types, under burnish's roof.
+"""Types that a ``Trainer`` gives to a script and takes from it: transformers' own.
 
-They are the same classes, so that a metric function, a callback or an ``isinstance`` written for one serves the other.
+They are the same classes, so that a metric function, a callback or an ``isinstance`` written for one works for the
+other.
 """
 
 from transformers.data.data_collator import (

@@ -1,12 +1,12 @@
-"""Lets transformers' models attend within sequences that lie end to end, through ``ops.attention``.
+"""Padding-free attention for transformers' models, through ``ops.attention``.
 
-In: a loaded model. Out: the same model, set so that it keeps neighbours apart if there is a way, and whether there is
-one. The ways, in the order in which they are tried, each held to the probe of ``ops.probe``:
+In: a loaded model. Out: the same model, set so that the sequences of a row do not attend to each other, if possible,
+and whether it is. These ways are tried in order, each checked with the probe of ``ops.probe``:
 
-1. burnish's attention, for models that speak transformers' attention interface and its flash-attention contract
-   (windows, caps and sinks arrive as arguments, and masks are not needed);
-2. the model's own attention under the mask that transformers makes of ``position_ids`` that restart;
-3. none: its batches are padded.
+1. burnish's attention, for models that use transformers' attention interface and its flash-attention contract
+   (windows, caps and sinks are arguments, and masks are not needed);
+2. the model's own attention with the mask that transformers makes of ``position_ids`` that restart;
+3. none: the batches of the model are padded.
 
 https://huggingface.co/docs/transformers/attention_interface
 """
@@ -21,43 +21,49 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from burnish.core.patching import Reason, hook, restore
 from burnish.ops.attention import Scores, Sequences, flat_attention, masked_attention
 from burnish.ops.probe import causal_lm, isolates_sequences
 from burnish.ops.runs import Runs, laid_out
 
 NAME = "burnish"
-"""What transformers' configs call this attention while a model is in memory."""
+"""The name of this attention in transformers' configs, while a model is in memory."""
 
+PADDING_FREE = Reason("model with padding-free attention", "each sequence attends to itself, and no mask is made")
 _REPLACED = {"sdpa", "eager"}
-"""Attention that burnish's stands in for. Another one was asked for by name."""
+"""Attention that burnish's may replace; any other was asked for by name."""
 
 
-class Layout(NamedTuple):
-    """Whether sequences may lie end to end, and a sentence for a person where that took something."""
+class PaddingFree(NamedTuple):
+    """The result: whether batches may be padding-free, and a sentence for the user about how, if there is one."""
 
     is_flat: bool
     note: str = ""
 
 
-def lay_flat(model: nn.Module, *, own_attention: bool = True) -> Layout:
-    """Set the model's attention so that sequences laid end to end do not see each other.
+def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> PaddingFree:
+    """Set the model's attention so that the sequences of a padding-free row do not attend to each other.
 
     Args:
-        own_attention: whether burnish's attention may stand in for the model's; false where one was asked for.
+        own_attention: whether burnish's attention may replace the model's; false where one was asked for by name.
     """
     inner = causal_lm(model)
     before = inner.config._attn_implementation
+    if before == NAME:  # set by an earlier call, which was answered
+        return PaddingFree(True)
     if own_attention and before in _REPLACED and _speaks_the_interface(inner):
         _register()
         inner.set_attn_implementation(NAME)
-        hook = inner.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+        made = hook(inner.base_model, "forward_pre", _without_mask, PADDING_FREE, with_kwargs=True)
         if isolates_sequences(model):
-            return Layout(True)
-        hook.remove()
+            return PaddingFree(True)
+        restore([made])
         inner.set_attn_implementation(before)
     if isolates_sequences(model):
-        return Layout(True, f"{type(inner).__name__} attends under a mask; burnish's faster attention does not fit it.")
-    return Layout(False, f"{type(inner).__name__} mixes sequences that lie beside each other, so rows are padded.")
+        return PaddingFree(
+            True, f"{type(inner).__name__} attends under a mask; burnish's faster attention does not fit it."
+        )
+    return PaddingFree(False, f"{type(inner).__name__} mixes sequences that lie beside each other, so rows are padded.")
 
 
 def _speaks_the_interface(inner: Any) -> bool:
@@ -74,10 +80,10 @@ def _register() -> None:
 
 
 def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Spares a flat batch the mask that transformers would make of its positions, and never use.
+    """Prevent transformers from making a mask for a padding-free batch, which would never be used.
 
-    That mask is (T, T), and to learn whether it is needed costs a wait for the device. A mask that has four dimensions
-    already is handed on as it is (transformers.masking_utils, since 4.53), so here is one of a single element.
+    That mask is (T, T), and finding out whether it is needed waits for the device. A mask that already has four
+    dimensions is passed on as it is (transformers.masking_utils, since 4.53), so one of a single element is passed.
     """
     cu_seq_lens = kwargs.get("cu_seq_lens_q")
     if cu_seq_lens is None or kwargs.get("attention_mask") is not None:
@@ -92,12 +98,12 @@ def attend(
     cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, cu_seq_lens_k: Tensor | None = None,
     max_length_k: int | None = None, key_runs: Runs | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention function. A batch that is not flat goes to transformers' own.
+    """The attention function for transformers' interface. A padded batch goes to transformers' own.
 
     Args:
         query: (B, H, T, D); key, value: (B, K, T, D).
-        key_runs: the tokens that each sequence of a flat batch attends to, where some are shared
-            (``data.batching.collate_needed``); None is its own.
+        key_runs: the tokens that each sequence of a padding-free batch attends to, where prefixes are shared
+            (``data.batches.batching.collate_needed``); None where each attends to its own tokens.
     Returns:
         (B, T, H, D), and no attention weights.
     """
@@ -127,6 +133,6 @@ def attend(
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor | None:
-    """(T, M) true where a token is seen; None for a single new token, which sees all before it."""
+    """(T, M) true where a token attends to a key; None for a single new token, which attends to all before it."""
     length, seen = query.shape[2], key.shape[2]
     return None if length == 1 else torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)

@@ -1,7 +1,7 @@
-"""Which attention a person asked for: LLaMA-Factory's ``flash_attn``, or transformers' ``attn_implementation``.
+"""The attention that the options ask for: LLaMA-Factory's ``flash_attn``, or transformers' ``attn_implementation``.
 
 In: the options. Out: transformers' name of it, or None, which leaves the choice to the model and to burnish.
-Refused, by name and before a model loads: a name that nobody knows, a library that is missing, two answers that differ.
+Refused, by name and before a model loads: an unknown name, a library that is missing, two options that differ.
 """
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 from burnish.core.errors import Problem, did_you_mean
+from burnish.models.options import ModelOptions
 
 _NAMES = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
-"""flash_attn -> what transformers calls it."""
+"""flash_attn -> transformers' name."""
 
 _FLASH_LIBRARIES = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
     "flash_attention_4": ("flash_attn.cute", "flash-attn-4"),
 }
-"""Name -> its module, and its package. Where that is missing, transformers takes a kernel of the hub."""
+"""Name -> its module and its package. If the package is missing, transformers takes a kernel from the hub."""
 
 _OTHERS = ("eager", "sdpa", "flex_attention")
 _KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 """owner/name of a kernel on the hub, perhaps with a revision and the name of a function."""
 
 
-def asked_attention(options: Any) -> str | None:
+def asked_attention(options: ModelOptions) -> str | None:
     """transformers' name of the attention that was asked for."""
     name: str | None = options.attn_implementation or _NAMES[options.flash_attn]
     return name
 
 
 def is_flash(name: str | None) -> bool:
-    """Whether attention of that name runs on a GPU and in 16 bits alone."""
+    """Return whether attention of that name runs only on a GPU and in 16 bits."""
     return name is not None and (name in _FLASH_LIBRARIES or _KERNEL.fullmatch(name) is not None)
 
 
-def attention_problems(options: Any) -> Iterator[Problem]:
-    """What the options ask for that nobody knows or that is not installed."""
+def attention_problems(options: ModelOptions) -> Iterator[Problem]:
+    """Problems of the attention that the options ask for: unknown or not installed."""
     name, usual = asked_attention(options), _NAMES[options.flash_attn]
     if options.attn_implementation and usual not in (None, name):
         yield Problem(
@@ -71,4 +71,4 @@ def _can_be_had(name: str) -> bool:
         return True
     from transformers.utils import is_kernels_available
 
-    return bool(is_kernels_available())  # of a version that this transformers takes
+    return bool(is_kernels_available())  # checks the version of the library too

@@ -1,22 +1,25 @@
-"""What is wrong with a model before a weight of it is read: from its JSON files and the headers of its safetensors.
+"""Checks of a model before a weight of it is read: of its JSON files and the headers of its safetensors files.
 
-In:  ``ModelOptions``. Out: problems, all of them at once, in a second or two; none means that ``load_model`` will load.
+In:  ``ModelOptions``. Out: all problems at once, in a second or two; none means that ``load_model`` will succeed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.tensor_files import TensorInfo, read_headers, read_json
+from burnish.core.json_files import FETCH_AGAIN, read_object
+from burnish.core.options import raise_if
+from burnish.core.tensor_files import TensorInfo, read_headers
 from burnish.models.attention_choice import attention_problems
-from burnish.models.load import load_config, meta_model, weight_problems
+from burnish.models.load import load_config, meta_model, own_layers, weight_problems
 from burnish.models.quantize import check_quantised_files
 from burnish.models.quiet import quiet, refused_conversions
-from burnish.models.source import find_source
+from burnish.models.source import find_source, shard_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,17 +27,18 @@ if TYPE_CHECKING:
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
-def check_model(options: Any, asks_library: bool = True) -> list[Problem]:
-    """Everything that would keep the model from being loaded.
+def check_model(options: Any, asks_library: bool = True, needs_head: bool = True) -> list[Problem]:
+    """Find everything that would keep the model from being loaded.
 
     Args:
-        asks_library: whether transformers may be asked, whose import takes seconds; without it the files are looked at,
-            and not whether they are those of a model that transformers knows.
+        asks_library: whether transformers may be used, whose import takes seconds. Without it only the files are
+            checked, and not whether transformers knows the model.
+        needs_head: whether the head of a language model must be there; a reward model does without.
     """
     problems = [*attention_problems(options)]
     try:
         source = find_source(options.model_name_or_path, options)
-        if source.folder is None:  # on the hub, not fetched yet: load_model has the last word
+        if source.folder is None:  # on the hub, not fetched yet: load_model will check it
             return problems
         raw = _raw_config(source.folder)
     except UserError as error:
@@ -44,19 +48,35 @@ def check_model(options: Any, asks_library: bool = True) -> list[Problem]:
     problems += identity
     problems += check_quantised_files(options, raw)
     if not identity and not options.train_from_scratch and source.has_weights:
-        problems += _check_weights(source.folder, raw, options, asks_library)
+        problems += _check_weights(source.folder, raw, options, asks_library, needs_head)
     return problems
 
 
 def _raw_config(folder: Path) -> dict[str, Any]:
-    """``config.json``. Raises UserError where there is none, or something else in its place."""
+    """Read ``config.json``. Raises UserError where it is missing or is something else."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(_no_config(folder))
-    raw = read_json(path)
-    if not isinstance(raw, dict) or "model_type" not in raw:
+    raw = read_object(path)
+    if not isinstance(raw.get("model_type"), str):
         raise UserError(Problem('it has no "model_type", so there is no telling what model it is.', where=str(path)))
+    raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_numbers(raw))
     return raw
+
+
+def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each number that can be no model's, and that transformers takes or fails at without a word."""
+    for name, value in raw.items():
+        if name in _COUNTS and not (type(value) is int and value > 0):
+            yield f'"{name}" must be a whole number above 0. Received: {value!r}.'
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
+            yield f'"{name}" must be from 0 to 1. Received: {value!r}.'
+
+
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer",
+    "n_head",
+)  # fmt: skip
 
 
 def _check_json(folder: Path) -> list[Problem]:
@@ -64,14 +84,14 @@ def _check_json(folder: Path) -> list[Problem]:
     for name in _JSON_FILES:
         if (folder / name).is_file():
             try:
-                read_json(folder / name)
+                read_object(folder / name)
             except UserError as error:
                 problems += error.problems
     return problems
 
 
 def _check_identity(folder: Path, raw: dict[str, Any], options: Any) -> list[Problem]:
-    """Whether transformers knows such a model as a causal language model, or brings code of its own."""
+    """Check that transformers knows the model as a causal language model, or that it brings code of its own."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind, code = raw["model_type"], raw.get("auto_map") or {}
@@ -98,19 +118,43 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: Any) -> list[Pro
     return []
 
 
-def _check_weights(folder: Path, raw: dict[str, Any], options: Any, asks_library: bool) -> list[Problem]:
+def _check_weights(
+    folder: Path, raw: dict[str, Any], options: Any, asks_library: bool, needs_head: bool
+) -> list[Problem]:
     try:
         files = weight_files(folder)
     except UserError as error:
         return list(error.problems)
     tensors, problems = read_headers(files)
+    problems += _wholly_integers(folder, raw, tensors)
     if problems or not asks_library or raw.get("quantization_config") or raw.get("auto_map"):
-        return problems  # what the last two need, only loading them can tell
+        return problems  # for these two, only loading can tell what is missing
     try:
         config = load_config(options)
     except UserError as error:
         return list(error.problems)
-    return compare_with_model(folder, config, tensors)
+    return compare_with_model(folder, config, tensors, needs_head)
+
+
+def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+    """Weights in numbers that mean nothing without their scales, in a model that does not say it is quantised."""
+    if raw.get("quantization_config"):
+        return []
+    matrices = [name for name, info in tensors.items() if len(info.shape) > 1 and info.dtype in _NOT_WEIGHTS]
+    if not matrices:
+        return []
+    return [
+        Problem(
+            f"{len(matrices)} of its weights are whole numbers or of 8 bits ({matrices[0]}: "
+            f"{tensors[matrices[0]].dtype}), and its config.json has no quantization_config.",
+            where=str(folder),
+            why="Without it their scales are not known, and they would be read as if they had none.",
+            remedy="Fetch config.json again, or use the model as it was before it was quantised.",
+        )
+    ]
+
+
+_NOT_WEIGHTS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -123,7 +167,7 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        shards = sorted({folder / name for name in read_json(index)["weight_map"].values()})
+        shards = sorted({folder / name for name in shard_names(index)})
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise UserError(
@@ -137,14 +181,17 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError(_no_weights(folder))
 
 
-def compare_with_model(folder: Path, config: PreTrainedConfig, tensors: dict[str, TensorInfo]) -> list[Problem]:
-    """What a model of that config would miss in the files.
+def compare_with_model(
+    folder: Path, config: PreTrainedConfig, tensors: dict[str, TensorInfo], needs_head: bool = True
+) -> list[Problem]:
+    """Find what a model of that config would miss in the files.
 
-    transformers itself is asked, with tensors that have shapes and no content: it knows older names, names without the
-    base model's prefix, tied weights, and experts that are one tensor in memory and many in the file.
+    transformers itself loads tensors on the meta device, which have shapes and no content: it knows older names, names
+    without the base model's prefix, tied weights, and experts that are one tensor in memory and many in the file.
     """
     try:
-        model_class = type(meta_model(config))
+        model = meta_model(config)
+        model_class = type(model)
     except UserError as error:
         return list(error.problems)
     state = {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}
@@ -163,13 +210,13 @@ def compare_with_model(folder: Path, config: PreTrainedConfig, tensors: dict[str
         return list(error.problems)
     except NotImplementedError:  # a conversion that needs the numbers; loading will tell
         return []
-    return weight_problems(str(folder), model_class.__name__, found)
+    return weight_problems(str(folder), model_class.__name__, {**found, "own_layers": own_layers(model)}, needs_head)
 
 
 def _no_config(folder: Path) -> Problem:
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
-        base = read_json(adapter).get("base_model_name_or_path")
+        base = read_object(adapter).get("base_model_name_or_path")
         return Problem(
             "this is an adapter, not a model.",
             where=str(folder),

@@ -1,24 +1,24 @@
-"""What leaves for use elsewhere: the options of ``burnish export``, and the way to the hub.
+"""Options of ``burnish export``, and the upload to the hub.
 
 In:  options, a folder that holds a whole model. Out: a repository on the Hugging Face hub.
-Refuses: a folder that holds something already, and one that is read from.
+Refuses: a folder that is not empty, and one that the export reads from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from burnish.core.errors import Problem
-from burnish.core.options import option
+from burnish.core.errors import NotSavedError, Problem
+from burnish.core.options import option, set_without
 
 
 @dataclass
 class ExportOptions:
-    """What ``burnish export`` writes."""
+    """Export."""
 
     export_dir: str | None = option(None, "The folder that burnish export writes the whole model into.")
     export_size: int = option(5, "The largest file of weights.", unit="GB", ge=1)
@@ -29,17 +29,37 @@ class ExportOptions:
         "auto", "The format of the weights that are exported; auto for that of the base model's files.",
         choices=("auto", "float16", "bfloat16", "float32"), aliases=("export_dtype",),
     )  # fmt: skip
+    export_format: str = option(
+        "safetensors", "A folder of safetensors, or with a GGUF file for llama.cpp and Ollama in it too.",
+        choices=("safetensors", "gguf"),
+    )  # fmt: skip
+    export_gguf_type: str = option(
+        "f16", "The format of the weights in the GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1; with "
+        "llama_cpp any that llama-quantize knows.",
+    )  # fmt: skip
+    llama_cpp: str | None = option(
+        None, "A checkout or an installation of llama.cpp, whose converter and quantiser write the GGUF file then."
+    )
     export_hub_model_id: str | None = option(None, "The repository on the hub that the exported folder is uploaded to.")
 
 
-def export_notes(options: Any) -> list[str]:
+def export_notes(options: ExportOptions) -> list[str]:
     if options.export_dir is None:
-        return []
+        return set_without(options, {"export_gguf_type": "export_format", "llama_cpp": "export_format"})
     return ['"export_dir" has no effect on training: burnish export reads it.']
 
 
-def problems_of_export(options: Any, others: list[Path]) -> list[Problem]:
-    """What is wrong with where the export goes and what it is made of.
+class ExportChoices(Protocol):
+    """The options that say where an export goes."""
+
+    export_dir: str | None
+    overwrite_output_dir: bool
+    export_hub_model_id: str | None
+    hf_hub_token: str | None
+
+
+def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Problem]:
+    """Find what is wrong with the folder of the export.
 
     Args:
         others: the folders of the model and its adapters.
@@ -69,16 +89,42 @@ def problems_of_export(options: Any, others: list[Path]) -> list[Problem]:
     ]
 
 
-def inference_dtype(options: Any) -> torch.dtype | None:
-    """The format that is asked for, or None for that of the files."""
+def inference_dtype(options: ExportOptions) -> torch.dtype | None:
+    """The dtype that is asked for, or None for that of the files."""
     return None if options.infer_dtype == "auto" else getattr(torch, options.infer_dtype)
 
 
-def upload(folder: Path, options: Any) -> str:
-    """Put ``folder`` on the hub, as a private repository where there is none yet. Returns its address."""
+def upload(folder: Path, options: ExportChoices) -> str:
+    """Upload ``folder`` to the hub, into a private repository if it has to be made. Returns its address.
+
+    Raises:
+        NotSavedError: where the hub or the way to it does not take it; what was exported is there all the same.
+    """
     from huggingface_hub import HfApi
 
-    hub = HfApi(token=options.hf_hub_token)
-    repository = hub.create_repo(options.export_hub_model_id, private=True, exist_ok=True)
-    hub.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload the exported model")
+    hub, name = HfApi(token=options.hf_hub_token), options.export_hub_model_id or ""
+    try:
+        repository = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload the exported model")
+    except refusals() as error:
+        what = f"{folder} was written, and could not be uploaded to {name}: {first_line(error)}"
+        remedy = f"Once that is mended: hf upload {name} {folder}"
+        raise NotSavedError(Problem(what, remedy=remedy)) from error
     return str(repository)
+
+
+def refusals() -> Any:
+    """Errors of the hub's library where the hub or the network fails; it uses httpx, and earlier versions requests."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    names = [("httpx", "HTTPError"), ("requests", "RequestException")]
+    found = [getattr(import_module(library), name) for library, name in names if find_spec(library)]
+    return (OSError, HfHubHTTPError, HFValidationError, *found)
+
+
+def first_line(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    return text if text.endswith(".") else f"{text}."

@@ -1,12 +1,12 @@
-"""Lets a model's norms and gated layers go through ``ops.elementwise``; on a CPU its activations too, and its linear
-layers through ``ops.cast_linear``; on a GPU its rotary positions through ``ops.rotary``.
+"""Patches of a model's forward passes: norms and gated layers run ``ops.elementwise``; on a CPU, activations run it too
+and linear layers run ``ops.cpu.cast_linear``; on a GPU, rotary positions run ``ops.gpu.rotary``.
 
-In: a loaded model. Out: the same model; the modules that were proven to compute what burnish's functions compute do so
-through them. Modules are found by their structure, never by their class's name, and each is asked first: it and the
-function get the same random input and must answer the same. Weights, names of weights, hooks and wrapped linear layers
-(LoRA, quantised) stay as they are; a module on a device for which there is nothing faster runs its own code, and what
-was replaced before, by Liger say, stays replaced. Adapters over gate and up share their products
-(``ops.lora_siblings``), on a CPU those over queries, keys and values too.
+In: a loaded model. Out: the same model, in which modules that compute the same as burnish's functions are replaced by
+these. Modules are found by their structure, never by their class's name, and each is tested first: for the same random
+input, its output must equal that of the function. Weights, names of weights, hooks and wrapped linear layers (LoRA,
+quantised) stay as they are. A module runs its own code on a device for which there is nothing faster, and what was
+replaced before, by Liger for example, stays replaced. Adapters on gate and up share their products
+(``ops.lora``), as do those on queries, keys and values too.
 """
 
 # H hidden size, I size of an input, O size of an output
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from types import MethodType
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,45 +25,80 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from burnish.ops.cast_linear import cast_linear
+from burnish.core.patching import Patch, PatchChoice, PatchOptions, Reason, allows, patch, standing
+from burnish.ops.cpu.cast_linear import cast_linear
 from burnish.ops.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
-from burnish.ops.kernels import kernels_of
-from burnish.ops.lora_siblings import together
+from burnish.ops.gpu.kernels import kernels_of
+from burnish.ops.gpu.rotary import rotate, turns_alike
+from burnish.ops.lora import LoraForward, holds_factors, together
 from burnish.ops.probe import REFUSALS
-from burnish.ops.rotary import rotate, turns_alike
 
 _TOLERANCE = 1e-5  # of the greatest value, in float32
 _EPSILONS = ("variance_epsilon", "eps")
 
 
-def fuse(model: nn.Module) -> list[nn.Module]:
-    """Replace the forward passes that can be; the modules whose were. No random number of the run is drawn for it."""
-    found: list[nn.Module] = []
-    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-    if device.type != "cpu" and kernels_of(device) is None:
-        return found
-    of_device = _OF_CPU if device.type == "cpu" else _OF_GPU
+NORM = Reason("norm", "its formula in one pass, a few rows at a time; the result rounded once")
+GATED = Reason("gated layer", "gate and product in one pass; adapters on them share their input")
+ACTIVATION = Reason("activation", "one operation in the place of several")
+LINEAR = Reason("linear layer", "no copy of its weights in bfloat16 is kept for the backward pass")
+ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
+ADAPTED = Reason("adapted layer", "layer and update in one product, which keeps its input once")
+ROTARY = Reason("rotary function", "queries and keys turned by one kernel each")
+
+Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
+"""What makes a forward pass for a module, and why; None where there is none for it."""
+
+_EVERYTHING = PatchOptions()
+
+
+def forwards_of(
+    model: nn.Module, device: torch.device, options: PatchChoice = _EVERYTHING
+) -> list[tuple[nn.Module, Callable[[nn.Module], Callable[..., Any]], Reason]]:
+    """The modules whose forward pass can be replaced, by what is made for them, and why. No random number of the run
+    is drawn for it.
+
+    Args:
+        model: may be without weights, on the meta device.
+        device: the device on which it will run.
+    """
+    found = []
+    of_kernels = _OF_GPU if kernels_of(device) is not None else ()
+    of_device = (*_OF_ANY, *(_OF_CPU if device.type == "cpu" else of_kernels))
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():
-            ways = (way(module) for way in of_device if "forward" not in vars(module))
-            forward = next((way for way in ways if way is not None), None)
-            if forward is not None:
-                module.forward = MethodType(forward, module)
-                found.append(module)
+            answers = (way(module) for way in of_device if "forward" not in vars(module))
+            answer = next((answer for answer in answers if answer is not None), None)
+            if answer is not None and allows(options, answer[1]):
+                found.append((module, *answer))
     return found
 
 
-def give_back(modules: Iterable[nn.Module]) -> None:
-    """Undo ``fuse``."""
-    for module in modules:
-        del module.forward
+def _method(forward: Callable[..., Any]) -> Callable[[nn.Module], Callable[..., Any]]:
+    """What makes ``forward(module, ...)`` a method of a module."""
+    return partial(MethodType, forward)
+
+
+def patch_forwards(
+    model: nn.Module, options: PatchChoice = _EVERYTHING, device: torch.device | None = None
+) -> list[Patch]:
+    """Replace the forward passes that can be replaced, and on a GPU rotary functions.
+
+    Args:
+        device: the device on which the model will run, if it is not there yet.
+    """
+    device = device or next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    forwards = forwards_of(model, device, options)
+    made = [patch(module, "forward", forward(module), why) for module, forward, why in forwards]
+    if kernels_of(device) is None or not allows(options, ROTARY):
+        return made
+    return made + [patch(file, _ROTATE, turn, ROTARY) for file, turn in _rotary_functions(model)]
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _norm_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The forward pass of a root mean square norm: a module with a vector of weights, and nothing else but an eps."""
+def _norm_of(module: nn.Module) -> Answer:
+    """The forward pass of a root mean square norm: a module that has only a vector of weights and an eps."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or module.weight.ndim != 1 or _eps(module) is None:
         return None
@@ -70,7 +106,7 @@ def _norm_of(module: nn.Module) -> Callable[..., Tensor] | None:
     x = torch.randn(3, len(weight))
     for forward, offset in ((_plain_norm, 0.0), (_offset_norm, 1.0)):
         if _same(lambda: functional_call(module, {"weight": weight}, (x,)), rms_norm(x, weight, _eps(module), offset)):  # type: ignore[arg-type]
-            return forward
+            return _method(forward), NORM
     return None
 
 
@@ -97,10 +133,10 @@ def _normed(module: Any, x: Tensor, offset: float) -> Tensor:
 _PARTS = ["act_fn", "down_proj", "gate_proj", "up_proj"]
 
 
-def _gated_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The forward pass of ``down(activation(gate(x)) * up(x))``: a module with these four parts and no weights beside.
+def _gated_of(module: nn.Module) -> Answer:
+    """The forward pass of ``down(activation(gate(x)) * up(x))``: a module that has only these four parts.
 
-    It is asked with its linear layers replaced by three simple functions, so that what they are does not matter.
+    For the test, its linear layers are replaced by three simple functions, so that their kind does not matter.
     """
     if sorted(name for name, _ in module.named_children()) != _PARTS or list(module.parameters(recurse=False)):
         return None
@@ -112,7 +148,7 @@ def _gated_of(module: nn.Module) -> Callable[..., Tensor] | None:
     stand_in.gate_proj, stand_in.up_proj, stand_in.down_proj = _Times(2.0), _Times(3.0), _Times(5.0)
     for name in ACTIVATIONS:
         if _same(lambda: type(module).forward(stand_in, x), 5 * activated(2 * x, name) * (3 * x)):
-            return _FORWARDS[name]
+            return _method(_FORWARDS[name]), GATED
     return None
 
 
@@ -140,16 +176,28 @@ def _gated_with(activation: str) -> Callable[..., Tensor]:
 _FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
 
 
+# --- low-rank updates -------------------------------------------------------------------------------------------------
+
+
+def _adapted_of(module: nn.Module) -> Answer:
+    """The forward pass of a module that holds a linear layer and the factors of its update, peft's say."""
+    return (_adapted, ADAPTED) if holds_factors(module) else None
+
+
+def _adapted(module: nn.Module) -> Callable[..., Tensor]:
+    return LoraForward(module).forward
+
+
 # --- queries, keys and values ---------------------------------------------------------------------------------------
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def _attention_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward pass of a module in which adapters lie over several of these parts: its own, inside of which they
-    answer together. Whether they are asked about one tensor is seen when they are; so it is not asked before."""
+def _attention_of(module: nn.Module) -> Answer:
+    """The forward pass of a module with adapters on several of these parts: its own, inside a context in which the
+    adapted layers are computed together. It needs no test: that they share an input is checked at each call."""
     parts = [getattr(module, name, None) for name in _PROJECTIONS]
-    return _attended if sum(hasattr(part, "adapted") for part in parts) > 1 else None
+    return (_method(_attended), ATTENTION) if sum(map(holds_factors, parts)) > 1 else None
 
 
 def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,25 +208,26 @@ def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
 # --- linear layers ----------------------------------------------------------------------------------------------------
 
 
-def _linear_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The forward pass of torch's own linear layer, which needs not be asked what it computes, or of one whose weights
-    lie the other way round (GPT-2's); where its weights train, since frozen ones are loaded in the format of the
-    products."""
+def _linear_of(module: nn.Module) -> Answer:
+    """The forward pass of torch's own linear layer, which needs no test, or of one with a transposed weight (GPT-2's);
+    only where its weights train, since frozen ones are loaded in the dtype of the products."""
     if type(module) is nn.Linear:
-        return _projected if module.weight.requires_grad else None
-    return _projected_by_transposed if _is_transposed(module) else None
+        return (_method(_projected), LINEAR) if module.weight.requires_grad else None
+    return (_method(_projected_by_transposed), LINEAR) if _is_transposed(module) else None
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is a weight (I, O) that trains and a bias (O,), and answers what they make: x W + b. It is asked with
-    its own weights; where these are zero the answer says nothing."""
+    """Return whether a module has a weight (I, O) that trains and a bias (O,), and computes x W + b. It is tested with
+    random ones."""
     own = dict(module.named_parameters())
     if list(own) != ["weight", "bias"] or own["weight"].ndim != 2 or own["weight"].shape[1:] != own["bias"].shape:
         return False
-    weight, bias = own["weight"].detach(), own["bias"].detach()
-    x = torch.randn(3, len(weight)).to(weight)
-    is_telling = weight.device.type == "cpu" and own["weight"].requires_grad and bool(weight.any())
-    return is_telling and _same(lambda: module(x), torch.addmm(bias, x, weight))
+    weight, bias = torch.randn(own["weight"].shape), torch.randn(own["bias"].shape)
+    x = torch.randn(3, len(weight))
+    asked = {"weight": weight, "bias": bias}
+    return own["weight"].requires_grad and _same(
+        lambda: functional_call(module, asked, (x,)), torch.addmm(bias, x, weight)
+    )
 
 
 def _projected(module: Any, input: Tensor) -> Tensor:
@@ -194,8 +243,8 @@ def _projected_by_transposed(module: Any, x: Tensor) -> Tensor:
 
 
 def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
-    """The format into which autocast on a CPU would copy the weights, to be kept for a backward pass. Without one
-    nothing is kept, and autocast's copies serve all tokens of an answer."""
+    """The dtype to which autocast on a CPU would copy the weights, and keep them for a backward pass. None without a
+    backward pass, where nothing is kept, and autocast's copies serve all tokens of an answer."""
     if not (input.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()):
         return None
     dtype = torch.get_autocast_dtype("cpu")
@@ -205,46 +254,46 @@ def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
 # --- rotary positions -------------------------------------------------------------------------------------------------
 
 _ROTATE = "apply_rotary_pos_emb"
-"""What transformers calls the function that turns queries and keys, in each of its model files that has one."""
+"""transformers' name of the function that rotates queries and keys, in each of its model files that has one."""
 
 
-def _rotating_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward pass of a module that calls the function of that name in its class's file: its own, during which the
-    name means burnish's."""
-    kind = type(module)
-    names = vars(sys.modules[kind.__module__])
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    own = names.get(_ROTATE)
-    if own is None or code is None or _ROTATE not in code.co_names:
-        return None
-    try:
-        return _rotating_with(own, names) if turns_alike(own) else None
-    except REFUSALS:
-        return None
-
-
-def _rotating_with(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *arguments: Any, **named: Any) -> Any:
-        made = None if arguments or named else rotate(q, k, cos, sin)
-        return own(q, k, cos, sin, *arguments, **named) if made is None else made
-
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        names[_ROTATE] = turn
+def _rotary_functions(model: nn.Module) -> Iterator[tuple[ModuleType, Callable[..., Any]]]:
+    """Yield the files of transformers whose rotary function computes the same as burnish's, and its replacement. This
+    changes all models of the family in this process, because they call the function by its name in their file."""
+    for file in dict.fromkeys(sys.modules[type(module).__module__] for module in model.modules() if _turns(module)):
+        own = vars(file)[_ROTATE]
         try:
-            return type(module).forward(module, *args, **kwargs)
-        finally:
-            names[_ROTATE] = own
+            if standing(file, _ROTATE, _Turn) is None and turns_alike(own):
+                yield file, _Turn(own).turn
+        except REFUSALS:
+            continue
 
-    return forward
+
+def _turns(module: nn.Module) -> bool:
+    """Return whether a module calls the function of that name in the file of its class."""
+    kind = type(module)
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return _ROTATE in vars(sys.modules[kind.__module__]) and code is not None and _ROTATE in code.co_names
+
+
+class _Turn:
+    """transformers' rotary function, and burnish's where a kernel runs."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def turn(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *arguments: Any, **named: Any) -> Any:
+        made = None if arguments or named else rotate(q, k, cos, sin)
+        return self.own(q, k, cos, sin, *arguments, **named) if made is None else made
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def _activation_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The forward pass of an activation that is written out in several operations (GPT-2's): one operation of torch.
+def _activation_of(module: nn.Module) -> Answer:
+    """The forward pass of an activation that is written in several operations (GPT-2's), as one operation of torch.
 
-    It is a module with nothing of its own, and none of torch's, which are one operation each.
+    It is a module without parameters or parts, and none of torch's own, which are one operation each.
     """
     has_state = any(not name.startswith("_") and name != "training" for name in vars(module))
     if has_state or type(module).__module__.startswith("torch.") or list(module.children()) or module.state_dict():
@@ -252,7 +301,7 @@ def _activation_of(module: nn.Module) -> Callable[..., Tensor] | None:
     x = torch.linspace(-4, 4, 33)
     for name, forward in _ACTIVATED.items():
         if _same(lambda: module(x), activated(x, name)):
-            return forward
+            return _method(forward), ACTIVATION
     return None
 
 
@@ -268,12 +317,13 @@ def _activated_with(activation: str) -> Callable[..., Tensor]:
 _ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
 
 
-_OF_CPU = (_norm_of, _gated_of, _attention_of, _activation_of, _linear_of)
-_OF_GPU = (_norm_of, _gated_of, _rotating_of)
+_OF_ANY = (_adapted_of, _attention_of)
+_OF_CPU = (_norm_of, _gated_of, _activation_of, _linear_of)
+_OF_GPU = (_norm_of, _gated_of)
 
 
 def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
-    """Whether a module answers as burnish's function does; one that does not take the question does not."""
+    """Return whether a module's output equals that of burnish's function; not where the module refuses the input."""
     try:
         with torch.no_grad():
             said = plain()

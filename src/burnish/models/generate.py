@@ -1,7 +1,7 @@
-"""Answers: the model goes on from prompts, a batch at a time.
+"""Generation of answers to prompts, a batch at a time.
 
-In:  prompts as token ids, options under LLaMA-Factory's names. Out: the new ids of each, cut where the answer ends.
-Prompts are padded on the left, so that all of a batch end at the same place; attention passes over the padding.
+In:  prompts as token ids, options under LLaMA-Factory's names. Out: the new ids of each, up to the end of the answer.
+Prompts are padded on the left, so that all of a batch end at the same position; attention ignores the padding.
 """
 
 # B prompts in a batch, T tokens of the longest
@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from burnish.ops.probe import causal_lm
 
 @dataclass
 class GenerationOptions:
-    """How answers are generated."""
+    """Generation of answers."""
 
     predict_with_generate: bool = option(False, "Predict by generating answers, not by the loss of the given ones.")
     do_sample: bool = option(True, "Draw each token at random; false takes the most likely one.")
@@ -49,7 +49,16 @@ class GenerationOptions:
     skip_special_tokens: bool = option(True, "Leave control tokens out of the text of answers.")
 
 
-def check_generation(options: Any) -> list[Problem]:
+class AnswerChoices(Protocol):
+    """The options that say whether answers are made."""
+
+    stage: str
+    do_predict: bool
+    predict_with_generate: bool
+    max_length: int
+
+
+def check_generation(options: AnswerChoices) -> list[Problem]:
     if not options.predict_with_generate or options.stage != "pt":
         return []
     return [
@@ -60,7 +69,7 @@ def check_generation(options: Any) -> list[Problem]:
     ]
 
 
-def generation_notes(options: Any) -> list[str]:
+def generation_notes(options: AnswerChoices) -> list[str]:
     if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
         return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']
     if options.predict_with_generate and not options.do_predict:
@@ -68,12 +77,14 @@ def generation_notes(options: Any) -> list[str]:
     return []
 
 
-def generation_config(model: nn.Module, tokenizer: Any, stop_token_ids: Sequence[int], options: Any) -> Any:
-    """The model's own ``GenerationConfig`` with the options over it."""
+def generation_config(
+    model: nn.Module, tokenizer: Any, stop_token_ids: Sequence[int], options: GenerationOptions
+) -> Any:
+    """The model's own ``GenerationConfig``, overridden by the options."""
     config: Any = copy.deepcopy(model.generation_config)
     config.eos_token_id, config.pad_token_id = list(stop_token_ids), tokenizer.pad_token_id
     config.do_sample = options.do_sample
-    # What only sampling reads is taken out without it: transformers warns of each.
+    # Without sampling, the options that only sampling reads are removed, or transformers warns of each.
     config.temperature = options.temperature if options.do_sample else None
     config.top_p = options.top_p if options.do_sample else None
     config.top_k = options.top_k if options.do_sample else None
@@ -82,22 +93,22 @@ def generation_config(model: nn.Module, tokenizer: Any, stop_token_ids: Sequence
     config.length_penalty = options.length_penalty if options.num_beams > 1 else None
     config.max_new_tokens = options.max_new_tokens if options.max_new_tokens > 0 else None
     config.max_length = None if config.max_new_tokens else options.max_length
-    config.use_cache = True  # training goes without it
+    config.use_cache = True  # training sets it to false
     config.cache_implementation = "static" if options.cache_implementation == "static" else None
     return config
 
 
 _STATIC_STEP = 64
-"""Tokens to a multiple of which prompts are padded where each shape is compiled anew."""
+"""With a static cache, each shape is compiled, so prompts are padded to a multiple of so many tokens."""
 
 
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], config: Any, context: int | None = None
 ) -> list[list[int]]:
-    """The answer to each prompt, without the token that ended it.
+    """Generate the answer to each prompt, without the token that ended it.
 
-    How long an answer may be follows from its own prompt: those that may be of one length are answered together, so
-    that no answer depends on the others of its batch. Where a prompt leaves no room, the answer is empty.
+    The longest possible answer follows from the length of its own prompt. Prompts with the same limit are answered
+    together, so that no answer depends on the other prompts. Where a prompt leaves no room, the answer is empty.
 
     Args:
         prompts: lists of token ids, none of them empty.
@@ -126,10 +137,10 @@ def _room(prompt_length: int, config: Any, context: int | None) -> int:
 
 @torch.no_grad()
 def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
-    """The answers to B prompts, of at most ``config.max_new_tokens`` tokens."""
+    """Generate answers to B prompts, of at most ``config.max_new_tokens`` tokens."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
-    if config.cache_implementation == "static":  # few shapes to compile for
+    if config.cache_implementation == "static":  # so that few shapes are compiled
         longest = -(-longest // _STATIC_STEP) * _STATIC_STEP
     padded = [[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
@@ -148,11 +159,11 @@ def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -
 
 
 def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
-    """transformers' cache of one size, in one format, for ``generate``; nothing where the model has a cache of its own
-    kind.
+    """transformers' static cache, with one dtype, as an argument of ``generate``; nothing where the model has a cache
+    of its own kind.
 
-    Under autocast values are in 16 bits, and keys in the float32 that rotary positions raise them to; the cache takes
-    the format of keys for both, and then refuses the values (transformers 5.23, StaticLayer.update).
+    Under autocast values are in 16 bits, and keys in float32, because rotary positions convert them; the cache takes
+    the dtype of keys for both, and then refuses the values (transformers 5.23, StaticLayer.update).
     """
     inner = causal_lm(model)
     if "past_key_values" not in signature(inner.forward).parameters:

@@ -1,11 +1,11 @@
-"""Liger's kernels in the place of a model's norms, rotary positions and gated layers, on a GPU.
+"""Liger's kernels for a model's norms, rotary positions and gated layers, on a GPU.
 
-In:  a loaded model of transformers, adapted or not. Out: the same model, whose weights and their names stay; what it
-answers is compared before and after. Refused: a device that is no GPU, a missing library, a model that Liger does not
-know, a part that it does not have. Liger's losses are never taken: the way of the head is ``fused_loss``.
+In:  a loaded model of transformers, adapted or not. Out: the same model with the same weights and names; its logits are
+compared before and after. Refused: a device that is no GPU, a missing library, a model that Liger does not know, a part
+that it does not have. Liger's losses are not used here: ``fused_loss`` chooses the loss.
 
-Liger sets its rotary positions for a whole family of models in the process, not for one model: it replaces a function
-of the family's module. https://github.com/linkedin/Liger-Kernel
+For rotary positions Liger replaces a function of the model family's module, so all models of the family in this process
+are changed. https://github.com/linkedin/Liger-Kernel
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.options import option
+from burnish.core.patching import Reason, record
 from burnish.engine.options import device_of
 from burnish.ops.probe import causal_lm, keeps_answers
 
+LIGER = Reason("part by Liger", "its kernels for a GPU")
 _LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 @dataclass
 class LigerOptions:
-    """Whether layers go through the kernels of liger-kernel."""
+    """Kernels of liger-kernel."""
 
     enable_liger_kernel: bool | None = option(
         None, "Liger's kernels for norms, rotary positions and gated layers; by default on a GPU where the library "
@@ -41,18 +44,33 @@ class LigerOptions:
     )
 
 
-def check_liger(options: Any) -> list[Problem]:
+class LigerChoice(Protocol):
+    """The option that asks for Liger's kernels."""
+
+    enable_liger_kernel: bool | None
+    gpu_kernels: str
+
+
+class LigerChoices(LigerChoice, Protocol):
+    """The options that say whether Liger's kernels are taken."""
+
+    enable_liger_kernel: bool | None
+    liger_kernel_config: dict[str, bool] | None
+    use_cpu: bool
+
+
+def check_liger(options: LigerChoices) -> list[Problem]:
     return liger_problems(device_of(options)) if options.enable_liger_kernel else []
 
 
-def liger_notes(options: Any) -> list[str]:
+def liger_notes(options: LigerChoices) -> list[str]:
     if options.liger_kernel_config and not takes_liger(options, device_of(options)):
         return ['"liger_kernel_config" has no effect: Liger\'s kernels are not used.']
     return []
 
 
 def liger_problems(device: torch.device) -> list[Problem]:
-    """Why the kernels cannot run here."""
+    """Reasons why the kernels cannot run here."""
     reasons = []
     if device.type != "cuda":
         reasons.append("its kernels run on a GPU only, and this run is on a CPU")
@@ -62,24 +80,24 @@ def liger_problems(device: torch.device) -> list[Problem]:
     return [Problem(f'"enable_liger_kernel" is true, and {reason}.', remedy=remedy) for reason in reasons]
 
 
-def takes_liger(options: Any, device: torch.device) -> bool:
-    """As asked; where nothing is asked, wherever the kernels can run."""
+def takes_liger(options: LigerChoice, device: torch.device) -> bool:
+    """Return whether Liger is used: as the options say, and if they do not say, wherever the kernels can run."""
     if options.enable_liger_kernel is None:
-        return not liger_problems(device)
+        return options.gpu_kernels == "auto" and not liger_problems(device)
     return bool(options.enable_liger_kernel)
 
 
 def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: bool = True) -> list[str]:
-    """Let the model compute through Liger's kernels, as Liger does it for its family.
+    """Replace parts of the model by Liger's kernels, as Liger does it for its family.
 
     Args:
         config: ``liger_kernel_config``: parts by Liger's names (rope, rms_norm, swiglu, geglu), and whether they are
             replaced; those that are not named are.
-        is_asked: whether a person asked for Liger; a model that it does not know is then refused, else left alone.
+        is_asked: whether the options ask for Liger; then a model that it does not know is refused, else left as it is.
     Returns:
-        Sentences for a person.
+        Sentences for the user.
     Raises:
-        UserError: where Liger does not know the model or a part, or its kernels change what the model says.
+        UserError: where Liger does not know the model or a part, or its kernels change the model's logits.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # type: ignore[import-not-found]
     from liger_kernel.transformers.monkey_patch import (  # type: ignore[import-not-found]
@@ -98,7 +116,8 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     _check_parts(given, [name for name in parts if name != "model"], family)
     switches = given | {name: value for name, value in _LOSSES.items() if name in parts}
 
-    if not keeps_answers(inner, lambda: _apply_liger_kernel_to_instance(model=inner, **switches)):
+    change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
+    if not keeps_answers(inner, lambda: record(inner, change, LIGER)):
         raise UserError(
             Problem(
                 f"Liger's kernels change what this {type(inner).__name__} computes.",

@@ -1,9 +1,9 @@
-"""From a name to a causal language model in memory: config, weights, precision, attention.
+"""Loading a causal language model: config, weights, precision, attention.
 
-In:  ``ModelOptions``, and from the engine a dtype and a device. Out: transformers' own model, ready to be given an
-     adapter. Without weights: its shapes (``meta_model``), for counting and checking.
-Refuses: weights that are missing, of another shape, or pickled. What can be known from files alone has been refused
-     before (check.py); this is the last word.
+In:  ``ModelOptions``, and from the engine a dtype and a device. Out: transformers' own model, ready for an adapter.
+     Without weights: its shapes (``meta_model``), for counting and checking.
+Refuses: weights that are missing, of another shape, or pickled. Faults that files alone show were refused before
+     (check.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UNUSABLE, Problem, UserError
+from burnish.core.json_files import read_object
+from burnish.core.patching import Reason, patch
+from burnish.core.work import work
 from burnish.models.attention_choice import asked_attention
-from burnish.models.patches import apply_patches
 from burnish.models.quantize import keep_as_loaded, quantization_arguments, use_kernels_that_train
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_config(options: Any, max_length: int | None = None, notes: list[str] | None = None) -> PreTrainedConfig:
-    """The model's config.
+    """Load the model's config.
 
     Args:
         max_length: the longest row of the run; ``rope_scaling`` stretches the model's context to it.
@@ -42,8 +44,8 @@ def load_config(options: Any, max_length: int | None = None, notes: list[str] | 
     source = find_source(options.model_name_or_path, options)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
-    except (ArithmeticError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as error:
-        raise UserError(Problem(f"its config cannot be used: {_first_line(error)}", where=source.name)) from error
+    except (*UNUSABLE, StrictDataclassError) as error:
+        raise UserError(Problem(f"its config cannot be used: {said_by(error)}", where=source.name)) from error
     notes = [] if notes is None else notes
     if getattr(config, "auto_map", None) and not options.trust_remote_code:
         notes.append(
@@ -58,15 +60,16 @@ def load_config(options: Any, max_length: int | None = None, notes: list[str] | 
 def load_model(
     options: Any, *, dtype: torch.dtype | str = "auto", attn_implementation: str | None = None,
     device: torch.device | str | None = None, config: PreTrainedConfig | None = None, notes: list[str] | None = None,
+    needs_head: bool = True,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model with its weights, in evaluation mode, all of its parameters requiring gradients.
+    """Load the model with its weights, in evaluation mode; all of its parameters require gradients.
 
     Args:
         dtype: of every parameter; "auto" for the one the weights were saved in.
         attn_implementation: overrides the options.
-        device: where it is loaded to; the CPU where not given.
+        device: the device to load to; the CPU if not given.
         config: what ``load_config`` gave; loaded again where not given.
-        notes: receives sentences for a person: weights in the files that the model has no use for, patches.
+        notes: receives sentences for a person: weights in the files that the model has no use for.
     Raises:
         UserError: where weights are missing or do not fit.
     """
@@ -76,35 +79,58 @@ def load_model(
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     arguments |= quantization_arguments(options, dtype, config)
     notes += filter(None, [use_kernels_that_train(config, device)])
-    if options.train_from_scratch:
-        model = _random_model(options, config, arguments, device)
-    else:
-        model = _pretrained_model(options, config, arguments, device, notes)
+    with work("Loading the model"):
+        if options.train_from_scratch:
+            model = _random_model(options, config, arguments, device)
+        else:
+            model = _pretrained_model(options, config, arguments, device, notes, needs_head)
     model.config.use_cache = options.use_cache
     keep_as_loaded(model)
     if options.upcast_layernorm:
         upcast_norms(model)
-    notes += [f"Patched: {patch.reason}" for patch in apply_patches(model)]
+    if samples_without_sampling(model):
+        patch(model, "generation_config.do_sample", True, SAMPLING)
     return model
 
 
+# What generation reads only when it samples, and the value at which it does nothing.
+_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typical_p": 1.0}
+SAMPLING = Reason(
+    "generation config that samples", "it sets a temperature or top_p without do_sample, and transformers 4.39 to 5.23 "
+    "cannot save it so once it is changed (https://github.com/huggingface/transformers/issues/29988)",
+)  # fmt: skip
+
+
+def samples_without_sampling(model: nn.Module) -> bool:
+    """Return whether the model's generation config has values for sampling, but does not sample."""
+    generation = getattr(model, "generation_config", None)
+    if generation is None or generation.do_sample:
+        return False
+    return any(getattr(generation, name, None) not in {None, neutral} for name, neutral in _SAMPLING.items())
+
+
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model without weights: every parameter on the meta device.
+    """Make the model without weights: every parameter is on the meta device.
 
     Raises:
-        UserError: where the config's numbers make no model.
+        UserError: where no model can be made from the config's numbers.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:
         with torch.device("meta"), quiet():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
-        problem = Problem(f"its config makes no model: {_first_line(error)}", where=config.name_or_path)
+    except UNUSABLE as error:
+        problem = Problem(f"its config makes no model: {said_by(error)}", where=config.name_or_path)
         raise UserError(problem) from error
     model.tie_weights()  # transformers 5.0 does not, on the meta device
-    if config.name_or_path and (Path(config.name_or_path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
+    path = Path(config.name_or_path or "") / "generation_config.json"
+    if config.name_or_path and path.is_file():
+        read_object(path)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
+        except UNUSABLE as error:
+            raise UserError(Problem(f"it cannot be used: {said_by(error)}", where=str(path))) from error
     return model
 
 
@@ -114,10 +140,36 @@ def find_non_finite(model: nn.Module) -> list[str]:
     return [name for name, weight in weights if not _is_finite(weight)]
 
 
+def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
+    """Raise UserError where all matrices of the model, or all of its embedding, hold nothing but zeros; a note where
+    some do, as in a model whose new layers begin as nothing."""
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1 and p.is_floating_point() and not p.is_meta}
+    empty = [n for n, p in matrices.items() if p.dtype.itemsize > 1 and _is_empty(p.detach())]
+    find: Any = getattr(model, "get_input_embeddings", None)
+    embedding = getattr(find(), "weight", None) if find is not None else None
+    is_lost = len(empty) == len(matrices) or any(matrices[n] is embedding for n in empty)
+    if empty and is_lost:
+        raise UserError(
+            Problem(
+                f"{len(empty)} of the model's {len(matrices)} matrices hold nothing but zeros: {_few(empty)}.",
+                where=name,
+                why="It has nothing to begin with.",
+                remedy="Fetch the model again, or set train_from_scratch: true to begin with random weights.",
+            )
+        )
+    if empty:
+        notes.append(f"{len(empty)} of {len(matrices)} matrices hold nothing but zeros: {_few(empty)}.")
+
+
+def _is_empty(numbers: torch.Tensor) -> bool:
+    """The first row says that of nearly every weight, in no time."""
+    return not numbers[0].any() and not numbers.any()
+
+
 def _is_finite(weight: nn.Parameter) -> bool:
-    """NaN and infinity stay in a sum, which takes a twentieth of the time of a look at each number; where the sum of
-    finite numbers is too large for their format, each is looked at. Formats of 8 bits have no sum; bfloat16 holds all
-    of their numbers."""
+    """Return whether all numbers of a weight are finite. NaN and infinity stay in a sum, which takes a twentieth of the
+    time of testing each number; where the sum of finite numbers overflows, each is tested. 8-bit dtypes have no sum, so
+    they are converted to bfloat16, which holds all of their numbers."""
     numbers = weight.detach()
     if numbers.dtype.itemsize == 1:
         numbers = numbers.bfloat16()
@@ -125,7 +177,7 @@ def _is_finite(weight: nn.Parameter) -> bool:
 
 
 def raise_if_not_finite(model: nn.Module, name: str) -> None:
-    """Raise UserError where a weight is NaN or infinite: every loss would be."""
+    """Raise UserError where a weight is NaN or infinite, because every loss would be too."""
     found = find_non_finite(model)
     if found:
         raise UserError(
@@ -151,7 +203,7 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
-    """Whether a row of ``longest`` tokens is within what the model was made for."""
+    """Check that a row of ``longest`` tokens fits the model's context."""
     length = context_length(config)
     if length is None or longest <= length:
         return []
@@ -165,7 +217,7 @@ def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
 
 
 def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
-    """Stretch the rotary positions so that ``wanted`` tokens fit, by the smallest whole factor; say what was done.
+    """Stretch the rotary positions so that ``wanted`` tokens fit, by the smallest whole factor; returns a note on it.
 
     Sources: linear, Chen et al. 2023, https://arxiv.org/abs/2306.15595; yarn, Peng et al. 2023,
     https://arxiv.org/abs/2309.00071; dynamic and llama3 as transformers' ``modeling_rope_utils`` has them.
@@ -197,7 +249,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
 
 
 def upcast_norms(model: nn.Module) -> None:
-    """The weights of norms in float32."""
+    """Convert the weights of norms to float32."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and re.search(r"norm|ln_", name):
             parameter.data = parameter.data.float()
@@ -206,7 +258,7 @@ def upcast_norms(model: nn.Module) -> None:
 def _random_model(
     options: Any, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None
 ) -> PreTrainedModel:
-    """Random weights from the generator as the run seeded it: drawn on the CPU in float32, the same everywhere."""
+    """Make a model with random weights, drawn on the CPU in float32, so that a seed gives the same ones everywhere."""
     from transformers import AutoModelForCausalLM
 
     dtype = arguments.pop("dtype")
@@ -221,7 +273,7 @@ def _random_model(
 
 def _pretrained_model(
     options: Any, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None,
-    notes: list[str],
+    notes: list[str], needs_head: bool,
 ) -> PreTrainedModel:  # fmt: skip
     from transformers import AutoModelForCausalLM
 
@@ -237,7 +289,9 @@ def _pretrained_model(
             **hub_arguments(options),
             **arguments,
         )
-    problems = weight_problems(source.name, type(model).__name__, found)
+    problems = weight_problems(
+        source.name, type(model).__name__, {**found, "own_layers": own_layers(model)}, needs_head
+    )
     if problems:
         raise UserError(problems)
     if found["unexpected_keys"]:
@@ -246,12 +300,26 @@ def _pretrained_model(
     return model
 
 
-def weight_problems(where: str, class_name: str, found: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with the weights that transformers found for a model: its ``loading_info`` as problems."""
+_HEAD = re.compile(r"(lm_head|embed_out|output)\.")
+
+
+def weight_problems(where: str, class_name: str, found: Mapping[str, Any], needs_head: bool = True) -> list[Problem]:
+    """Problems of the weights that transformers found for a model, from its ``loading_info``."""
     problems = []
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
+    if beyond := layers_beyond(found):
+        problems.append(
+            Problem(
+                f"the weights have {counted_layers(beyond)} beyond the last that config.json asks for.",
+                where=where,
+                why=f"{class_name} would be trained without its last layers.",
+                remedy="Correct the number of layers in config.json (num_hidden_layers), or take those tensors out.",
+            )
+        )
+    if not needs_head:
+        missing = [name for name in missing if not _HEAD.search(name)]
     if missing:
-        is_headless = all(re.search(r"(lm_head|embed_out|output)\.", name) for name in missing)
+        is_headless = all(_HEAD.search(name) for name in missing)
         problems.append(
             Problem(
                 f"the weights have no {_few(missing)}, which {class_name} needs."
@@ -276,8 +344,35 @@ def weight_problems(where: str, class_name: str, found: Mapping[str, Any]) -> li
     return problems
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|decoder_layers)\.(\d+)\.")
+
+
+def layers_beyond(found: Mapping[str, Any]) -> list[int]:
+    """The layers that the files have and the model has not: tensors of a whole layer that it has no use for."""
+    numbers = {int(match[1]) for name in found["unexpected_keys"] if (match := _LAYER.search(name))}
+    return sorted(numbers - set(found.get("own_layers", ())))
+
+
+def counted_layers(numbers: list[int]) -> str:
+    """``layer 3``, ``4 layers (2 to 5)``"""
+    return f"layer {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} layers ({numbers[0]} to {numbers[-1]})"
+
+
+def own_layers(model: nn.Module) -> set[int]:
+    """The numbers of the layers that have weights."""
+    return {int(match[1]) for name, _ in model.named_parameters() if (match := _LAYER.search(name))}
+
+
+def said_by(error: BaseException) -> str:
+    """A library's reason in one sentence: all of it where the first line ends at a colon, and the kind of error where
+    it is no more than a word."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    first = next(iter(lines), "")
+    if first.endswith(":"):
+        first = " ".join(lines[:3])
+    if not first or isinstance(error, KeyError):
+        first = f"{type(error).__name__} {first}".strip()
+    return f"{first[:300].rstrip('.:')}."
 
 
 def _few(names: list[str], shown: int = 3) -> str:

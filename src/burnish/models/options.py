@@ -11,7 +11,7 @@ from burnish.core.options import option
 
 @dataclass
 class ModelOptions:
-    """Which model is trained, and how it is loaded."""
+    """Model, and how it is loaded."""
 
     model_name_or_path: str | None = option(
         None, "The model: a local folder, or an id on the Hugging Face hub; on ModelScope's with USE_MODELSCOPE_HUB=1."
@@ -23,8 +23,10 @@ class ModelOptions:
     cache_dir: str | None = option(
         None, "Where models and data sets from a hub are kept; the hub's own place if not given."
     )
-    hf_hub_token: str | None = option(None, "The token for private models and data sets on the Hugging Face hub.")
-    ms_hub_token: str | None = option(None, "The token for private models and data sets on ModelScope.")
+    hf_hub_token: str | None = option(
+        None, "The token for private models and data sets on the Hugging Face hub.", is_secret=True
+    )
+    ms_hub_token: str | None = option(None, "The token for private models and data sets on ModelScope.", is_secret=True)
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. It can do anything you can.")
     train_from_scratch: bool = option(False, "Start from random weights, drawn with seed; only the config is read.")
     use_fast_tokenizer: bool = option(
@@ -62,7 +64,7 @@ class ModelOptions:
     )
 
 
-def check_new_tokens(options: Any) -> list[Problem]:
+def check_new_tokens(options: ModelOptions) -> list[Problem]:
     problems = []
     if options.init_special_tokens != "noise_init" and not options.new_special_tokens_config:
         what = f'"init_special_tokens" is {options.init_special_tokens}, and no token is described.'
@@ -80,7 +82,14 @@ def check_norms(options: Any) -> list[Problem]:
     return [Problem(what, remedy="Set bf16: true instead of pure_bf16, or leave upcast_layernorm out.")]
 
 
-def new_tokens_notes(options: Any) -> list[str]:
+def remote_code_notes(options: ModelOptions) -> list[str]:
+    """Say that code of other people runs, in the log of every run in which it may."""
+    if not options.trust_remote_code:
+        return []
+    return [f"trust_remote_code: Python code that comes with {options.model_name_or_path} may run, as you."]
+
+
+def new_tokens_notes(options: ModelOptions) -> list[str]:
     if not options.new_special_tokens_config or options.init_special_tokens != "noise_init":
         return []
     return ["The descriptions in new_special_tokens_config have no effect without init_special_tokens: desc_init."]

@@ -1,8 +1,8 @@
 """Weights in 8 or 4 bits: the base of a model whose adapter is trained (QLoRA, Dettmers et al. 2023,
 https://arxiv.org/abs/2305.14314).
 
-In:  ``quantization_bit`` and its kin. Out: what transformers is told, so that linear layers are quantised by the
-     library bitsandbytes while the weights are read; on a CPU too.
+In:  ``quantization_bit`` and related options. Out: arguments of transformers, by which linear layers are quantised by
+     the library bitsandbytes while the weights are read; on a CPU too.
 Refuses: training weights that are quantised; decomposing them (PiSSA); other methods of quantising while a model is
      loaded; a missing library.
 Models whose files hold quantised weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
@@ -15,23 +15,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from burnish.core.errors import MissingExtraError, Problem
 from burnish.core.options import changed, option, raise_if, set_without
+from burnish.core.patching import Reason, patch
 
 EXTRA = "quantization"
 LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
               "aqlm": ("aqlm",), "hqq": ("hqq",), "eetq": ("eetq",)}  # fmt: skip
-"""Method of quantised files -> the libraries that transformers reads them with."""
+"""Method of quantised files -> the libraries by which transformers reads them."""
 
 
 @dataclass
 class QuantizationOptions:
-    """A frozen base in few bits."""
+    """Quantisation of a frozen base model."""
 
     quantization_bit: int | None = option(
         None, "Load the model's linear layers in this many bits.", choices=(4, 8), unit="bits"
@@ -47,7 +48,18 @@ class QuantizationOptions:
     )  # fmt: skip
 
 
-def check_quantization(options: Any) -> list[Problem]:
+class QuantizationChoices(Protocol):
+    """The options that say what of a model is quantised."""
+
+    adapter_name_or_path: list[str] | None
+    create_new_adapter: bool
+    finetuning_type: str
+    pissa_init: bool
+    quantization_bit: int | None
+    train_from_scratch: bool
+
+
+def check_quantization(options: QuantizationChoices) -> list[Problem]:
     if options.quantization_bit is None:
         return []
     problems: list[Problem] = []
@@ -84,7 +96,7 @@ def check_quantization(options: Any) -> list[Problem]:
     return problems
 
 
-def quantization_notes(options: Any) -> list[str]:
+def quantization_notes(options: QuantizationOptions) -> list[str]:
     switches = dict.fromkeys(("quantization_type", "double_quantization"), "quantization_bit")
     notes = set_without(options, switches)
     if options.quantization_bit == 8:
@@ -93,21 +105,21 @@ def quantization_notes(options: Any) -> list[str]:
 
 
 def quantization_arguments(options: Any, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
-    """What ``from_pretrained`` is given beside its other arguments; nothing where nothing is to be quantised.
+    """Further arguments of ``from_pretrained``; none where nothing is to be quantised.
 
     Args:
-        dtype: of what is not quantised, and of products; "auto" for that of the files.
+        dtype: of weights that are not quantised, and of products; "auto" for that of the files.
     Raises:
         UserError: where the files hold quantised weights that cannot be read here.
     """
-    if getattr(options, "quantization_bit", None) is None:  # a caller from Python may bring ModelOptions alone
+    if getattr(options, "quantization_bit", None) is None:  # a caller from Python may have ModelOptions only
         return {}
     raise_if(check_quantised_files(options, config))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
     return {"quantization_config": METHODS[options.quantization_method](options, wanted)}
 
 
-def _bitsandbytes(options: Any, compute_dtype: torch.dtype) -> Any:
+def _bitsandbytes(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
     if options.quantization_bit == 8:
@@ -121,7 +133,7 @@ def _bitsandbytes(options: Any, compute_dtype: torch.dtype) -> Any:
 
 
 METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "bitsandbytes": _bitsandbytes}
-"""Ways to quantise a model while it is loaded -> what transformers is told of it."""
+"""Method of quantising a model while it is loaded -> its config for transformers."""
 
 
 def quantised_by(config: Any) -> str:
@@ -142,14 +154,14 @@ PLAIN_KERNEL = {"gptq": "gptq_torch", "awq": "torch_awq"}
 
 
 def use_kernels_that_train(config: Any, device: torch.device | str | None = None) -> str:
-    """Have GPTQ's and AWQ's library multiply by a kernel that has a backward pass, where the model does not name one:
-    "auto" takes the fastest, which may have none. "auto_trainable" is what transformers documents for it, and what peft
-    asks that library for; on a CPU it would compile a kernel of its own for minutes (gptqmodel 7.7).
+    """Make the library of GPTQ and AWQ use a kernel that has a backward pass, unless the model names a kernel: "auto"
+    takes the fastest, which may have none. transformers documents "auto_trainable" for this, and peft uses it; on a CPU
+    it would compile a kernel of its own for minutes (gptqmodel 7.7).
 
     Args:
-        device: where the model will be; the CPU where not given.
+        device: the device of the model; the CPU if not given.
     Returns:
-        What a person should know of it, or the empty string.
+        A note for the user, or the empty string.
     """
     described, method = _entry(config, "quantization_config"), quantised_by(config)
     if method not in PLAIN_KERNEL or _entry(described, "backend") not in (None, "auto", "autoawq"):
@@ -167,13 +179,13 @@ def _entry(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
 
 
-def is_quantised(options: Any, config: Any) -> str:
-    """How the weights in memory will be quantised ("4 bits", "gptq"), or the empty string."""
+def is_quantised(options: QuantizationOptions, config: Any) -> str:
+    """The quantisation of the weights in memory ("4 bits", "gptq"), or the empty string."""
     return f"{options.quantization_bit} bits" if options.quantization_bit else quantised_by(config)
 
 
 def check_quantised_files(options: Any, config: Any) -> list[Problem]:
-    """What keeps a model whose files are quantised from being loaded."""
+    """Find what keeps a model whose files are quantised from being loaded."""
     method = quantised_by(config)
     if not method:
         return []
@@ -208,13 +220,16 @@ def check_quantised_files(options: Any, config: Any) -> list[Problem]:
     return problems
 
 
+UNTOUCHED = Reason("layer of 4 bits", "an evaluation leaves its weights as they are")
+
+
 def keep_as_loaded(model: nn.Module) -> None:
     """Let an evaluation leave quantised weights as they are.
 
-    On a CPU with AVX512-BF16, bitsandbytes (0.49 to 0.50) lays weights of 4 bits out anew at the first product outside
-    training, rounds their scales to bfloat16 and has no backward pass for that layout: an evaluation in between would
-    change what is trained after it (bitsandbytes/nn/modules.py, Linear4bit.forward).
+    On a CPU with AVX512-BF16, bitsandbytes (0.49 to 0.50) converts weights of 4 bits to another layout at the first
+    product outside training, rounds their scales to bfloat16 and has no backward pass for that layout: an evaluation
+    would change the training that follows (bitsandbytes/nn/modules.py, Linear4bit.forward).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            patch(module, "support_avx512bf16_for_cpu", False, UNTOUCHED)

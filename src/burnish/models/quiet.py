@@ -1,4 +1,4 @@
-"""What transformers prints and raises while it loads and saves, held back or put into a sentence of burnish's."""
+"""Output and errors of transformers while it loads and saves, suppressed or turned into sentences of burnish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burnish.core.errors import Problem, UserError
 
 @contextmanager
 def refused_conversions(where: str) -> Iterator[None]:
-    """What transformers says of tensors that it cannot put together, as a sentence about the files."""
+    """Turn transformers' error about tensors that it cannot combine into a UserError about the files."""
     try:
         yield
     except RuntimeError as error:
@@ -27,7 +27,7 @@ def refused_conversions(where: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bar and report: what it would say is said by burnish, once."""
+    """Suppress transformers' progress bar and report in the ``with`` block; burnish prints their content once."""
     from transformers.utils import logging
 
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,18 +1,18 @@
-"""What training leaves behind for other programs: a folder that ``AutoModelForCausalLM`` or peft loads.
+"""Saving a trained model for other programs: a folder that ``AutoModelForCausalLM`` or peft loads.
 
 In:  the model, its tokenizer, where to. Out: safetensors (in shards with an index where they are large), config,
      generation config, tokenizer with its chat template; of an adapter, the adapter's files and the tokenizer.
 Refuses: a whole model with an adapter still in it. Nothing is pickled.
 
-Checkpoints are another matter: they hold the weights in the precision in which they are trained
-(``adapters.base.ModelState``); here they leave in the precision in which they came.
+Checkpoints differ: they hold the weights in the precision of training (``adapters.base.ModelState``); here weights are
+saved in the precision in which they were loaded.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.types import Adapter
+from burnish.core.work import work
 from burnish.models.quiet import quiet
+from burnish.models.save_gathered import save_gathered, trained_weights_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,31 +33,38 @@ SHARD_SIZE = "5GB"
 def save_model(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, *, adapter: Adapter | None = None,
     dtype: torch.dtype | None = None, max_shard_size: str | int = SHARD_SIZE, stop_token_ids: Sequence[int] = (),
+    whole: Callable[[Tensor], Tensor] | None = None, writes: bool = True,
 ) -> None:  # fmt: skip
-    """Write what was trained.
+    """Write the trained model or adapter.
 
     Args:
-        adapter: where it is an addition to a model, what writes that addition; None writes the whole model.
-        dtype: of the weights in the files; the one they were loaded in if not given.
+        adapter: writes only the adapter's weights; None writes the whole model.
+        dtype: of the weights in the files; if not given, the one in which they were loaded.
         stop_token_ids: tokens that end an answer beside the tokenizer's end token; generation stops at each.
+        whole: makes a weight whole of which each process holds a part; all processes call this function then.
+        writes: whether this process is the one that writes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_or_nothing(folder):
+    with work("Writing the model"), whole_or_nothing(folder) if writes else nullcontext():
         if adapter is not None:
-            adapter.save(model, str(folder))
+            with trained_weights_whole(model, whole) if whole is not None else nullcontext():
+                if writes:
+                    adapter.save(model, str(folder))
         else:
             if tokenizer is not None:
                 align_special_tokens(model, tokenizer, stop_token_ids)
-            _save_whole(model, folder, dtype, max_shard_size)
+            _save_whole(model, folder, dtype, max_shard_size, whole, writes)
+        if not writes:
+            return
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
 
 @contextmanager
 def whole_or_nothing(folder: Path) -> Iterator[None]:
-    """Files that were new in ``folder`` go again where not all can be written: half a model is of no use, and would
-    stand in the way of the same command."""
+    """Remove new files from ``folder`` if not all can be written, because half a model is of no use, and the same
+    command would refuse the folder."""
     there, is_whole = set(folder.iterdir()), False
     try:
         yield
@@ -68,11 +77,11 @@ def whole_or_nothing(folder: Path) -> Iterator[None]:
 
 
 def save_config(model: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """``config.json`` and ``generation_config.json``, which make a folder of weights a model. For generation, which
-    wants the cache that training does without."""
+    """Write ``config.json`` and ``generation_config.json``, with the cache on, which generation needs and training
+    switches off."""
     config: Any = copy.deepcopy(model.config)
     config.dtype = dtype or config.dtype
-    config.architectures = [type(model).__name__]
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch's fully_shard names its classes so
     if hasattr(config, "use_cache"):
         config.use_cache = True
     config.save_pretrained(folder)
@@ -83,9 +92,9 @@ def save_config(model: nn.Module, folder: str | Path, dtype: torch.dtype | None 
 def align_special_tokens(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Let the model's configs end, begin and pad with the tokens that it was trained with.
+    """Set end, begin and padding token in the model's configs to those of its training.
 
-    An end token that the generation config names already still stops generation.
+    An end token that the generation config already names still stops generation.
     """
     config: Any = model.config
     generation: Any = getattr(model, "generation_config", None)
@@ -102,13 +111,22 @@ def align_special_tokens(
         generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
 
 
-def _save_whole(model: nn.Module, folder: Path, dtype: torch.dtype | None, max_shard_size: str | int) -> None:
+def _save_whole(
+    model: nn.Module, folder: Path, dtype: torch.dtype | None, max_shard_size: str | int,
+    whole: Callable[[Tensor], Tensor] | None, writes: bool,
+) -> None:  # fmt: skip
     config: Any = model.config
     loaded_in = config.dtype
     wanted = dtype or loaded_in
-    state = state_in(model, wanted)
-    if any(".base_layer." in name or ".original_module." in name for name in state):
+    if any(".base_layer." in name or ".original_module." in name for name in model.state_dict(keep_vars=True)):
         raise RuntimeError("An adapter is still in the model; merge it, or save the adapter.")
+    if whole is not None:
+        save_gathered(model, folder, wanted, max_shard_size, whole, writes)
+        config.dtype = loaded_in
+        if writes:
+            save_config(model, folder, wanted)
+        return
+    state = state_in(model, wanted)
     # transformers undoes its own conversions (experts), leaves out tied weights and makes the shards.
     with quiet():
         model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[operator]
@@ -117,7 +135,7 @@ def _save_whole(model: nn.Module, folder: Path, dtype: torch.dtype | None, max_s
 
 
 def state_in(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The state dict with its floating tensors in ``dtype``; names that share a tensor still share one."""
+    """The state dict with its floating-point tensors in ``dtype``; names that share a tensor still share one."""
     converted: dict[int, Tensor] = {}
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -1,8 +1,8 @@
-"""Where a model lies: in a local folder, in the hub's cache, or on the hub, and what to say where it is nowhere.
+"""Finding a model: in a local folder, in the hub's cache, or on the hub; and the error where it is in none of them.
 
-In:  a name, and the options that say how the hub is asked. Out: a ``Source``. The hub is Hugging Face's; ModelScope's
-     where USE_MODELSCOPE_HUB is set. Transformers fetches from the first as it loads; of the second the folder without
-     its weights is fetched when the model is first looked for, the weights when they are wanted, pickles never.
+In:  a name, and the options of the hub. Out: a ``ModelSource``. The hub is Hugging Face's, or ModelScope's where
+     USE_MODELSCOPE_HUB is set. transformers itself fetches from Hugging Face when it loads. From ModelScope everything
+     but the weights is fetched when the model is first looked for, the weights when they are needed, pickles never.
 Refuses: a folder that is not there, an id that is neither cached nor reachable; within seconds, without retries.
 """
 
@@ -21,7 +21,8 @@ from typing import Any
 
 from burnish.core.errors import MissingExtraError, Problem, UserError
 from burnish.core.hubs import is_offline, uses_modelscope
-from burnish.core.tensor_files import read_json
+from burnish.core.json_files import FETCH_AGAIN, read_object
+from burnish.models.options import ModelOptions
 
 CONNECT_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?$")
@@ -29,13 +30,13 @@ _PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt"]
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model that was found.
 
     Args:
-        name: what transformers is given: a folder, or an id.
-        folder: where its files are on this machine; None where they have to be fetched.
-        has_weights: false where all files are there but the weights.
+        name: the name for transformers: a folder, or an id.
+        folder: the folder of its files on this machine; None where they have to be fetched.
+        has_weights: false where all files but the weights are there.
     """
 
     name: str
@@ -44,43 +45,43 @@ class Source:
 
 
 def find_source(
-    name: str | None, options: Any, option_name: str = "model_name_or_path", with_weights: bool = False
-) -> Source:
-    """Where ``name`` is.
+    name: str | None, options: ModelOptions, option_name: str = "model_name_or_path", with_weights: bool = False
+) -> ModelSource:
+    """Find the model ``name``.
 
     Args:
         options: read for ``cache_dir``, ``model_revision``, ``hf_hub_token`` and ``ms_hub_token``.
-        with_weights: whether they are wanted too, for which ModelScope is asked here.
+        with_weights: also fetch the weights, if the model is on ModelScope.
     Raises:
-        UserError: where it is nowhere, with what is near.
+        UserError: where there is no such model, with similar names.
     """
     if not name or not name.strip():
         raise UserError(_no_name(option_name))
     path = Path(name).expanduser()
     if path.is_dir():
-        return Source(str(path), path)
+        return ModelSource(str(path), path)
     if path.exists():
         raise UserError(Problem(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it."))
     if not _may_be_hub_id(name):
         raise UserError(_no_folder(name, option_name))
     if uses_modelscope():
         folder = _modelscope_folder(name, options, option_name, with_weights)
-        return Source(str(folder), folder, has_weights=_is_whole(folder))
+        return ModelSource(str(folder), folder, has_weights=_is_whole(folder))
     cached = _cached_folder(name, options)
     if cached is not None:
-        return Source(name, cached)
+        return ModelSource(name, cached)
     nowhere = _not_on_hub(name, options, option_name)
     if nowhere is not None:
-        is_path = "/" in name and Path(name).parent.is_dir()  # org/model, where a folder called org is here
+        is_path = "/" in name and Path(name).parent.is_dir()  # for org/model: there is a local folder "org"
         raise UserError(_no_folder(name, option_name) if is_path else nowhere)
-    return Source(name, None)
+    return ModelSource(name, None)
 
 
-def local_folder(name: str, options: Any, option_name: str, patterns: Sequence[str]) -> Path:
+def local_folder(name: str, options: ModelOptions, option_name: str, patterns: Sequence[str]) -> Path:
     """The folder with the files of ``name`` that match ``patterns``, fetched from the hub where they are not here yet.
 
     Raises:
-        UserError: where it is nowhere.
+        UserError: where there is no such model.
     """
     source = find_source(name, options, option_name, with_weights=True)
     if source.folder is not None and (source.name == str(source.folder) or is_offline()):
@@ -98,11 +99,11 @@ def local_folder(name: str, options: Any, option_name: str, patterns: Sequence[s
     )
 
 
-def adapter_folders(options: Any) -> list[Path]:
+def adapter_folders(options: ModelOptions) -> list[Path]:
     """The local folders of ``adapter_name_or_path``, in order.
 
     Raises:
-        UserError: with every one that is nowhere.
+        UserError: with every one that cannot be found.
     """
     folders: list[Path] = []
     problems: list[Problem] = []
@@ -116,23 +117,23 @@ def adapter_folders(options: Any) -> list[Path]:
     return folders
 
 
-def hub_arguments(options: Any) -> dict[str, Any]:
-    """What transformers is told about the hub."""
+def hub_arguments(options: ModelOptions) -> dict[str, Any]:
+    """Arguments of transformers that concern the hub."""
     return {
         "revision": options.model_revision,
         "cache_dir": options.cache_dir,
         "token": options.hf_hub_token,
         "trust_remote_code": options.trust_remote_code,
-        "local_files_only": is_offline() or Path(options.model_name_or_path).expanduser().is_dir(),
+        "local_files_only": is_offline() or Path(options.model_name_or_path or "").expanduser().is_dir(),
     }
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """``gpt2`` and ``org/model`` may be; ``./model`` and ``a/b/c`` are paths by their form."""
+    """Return whether ``name`` may be a hub id: ``gpt2`` and ``org/model`` may; ``./model`` and ``a/b/c`` are paths."""
     return bool(_HUB_ID.match(name)) and not name.startswith(".")
 
 
-def _cached_folder(name: str, options: Any) -> Path | None:
+def _cached_folder(name: str, options: ModelOptions) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("config.json", "adapter_config.json"):
@@ -143,15 +144,28 @@ def _cached_folder(name: str, options: Any) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the weights are there, which are fetched last: the cache may hold a config alone."""
+    """Return whether the weights are there. They are fetched last, so the cache may hold only a config."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return all((folder / name).is_file() for name in read_json(index)["weight_map"].values())
+        return all((folder / name).is_file() for name in shard_names(index))
     return any(folder.glob("*.safetensors"))
 
 
-def _modelscope_folder(name: str, options: Any, option_name: str, with_weights: bool) -> Path:
-    """The files of ``name`` from ModelScope, or from its cache. ModelScope's first branch is called master."""
+def shard_names(index: Path) -> set[str]:
+    """The files of weights that an index names, beside it.
+
+    Raises:
+        UserError: where it is no index, or leads out of its folder.
+    """
+    names = set(map(str, read_object(index, needs=[("weight_map", dict)])["weight_map"].values()))
+    if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
+        what = f'it names a file outside of its folder: "{outside[0]}".'
+        raise UserError(Problem(what, where=str(index), remedy=FETCH_AGAIN))
+    return names
+
+
+def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_weights: bool) -> Path:
+    """The files of ``name`` from ModelScope, or from its cache. ModelScope's main branch is called master."""
     try:
         from modelscope_hub.errors import HubError
     except ImportError:
@@ -174,7 +188,7 @@ def _modelscope_folder(name: str, options: Any, option_name: str, with_weights: 
 def _from_modelscope(
     name: str, revision: str, cache_dir: str | None, token: str | None, is_off: bool, with_weights: bool
 ) -> Path:
-    """Asked once in a process for config and tokenizer, and once for weights."""
+    """Fetch from ModelScope; cached, so that a process asks once for config and tokenizer, and once for weights."""
     from modelscope import snapshot_download
 
     return Path(
@@ -189,9 +203,9 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
 
 
-def _not_on_hub(name: str, options: Any, option_name: str) -> Problem | None:
-    """Why the hub does not give us ``name``, or None where it does. One request, one answer: the libraries' own clients
-    try again for a minute before they give up."""
+def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem | None:
+    """The reason why the hub does not provide ``name``, or None if it does. One request, because the libraries' own
+    clients retry for a minute before they fail."""
     if is_offline():
         return _offline(name, option_name, "the hub is switched off (HF_HUB_OFFLINE)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
@@ -220,7 +234,7 @@ def _no_folder(name: str, option_name: str) -> Problem:
 
 
 def _nearest_folders(path: Path, limit: int = 3) -> list[str]:
-    """Folders beside the place where ``path`` leaves what exists, those with a similar name first."""
+    """Folders in the deepest existing parent of ``path``, those with a similar name first."""
     missing = path
     while not missing.parent.is_dir() and missing.parent != missing:
         missing = missing.parent
@@ -240,8 +254,11 @@ def _offline(name: str, option_name: str, why: str) -> Problem:
     )
 
 
-def _refused(name: str, options: Any, option_name: str, endpoint: str, error: urllib.error.HTTPError) -> Problem:
-    """What the hub's answer means; it says why in a header (huggingface_hub, utils/_http.py, hf_raise_for_status)."""
+def _refused(
+    name: str, options: ModelOptions, option_name: str, endpoint: str, error: urllib.error.HTTPError
+) -> Problem:
+    """The problem for an error of the hub. A header has the reason (huggingface_hub, utils/_http.py,
+    hf_raise_for_status)."""
     here = f'{option_name} "{name}" is no local folder, and {endpoint}'
     reason = error.headers.get("X-Error-Code", "")
     if reason == "RevisionNotFound":

@@ -1,6 +1,6 @@
-"""The tokenizer, and the embedding that has to have a row for each of its tokens.
+"""The tokenizer, and the model's embedding, which must have a row for each token.
 
-In:  the options; a list that collects sentences for a person. Out: a tokenizer with an end and a padding token.
+In:  the options; a list that collects sentences for the user. Out: a tokenizer with an end and a padding token.
 Refuses: a folder without a tokenizer; tokens that the model has no rows for. Weights are not read.
 """
 
@@ -14,29 +14,33 @@ import torch
 from torch import nn
 
 from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
-from burnish.core.errors import Problem, UserError
-from burnish.models.load import meta_model
+from burnish.core.errors import UNUSABLE, Problem, UserError
+from burnish.core.json_files import read_object
+from burnish.core.patching import Reason, patch
+from burnish.models.load import meta_model, said_by
+from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+NEW_TOKENS = Reason("model with new tokens", "an adapter has to train their rows")
 END_TOKENS = ("<|endoftext|>", "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
-"""What models call the end, tried in this order in a vocabulary that does not say."""
+"""Names of end tokens, tried in this order where the tokenizer does not name one."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "tokenizer_config.json",
 )  # fmt: skip
-"""A folder with none of these has no tokenizer that transformers would find."""
+"""Files of tokenizers; transformers finds no tokenizer in a folder with none of these."""
 ROW_MULTIPLE = 64
-"""An embedding grows to a multiple of this: matrix products on tensor cores want it."""
+"""An embedding grows to a multiple of this, with which matrix products on tensor cores are fastest."""
 
 
-def load_tokenizer(options: Any, notes: list[str] | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding on the right, with the new tokens of the options in it.
+def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer, set to pad on the right, with the new tokens of the options.
 
     Args:
-        notes: receives what was chosen where the tokenizer does not say (its end or padding token).
+        notes: receives a sentence on a choice made where the tokenizer has no end or padding token.
     Raises:
         UserError: where there is none, or none that can be read.
     """
@@ -46,11 +50,12 @@ def load_tokenizer(options: Any, notes: list[str] | None = None) -> PreTrainedTo
     source = find_source(options.model_name_or_path, options)
     if source.folder is not None and not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(_no_tokenizer(source.name))
+    _refuse_own_code(source.folder, options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.name, padding_side="right", **hub_arguments(options)
         )
-    except (OSError, ValueError, KeyError) as error:
+    except UNUSABLE as error:
         raise UserError(_broken_tokenizer(source.name, error)) from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
@@ -60,8 +65,18 @@ def load_tokenizer(options: Any, notes: list[str] | None = None) -> PreTrainedTo
     return tokenizer
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, options: Any) -> list[Problem]:
-    """What keeps the tokenizer's ids from being looked up in the model's embedding."""
+def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder as it is."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, options: ModelOptions
+) -> list[Problem]:
+    """Check that the model's embedding has a row for each token of the tokenizer."""
     rows = config.get_text_config().vocab_size
     if len(tokenizer) <= rows or may_resize(options):
         return []
@@ -75,19 +90,19 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     ]
 
 
-def may_resize(options: Any) -> bool:
-    """Whether the embedding is to grow: asked for, or implied by new tokens."""
+def may_resize(options: ModelOptions) -> bool:
+    """Return whether the embedding may grow: asked for, or implied by new tokens."""
     return bool(options.resize_vocab or named_tokens(options))
 
 
-def named_tokens(options: Any) -> list[str]:
+def named_tokens(options: ModelOptions) -> list[str]:
     """The tokens that the options add."""
     special = list(descriptions(options)) or options.add_special_tokens or []
     return [*(options.add_tokens or []), *special]
 
 
-def descriptions(options: Any) -> dict[str, str]:
-    """New special token -> what it stands for.
+def descriptions(options: ModelOptions) -> dict[str, str]:
+    """Read descriptions: new special token -> text that describes it.
 
     Raises:
         UserError: where the file is not there, or holds something else.
@@ -126,14 +141,14 @@ def _no_descriptions(given: Any, received: Any) -> Problem:
 
 
 def fit_vocabulary(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Any, notes: list[str] | None = None
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: ModelOptions, notes: list[str] | None = None
 ) -> None:
-    """Give every token a row, where the tokenizer has grown and the options allow it.
+    """Give every token a row in the embedding, if the tokenizer has grown and the options allow it.
 
     New rows are drawn around the mean of the old ones, with their covariance (Hewitt 2021,
     https://nlp.stanford.edu/~johnhew/vocab-expansion.html), or begin as ``init_special_tokens`` says. Sets
-    ``model.has_new_tokens``, so that an adapter knows that frozen rows would stay noise: also where an embedding with
-    rows to spare need not grow.
+    ``model.has_new_tokens``, so that an adapter knows that frozen rows would stay random; also where the embedding has
+    unused rows and need not grow.
 
     Raises:
         UserError: where rows are missing and may not be added.
@@ -142,7 +157,8 @@ def fit_vocabulary(
     if problems:
         raise UserError(problems)
     before = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    model.has_new_tokens = bool(named_tokens(options)) or len(tokenizer) > before  # type: ignore[assignment]
+    if named_tokens(options) or len(tokenizer) > before:
+        patch(model, "has_new_tokens", True, NEW_TOKENS)
     if len(tokenizer) > before:
         _grow(model, tokenizer, notes)
     if options.init_special_tokens != "noise_init":
@@ -157,22 +173,25 @@ def _grow(model: nn.Module, tokenizer: PreTrainedTokenizerBase, notes: list[str]
         notes.append(f"The embedding grew from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
 
 
-def fitted_shapes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: Any) -> PreTrainedModel:
+def fitted_shapes(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: ModelOptions
+) -> PreTrainedModel:
     """The model without weights, with a row for every token."""
     model = meta_model(deepcopy(config), options.trust_remote_code)  # which is told the new size
     grows = len(tokenizer) > model.get_input_embeddings().weight.shape[0]
     if grows:
         with torch.device("meta"):
             model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE, mean_resizing=False)
-    model.has_new_tokens = grows or bool(named_tokens(options))
+    if grows or named_tokens(options):
+        patch(model, "has_new_tokens", True, NEW_TOKENS)
     return model
 
 
 @torch.no_grad()
-def _begin_as_described(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Any) -> None:
-    """The row of each described token becomes the mean of the rows of its description's tokens, in the embedding and
-    in a head of its own; the noise has a deviation of one over the root of the rows' width (LLaMA-Factory 0.9.5,
-    model/model_utils/embedding.py, which gives the head rows of the embedding)."""
+def _begin_as_described(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: ModelOptions) -> None:
+    """Set the row of each described token to the mean of the rows of its description's tokens, in the embedding and in
+    a head that is not tied to it, plus noise whose standard deviation is 1 / sqrt(width of a row). Source:
+    LLaMA-Factory 0.9.5, model/model_utils/embedding.py, which gives the head rows of the embedding."""
     described = descriptions(options)
     new = {tokenizer.convert_tokens_to_ids(token) for token in named_tokens(options)}
     tables = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
@@ -190,12 +209,12 @@ def _begin_as_described(model: nn.Module, tokenizer: PreTrainedTokenizerBase, op
             weight[tokenizer.convert_tokens_to_ids(token)] = mean.to(weight.dtype)
 
 
-def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, options: Any, notes: list[str]) -> None:
+def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, options: ModelOptions, notes: list[str]) -> None:
     added = tokenizer.add_tokens(options.add_tokens) if options.add_tokens else 0
     special = list(descriptions(options)) or options.add_special_tokens
     if special:
         added += tokenizer.add_tokens(special, special_tokens=True)
-    tokenizer.new_tokens = named_tokens(options)  # data may hold them: data/encoder.py
+    tokenizer.new_tokens = named_tokens(options)  # data may hold them: data/tokens/encoder.py
     if added and not options.resize_vocab:
         notes.append(f"{added} new tokens: the embedding grows for them (resize_vocab).")
 
@@ -210,6 +229,26 @@ def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
     notes.append(f"The tokenizer names no end token; {tokenizer.eos_token} {how} an answer.")
 
 
+def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
+    """Raise UserError where the tokenizer is a class of the model's own, which is not run: transformers would take
+    another in its place without a word."""
+    path = None if folder is None else folder / "tokenizer_config.json"
+    if path is None or not path.is_file() or options.trust_remote_code:
+        return
+    named = read_object(path).get("auto_map")
+    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    written = [str(one) for one in (classes if isinstance(classes, list) else [classes]) if one]
+    if written:
+        raise UserError(
+            Problem(
+                f"its tokenizer is Python code of its own ({', '.join(written)}), which would have to be run.",
+                where=str(path),
+                why="Another class would cut the same text into other tokens.",
+                remedy="Read that code; if you trust it, set trust_remote_code: true.",
+            )
+        )
+
+
 def _no_tokenizer(name: str) -> Problem:
     return Problem(
         "there is no tokenizer in this folder.",
@@ -219,6 +258,5 @@ def _no_tokenizer(name: str) -> Problem:
 
 
 def _broken_tokenizer(name: str, error: Exception) -> Problem:
-    first_line = str(error).strip().split("\n")[0]
-    what = f"a file has no entry {first_line}" if isinstance(error, KeyError) else first_line
+    what = f"a file has no entry {error}." if isinstance(error, KeyError) else said_by(error)
     return Problem(f"its tokenizer cannot be loaded: {what}", where=name, remedy="Fetch its tokenizer files again.")

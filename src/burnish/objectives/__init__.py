@@ -1,4 +1,4 @@
-"""What is learned, a file per kind. Importing the package imports every file, and so registers them all."""
+"""Training objectives, a file per kind. Importing the package imports every file, and so registers them all."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,12 +1,14 @@
-"""The family of objectives: what is learned, by the name of the stage.
+"""The family of objectives, by the name of the stage.
 
-A member is a class ``(options, template, tokenizer) -> Objective``. What a run asks of it, in order:
+A member is a class ``(options, template, tokenizer) -> Objective``. A run calls, in this order:
 
     objective.encode(examples, tally)   rows, before a weight is read
-    objective.fit(model, collate)       questions to the model; sentences for a person
+    objective.fit(fitted, collate)      takes over what the model can do; sentences for the user
     objective.module(model)             the model and its loss as one module, for the engine to wrap
     objective.collate(rows)             a micro-batch
-    objective.weight(batch)             how many items share the mean
+    objective.expand(run, group)        the groups that are trained on in place of one: answers to prompts
+    objective.ready(module, batches)    adds to batches what depends on the whole step, before its first micro-batch
+    objective.weight(batch)             the number of items that share the mean
     objective.loss(module, batch)       their loss, as a sum
 """
 
@@ -15,35 +17,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from torch import Tensor, nn
-
 from burnish.core.registry import Registry
-from burnish.core.types import Batch, Example, FlatRow, Loss, Row
+from burnish.core.types import Batch, Example, FlatRow, Objective, Row
+from burnish.ops.probe import Fitted
 
 Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
 
 
-class Encoder(Protocol):
-    """What an objective asks of a template (``data/``)."""
+class RowEncoder(Protocol):
+    """The part of a template (``data/``) that objectives use."""
 
     @property
     def fingerprint(self) -> str: ...
     def encode_flat(self, examples: Sequence[Example], tally: Any) -> list[FlatRow | None]: ...
-    def encode_text(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> list[FlatRow | None]: ...
+    def encode_text(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[FlatRow | None]: ...
+    def encode_pairs(self, examples: Sequence[Example], tally: Any) -> list[FlatRow | None]: ...
+    def encode_verdicts(self, examples: Sequence[Example], tally: Any) -> list[FlatRow | None]: ...
 
 
-class StageObjective(Protocol):
-    """``core.types.Objective`` with what a run asks of it besides."""
+class StageObjective(Objective, Protocol):
+    """``core.types.Objective`` with the methods that a run needs besides."""
 
     collate: Collate
 
     @property
     def fingerprint(self) -> str: ...
-    def encode(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> Sequence[Row | FlatRow | None]: ...
-    def fit(self, model: nn.Module, collate: Collate) -> list[str]: ...
-    def module(self, model: nn.Module) -> nn.Module: ...
-    def weight(self, batch: Batch) -> Tensor: ...
-    def loss(self, module: nn.Module, batch: Batch) -> Loss: ...
+    def encode(
+        self, examples: Sequence[Example], tally: Any, truncate: bool = True
+    ) -> Sequence[Row | FlatRow | None]: ...
+    def look_at(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
+        """Remarks on the training rows. Raises UserError where nothing can be learned from them."""
+        return []
+
+    def fit(self, fitted: Fitted, collate: Collate) -> list[str]: ...
 
 
 OBJECTIVES: Registry[Callable[[Any, Any, Any], StageObjective]] = Registry("stage")

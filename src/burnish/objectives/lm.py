@@ -3,48 +3,51 @@
 In: examples, a template, a causal language model. Out: rows; micro-batches; and for a micro-batch the sum of the
 negative log-likelihood of the tokens that are learned, never a mean.
 
-Position t predicts token t + 1; the shift happens in ``learned_positions`` and nowhere else. From there on only
-learned positions count: they alone go through the head, in chunks (``ops.cross_entropy``). The plain way, all logits
-of all positions, is a switch away (``fused_loss: false``) and gives the same numbers.
+Position t predicts token t + 1; the shift happens in ``logits.target_positions`` and nowhere else. Target positions
+are those whose next token is learned; they alone go through the head, in chunks (``ops.cross_entropy``).
+``fused_loss: false`` computes all logits of all positions instead, and gives the same numbers.
 """
 
-# B rows, T tokens in a row, S sequences in a flat row, N learned positions, H hidden size, V vocabulary
+# B rows, T tokens in a row, S sequences in a padding-free row, N target positions, H hidden size, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
+from burnish.core.patching import PatchChoice, PatchOptions, allows
 from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Row
 from burnish.engine.options import device_of
-from burnish.objectives.base import OBJECTIVES, Collate, Encoder
+from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.objectives.logits import NOT_FOR_THE_MODEL, logits_at
 from burnish.objectives.neftune import EmbeddingNoise
-from burnish.ops.cross_entropy import TokenLoss, TokenSums, plain_cross_entropy
-from burnish.ops.head_kernels import LIBRARIES, WAYS, head_loss, obstacle
-from burnish.ops.probe import Head, causal_lm, find_head, makes_some_logits
-from burnish.ops.tied import TiedWeight, is_plain_lookup
+from burnish.objectives.targets import Targets, collate_learned, sums_of_hidden, sums_of_logits
+from burnish.ops.cross_entropy import TokenLoss, TokenSums
+from burnish.ops.head_kernels import BACKENDS, LIBRARIES, obstacle
+from burnish.ops.last_layer import LAST
+from burnish.ops.probe import Fitted, Head, causal_lm
+from burnish.ops.tied import TIED, TiedEmbedding
 
-_NOT_FOR_THE_MODEL = {"labels", "loss_weights", "learned", "num_tokens"}
+_EVERYTHING = PatchOptions()
 
 
 @dataclass
 class LmOptions:
-    """How the loss of a language model is made."""
+    """Loss of a language model."""
 
     label_smoothing_factor: float = option(0.0, "Share of each target spread over the whole vocabulary.", ge=0, lt=1)
     neftune_noise_alpha: float | None = option(None, "Size of the noise on embeddings in training (NEFTune).", gt=0)
     fused_loss: bool | str = option(
         "auto", "Head and loss in chunks, without all logits; auto does so where the model's head allows it. By name: "
         "chunked is burnish's own, liger and cut_cross_entropy are kernels of other libraries, for a GPU.",
-        choices=("auto", True, False, *WAYS),
+        choices=("auto", True, False, *BACKENDS),
     )  # fmt: skip
     use_dft_loss: bool = option(
         False, "Multiply the loss of each token by the probability that the model gives it (DFT)."
@@ -62,7 +65,7 @@ class LmOptions:
 
 
 def check_fused_loss(options: Any) -> list[Problem]:
-    """A kernel that was asked for by name, and cannot do what else is asked, or not here."""
+    """Refuse a kernel for the loss that was asked for by name and cannot run here, or not with the other options."""
     reason = obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
     if not reason:
         return []
@@ -82,7 +85,7 @@ def loss_notes(options: Any) -> list[str]:
 
 
 def way_of(options: Any) -> str:
-    """The way of ``ops.head_kernels`` that head and loss go, where they are fused."""
+    """The backend of ``ops.head_kernels`` that computes head and loss, where they are fused."""
     return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
 
 
@@ -94,8 +97,8 @@ def token_loss(options: Any, softcap: float | None = None) -> TokenLoss:
     )  # fmt: skip
 
 
-class LmObjective:
-    """What pretraining and fine-tuning share: everything but the way from an example to a row.
+class LmObjective(StageObjective):
+    """Base of pretraining and supervised fine-tuning, which differ only in how an example becomes a row.
 
     Args:
         options: the flat options; those of ``LmOptions`` are read.
@@ -103,12 +106,12 @@ class LmObjective:
         tokenizer: what every objective is given; not read here.
     """
 
-    def __init__(self, options: Any, template: Encoder, tokenizer: Any = None) -> None:
+    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
         self.head: Head | None = None
         self.makes_some_logits = False
-        self.collate: Collate = _unfitted
+        self.collate: Collate = unfitted
 
     @property
     def fingerprint(self) -> str:
@@ -116,99 +119,83 @@ class LmObjective:
 
     @property
     def metrics(self) -> list[str]:
-        """What an evaluation says of a set; the last is there where the model has a router."""
+        """Names of the metrics of an evaluation; the last only for models with a router."""
         accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
         return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
 
-    def fit(self, model: nn.Module, collate: Collate) -> list[str]:
-        """Learn how the model makes its logits.
+    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+        """Take over how the model makes its logits.
 
         Args:
-            collate: rows -> micro-batch, flat or padded, as suits the model (``data.batching.collator``).
+            fitted: what the model was asked (``models.fitted``).
+            collate: rows -> micro-batch, padding-free or padded (``data.batches.batching.collator``).
         Returns:
-            Sentences for a person.
+            Sentences for the user.
         Raises:
             UserError: where ``fused_loss`` is asked for and the head of the model does not allow it, and where the loss
                 of a router would have no gradient.
         """
-        self.collate = partial(collate_learned, collate)
-        if aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef) and _is_reentrant(self.options):
-            raise UserError(_ROUTER_WITHOUT_GRADIENT)
+        self.collate, inner = partial(collate_learned, collate), causal_lm(fitted.model)
+        if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
+            raise UserError(ROUTER_WITHOUT_GRADIENT)
         if self.options.fused_loss is False:
             return []
-        self.head = find_head(model)
-        if self.head is None or aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef):
-            self.makes_some_logits = makes_some_logits(model)
+        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
         if self.head is not None:
             bias, weight = self.head.linear.bias, self.head.linear.weight
             what = obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
         else:
-            name = type(causal_lm(model)).__name__
-            what = f"The head of {name} is not a plain linear layer over its last hidden states."
+            what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if what and self.options.fused_loss != "auto":
             asked = str(self.options.fused_loss).lower()
             raise UserError(Problem(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out."))
         return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
 
     def allows_needed_only(self, model: nn.Module) -> bool:
-        """Whether tokens that no loss depends on may be left out, and those that rows share be computed once: not where
+        """Return whether tokens that no loss depends on may be skipped, and shared prefixes be computed once. Not where
         each token of a row gets noise of its own, nor where a loss is a mean over all tokens."""
         aux = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
         return self.options.neftune_noise_alpha is None and not aux
 
     def module(self, model: nn.Module) -> nn.Module:
-        """The model and its loss as one module. ``fit`` comes first."""
-        return ModelWithLoss(model, self.head, self.makes_some_logits, self.options)
+        """The model and its loss as one module. Call ``fit`` first."""
+        return ModelWithLoss(model, self.head, self.makes_some_logits, self.options, self.options)
 
     def weight(self, batch: Batch) -> Tensor:
-        """() the learned tokens, or the sum of their weights."""
+        """() the number of learned tokens, or the sum of their weights."""
         is_learned: Tensor = batch["labels"][:, 1:] != IGNORE_INDEX
         if "loss_weights" in batch:
             return is_learned.mul(batch["loss_weights"][:, 1:]).sum()
         return is_learned.sum().float()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Args: module: what ``module`` made, as the engine wrapped it."""
+        """Compute the loss. Args: module: the result of ``module``, wrapped by the engine."""
         loss: Loss = module(batch)
         return loss
 
 
 @OBJECTIVES.register("sft", options=LmOptions)
 class SftObjective(LmObjective):
-    """Answers, given what precedes them."""
+    """Supervised fine-tuning: answers, given the text before them."""
 
-    def encode(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> list[FlatRow | None]:
-        """Args: cut: without effect: a conversation is always held to ``cutoff_len``, turn by turn."""
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[FlatRow | None]:
+        """Encode conversations. Args: truncate: without effect: they are always truncated, turn by turn."""
         return self.template.encode_flat(examples, tally)
 
 
 @OBJECTIVES.register("pt", options=LmOptions)
 class PretrainObjective(LmObjective):
-    """Plain text, all of it."""
+    """Pretraining: plain text, all of it."""
 
-    def encode(self, examples: Sequence[Example], tally: Any, cut: bool = True) -> list[FlatRow | None]:
-        """Args: cut: hold rows to ``cutoff_len``; false where packing splits them (``data.batching.splits_rows``)."""
-        return self.template.encode_text(examples, tally, cut=cut)
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[FlatRow | None]:
+        """Encode texts. Args: truncate: to ``cutoff_len``; false where packing splits rows (``splits_rows``)."""
+        return self.template.encode_text(examples, tally, truncate=truncate)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def collate_learned(collate: Collate, rows: Sequence[Row]) -> Batch:
-    """A micro-batch that says which positions are learned, found while it is still on the CPU: on a GPU to look for
-    them would mean to wait for the device."""
-    batch = collate(rows)
-    return {**batch, "learned": learned_positions(batch["labels"])}
-
-
-def learned_positions(labels: Tensor) -> Tensor:
-    """(N,) the positions whose next token is learned, counted through the rows of ``labels`` (B, T)."""
-    is_learned = torch.zeros_like(labels, dtype=torch.bool)
-    is_learned[:, :-1] = labels[:, 1:] != IGNORE_INDEX
-    return is_learned.flatten().nonzero().squeeze(-1)
-
-
-def _unfitted(rows: Sequence[Row]) -> Batch:
+def unfitted(rows: Sequence[Row]) -> Batch:
     raise RuntimeError("The objective was not fitted to a model; call fit() before collate().")
 
 
@@ -219,23 +206,30 @@ class ModelWithLoss(nn.Module):
     """A causal language model and its loss as one module: a micro-batch goes in, a ``Loss`` comes out.
 
     So the wrapper of an engine is called once per micro-batch, and all weights, the head's too, are used inside that
-    call: gradients are synced, and sharded weights gathered, as the wrapper means it.
+    call. Wrappers need this to sync gradients and to gather sharded weights.
 
     Args:
         model: a causal language model of transformers, adapted or not.
-        head: how its logits are made; None to let it make them.
-        makes_some_logits: whether it then can make those of chosen positions alone.
+        head: the model's head; None to let the model compute its logits.
+        makes_some_logits: whether the model can compute the logits of chosen positions alone.
         options: those of ``LmOptions`` are read.
+        patches: whether embedding and last feed-forward part may be patched.
 
-    ``keeps_outputs`` is for an evaluation that wants logits: ``Loss.outputs`` is (B, T, V) then.
+    ``keeps_outputs`` is for an evaluation that needs logits: ``Loss.outputs`` is (B, T, V) then.
     """
 
-    def __init__(self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: Any,
+        patches: PatchChoice = _EVERYTHING,
+    ) -> None:  # fmt: skip
         super().__init__()
         inner = causal_lm(model)
         self.model = model
         self.keeps_outputs = False
         self._head = head
+        if head is not None and head.last is not None:
+            self._head = replace(head, last=head.last.installed() if allows(patches, LAST) else None)
+        self._tied = tied_embedding(inner, head) if head is not None and allows(patches, TIED) else None
         self._way = way_of(options)
         self._rules = token_loss(options, head.softcap if head else None)
         self._makes_some_logits = makes_some_logits
@@ -244,68 +238,35 @@ class ModelWithLoss(nn.Module):
         self._noise = EmbeddingNoise(inner.get_input_embeddings(), alpha) if alpha is not None else None
 
     def forward(self, batch: Batch) -> Loss:
-        """The sum over the learned tokens of a micro-batch; an exact zero, with a graph, where there is none."""
-        learned = batch["learned"] if "learned" in batch else learned_positions(batch["labels"])
-        targets = batch["labels"].flatten()[learned + 1]
-        weights = batch["loss_weights"].flatten()[learned + 1] if "loss_weights" in batch else None
-        inputs = {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
-        inputs["use_cache"] = False  # a cache would let sequences that lie flat see each other
+        """The sum over the learned tokens of a micro-batch; an exact zero, with a graph, where there are none."""
+        targets = Targets.of(batch["labels"], batch.get("target_positions"), batch.get("loss_weights"))
+        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
+        inputs["use_cache"] = False  # with a cache, the sequences of a padding-free row would attend to each other
         with self._noise.around(batch) if self._noise and self.training else nullcontext():
             if self._head is not None and not self.keeps_outputs and not self._aux_coefficient:
-                return self._loss(self._sums_in_chunks(self._head, inputs, learned, targets, weights))
-            return self._loss_from_logits(inputs, learned, targets, weights)
+                return self._loss(self._sums_in_chunks(self._head, inputs, targets))
+            return self._loss_from_logits(inputs, targets)
 
-    def _sums_in_chunks(
-        self, head: Head, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> TokenSums:
-        """Args: targets: (N,), ``IGNORE_INDEX`` in a blank batch, which has the positions of the batch that it was made
-        of, and no labels. weights: (N,) of tokens; None is 1."""
+    def _sums_in_chunks(self, head: Head, inputs: dict[str, Any], targets: Targets) -> TokenSums:
+        """Compute the sums from hidden states, in chunks."""
         weight = head.linear.weight
-        with self._tied_weight(weight) as joined:
-            hidden = head.hidden_at(learned, **inputs)  # (N, H)
-        if head.scale != 1.0:
-            hidden = hidden * head.scale
-        return head_loss(self._way, hidden, joined, targets, self._rules, head.linear.bias, weights)
+        is_joined = self._tied is not None and weight.requires_grad and is_grad_enabled()
+        with self._tied.joined() if self._tied is not None and is_joined else nullcontext(weight) as joined:
+            hidden = head.hidden_at(targets.positions, **inputs)  # (N, H)
+        return sums_of_hidden(hidden, head, targets, self._rules, self._way, joined)
 
-    @contextmanager
-    def _tied_weight(self, weight: Tensor) -> Iterator[Tensor]:
-        """Inside it, an embedding that shares the head's weight (V, H) looks its rows up so that there is one gradient
-        of both (``ops.tied``). Yields the weight for the head; the same one where the embedding has its own, or does
-        more than to look up."""
-        embedding = causal_lm(self.model).get_input_embeddings()
-        is_tied = getattr(embedding, "weight", None) is weight and weight.requires_grad and torch.is_grad_enabled()
-        if not is_tied or not is_plain_lookup(embedding):
-            yield weight
-            return
-        tied = TiedWeight(weight, embedding.padding_idx)
-        embedding.forward = tied.look_up
-        try:
-            yield tied.joined
-        finally:
-            del embedding.forward
-
-    def _loss_from_logits(
-        self, inputs: dict[str, Any], learned: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> Loss:
+    def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
         """From logits that the model makes: of learned positions where it can make some only, else of all."""
-        makes_some = self._makes_some_logits and len(inputs["input_ids"]) == 1 and not self.keeps_outputs
-        if makes_some:
-            inputs["logits_to_keep"] = learned
-        if self._aux_coefficient:
-            inputs["output_router_logits"] = True
-        output = self.model(**inputs)
-        # A learned prompt stands before the tokens of each row, and has logits too.
-        logits = output.logits if makes_some else output.logits[:, -inputs["input_ids"].shape[1] :]
-        of_learned = logits.flatten(0, 1) if makes_some else logits.flatten(0, 1).index_select(0, learned)
-        counts = (targets != IGNORE_INDEX).float()
-        weights = counts if weights is None else counts * weights
-        sums = plain_cross_entropy(of_learned, targets.clamp(min=0), self._rules, weights)
-        aux = output.aux_loss * weights.sum() if self._aux_coefficient else None
-        return self._loss(sums, aux, logits.detach() if self.keeps_outputs else None)
+        makes_some, asks_router = self._makes_some_logits and not self.keeps_outputs, bool(self._aux_coefficient)
+        of_targets, output = logits_at(self.model, inputs, targets.positions, makes_some, asks_router)
+        sums = sums_of_logits(of_targets, targets, self._rules)
+        aux = output.aux_loss * targets.counts.sum() if self._aux_coefficient else None
+        kept = output.logits[:, -inputs["input_ids"].shape[1] :].detach() if self.keeps_outputs else None
+        return self._loss(sums, aux, kept)
 
     def _loss(self, sums: TokenSums, aux: Tensor | None = None, outputs: Tensor | None = None) -> Loss:
-        """Args: aux: () the loss of a router, a mean over tokens, times the weight of the micro-batch: its share of the
-        step's mean."""
+        """Combine the sums to a ``Loss``. Args: aux: () the loss of a router: its mean over tokens times the weight of
+        the micro-batch."""
         named = {}
         if self._rules.accuracy:
             named["accuracy"] = sums.correct
@@ -316,12 +277,18 @@ class ModelWithLoss(nn.Module):
         return Loss(sums.total + self._aux_coefficient * aux, named | {"aux_loss": aux.detach()}, outputs)
 
 
-def _is_reentrant(options: Any) -> bool:
+def tied_embedding(model: Any, head: Head) -> TiedEmbedding | None:
+    """The embedding, where it shares the weight of the head and does no more than to look up."""
+    embedding = model.get_input_embeddings()
+    return TiedEmbedding.of(embedding) if getattr(embedding, "weight", None) is head.linear.weight else None
+
+
+def is_reentrant(options: Any) -> bool:
     given = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
     return bool((given or {}).get("use_reentrant"))
 
 
-_ROUTER_WITHOUT_GRADIENT = Problem(
+ROUTER_WITHOUT_GRADIENT = Problem(
     'gradient_checkpointing_kwargs: "use_reentrant" is true, and the model has a router. That way runs a layer without '
     "a graph first, and what the router says there is what its loss is made of: the loss would move nothing.",
     remedy="Leave use_reentrant out, or set router_aux_loss_coef: 0.",
@@ -329,7 +296,7 @@ _ROUTER_WITHOUT_GRADIENT = Problem(
 
 
 def aux_coefficient(model: Any, given: float | None) -> float:
-    """The weight of the loss that balances the experts: as given, or as the config has it where it asks for that loss.
+    """The weight of the loss that balances experts: as given, or the config's where the config asks for that loss.
 
     Raises:
         UserError: where one is given, and the model has no router.

@@ -1,9 +1,9 @@
-"""Noise on the embeddings in training, which keeps a model from learning its few examples by heart.
+"""Noise on the embeddings in training (NEFTune), which reduces overfitting to few examples.
 
     embedding + u,  u uniform in ±alpha / sqrt(L * H)    (Jain et al. 2023, algorithm 1, https://arxiv.org/abs/2310.05914)
 
-L is the length of the token's own sequence, so the noise of a row does not depend on what lies beside it, nor on its
-padding (transformers takes the padded length of the batch; for rows of one length that is the same).
+L is the length of the token's own sequence, so the noise of a row depends neither on other rows of the batch nor on
+padding (transformers takes the padded length of the batch; for rows of equal length that is the same).
 """
 
 # B rows, T tokens in a row, S sequences in a flat row, L tokens of one sequence, H hidden size
@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.core.patching import Reason, hook
 from burnish.core.types import Batch
+
+NOISE = Reason("embedding with noise", "neftune_noise_alpha asks for it")
 
 
 class EmbeddingNoise:
-    """Adds noise to what an embedding gives, inside ``around(batch)`` and nowhere else.
+    """Adds noise to the output of an embedding, inside ``around(batch)`` only.
 
     Args:
         embedding: ids -> (B, T, H).
@@ -31,7 +34,7 @@ class EmbeddingNoise:
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self.alpha = alpha
         self._lengths: Tensor | None = None
-        embedding.register_forward_hook(self._add)
+        hook(embedding, "forward", self._add, NOISE)
 
     @contextmanager
     def around(self, batch: Batch) -> Iterator[None]:
@@ -49,7 +52,7 @@ class EmbeddingNoise:
 
 
 def sequence_lengths(batch: Batch) -> Tensor:
-    """(B, T, 1) or (B, 1, 1): how long the sequence is that a token belongs to."""
+    """(B, T, 1) or (B, 1, 1): the length of the sequence that a token belongs to."""
     if "cu_seq_lens_q" in batch:
         lengths: Tensor = batch["cu_seq_lens_q"].diff()
         return lengths.repeat_interleave(lengths, output_size=batch["input_ids"].numel()).view(1, -1, 1)

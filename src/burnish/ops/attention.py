@@ -1,16 +1,16 @@
-"""Causal attention over sequences that lie end to end, in which nobody sees a neighbour.
+"""Padding-free causal attention: over concatenated sequences that do not attend to each other.
 
-In:  queries, keys and values of all tokens, and where each sequence begins. Out: the weighted values, token by token.
-A sequence may have keys before that of its first query: those of tokens that it shares with others, and goes on from.
+In:  queries, keys and values of all tokens, and the begin of each sequence. Out: the weighted values of each token.
+A sequence may have keys before that of its first query: those of a prefix that it shares with others.
 
-On a GPU one kernel takes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``, else
+On a GPU one kernel computes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``, else
 flash-attn as the library kernels fetches it); nothing is read from the device. On a CPU in 16 bits short sequences
-share their products (``ops.short``), and a long one has ``ops.blockwise`` for itself; else each sequence has a call of
-torch's fused attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2 keys, forward and backward of one
-sequence, bfloat16), ms of plain products, of blocks and of the fused kernel: 256 tokens 6, 10, 16; 512 tokens 38, 29,
-48; 1,024 tokens 240, 99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes as long as the products at 64
-tokens, and less beyond. Where the scores are capped or have a sink, which no fused kernel of torch knows, products of
-one sequence after another are the only way.
+share matrix products (``ops.cpu.short``), and each long one is computed by ``ops.cpu.blockwise``; else each sequence
+has a call of torch's fused attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2 keys, forward and backward
+of one sequence, bfloat16), ms of plain products, of blocks and of the fused kernel: 256 tokens 6, 10, 16; 512 tokens
+38, 29, 48; 1,024 tokens 240, 99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes as long as the
+products at 64 tokens, and less beyond. Where the scores are capped or have a sink, which no fused kernel of torch
+supports, there are products of one sequence after another.
 """
 
 # T tokens of all sequences, U keys of all sequences, S sequences, L tokens of one sequence, M keys of one,
@@ -31,19 +31,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from burnish.ops.blockwise import blockwise_attention
-from burnish.ops.short import Lengths, short_attention
+from burnish.ops.cpu.blockwise import blockwise_attention
+from burnish.ops.cpu.short import Lengths, short_attention
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How a score is made of a query and a key, and whom a token may see besides.
+    """Options of the scores of queries and keys.
 
     Args:
-        scale: what the product is multiplied by; None is 1 / sqrt(D).
-        window: a token sees itself and the ``window - 1`` before it; None is all before it.
+        scale: the factor of the product; None is 1 / sqrt(D).
+        window: a token attends to itself and the ``window - 1`` before it; None is all before it.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
-        sinks: (H,) scores of a key that every token sees and whose value is nothing (gpt-oss).
+        sinks: (H,) scores of a further key that every token attends to and whose value is zero (gpt-oss).
         dropout: the probability with which a weight is zeroed.
     """
 
@@ -59,13 +59,13 @@ class Scores:
 
 
 class Sequences(NamedTuple):
-    """Which tokens belong together.
+    """The borders of the sequences among all tokens and keys.
 
     Args:
-        begins: (S + 1,) int32, where each sequence begins, and T.
+        begins: (S + 1,) int32, the first token of each sequence, and T.
         longest: tokens of the longest sequence.
-        begins_of_keys: (S + 1,) int32, where the keys of each begin, and U. The last of them is that of the last token.
-        most_keys: of a sequence.
+        begins_of_keys: (S + 1,) int32, the first key of each, and U. Its last key is that of its last token.
+        most_keys: the most keys of a sequence.
     """
 
     begins: Tensor
@@ -75,15 +75,15 @@ class Sequences(NamedTuple):
 
     @classmethod
     def alone(cls, begins: Tensor, longest: int) -> Sequences:
-        """Each attends to its own tokens and no others."""
+        """Sequences that attend to their own tokens only."""
         return cls(begins, longest, begins, longest)
 
 
 def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
-    """Attention within each of the sequences that lie end to end.
+    """Attention within each of the concatenated sequences.
 
     Args:
-        query: (T, H, D); key: (U, K, D); value: (U, K, E). Under autocast its dtype is taken.
+        query: (T, H, D); key: (U, K, D); value: (U, K, E). Under autocast they are converted to its dtype.
     Returns:
         (T, H, E)
     """
@@ -99,26 +99,26 @@ def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequenc
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attention as it is written down, under any mask.
+    """Attention as its formula says, with any mask.
 
     Args:
         query: (..., H, L, D); key: (..., K, M, D); value: (..., K, M, E), with the same leading dimensions.
-        mask: broadcast to (..., H, L, M): true, or 0, where a token is seen; false, or -inf, where not.
+        mask: broadcast to (..., H, L, M): true, or 0, where a token attends to a key; false, or -inf, where not.
     Returns:
         (..., H, L, E)
     """
     *leading, heads, length, size = query.shape
     groups, width = heads // key.shape[-3], key.shape[-2]
     scale = _scale(query, scores)
-    # The heads that share a key are laid under each other, so that the key is not repeated.
+    # Query heads that share a key head are stacked to one matrix, so that the key is not repeated.
     folded, key, value = query.reshape(-1, groups * length, size), _batched(key), _batched(value)
-    # The scale belongs to the product, which is summed in float32: scaling either side would round once more.
+    # The scale is applied within the product, which is summed in float32: scaling a factor would round once more.
     made = torch.baddbmm(folded.new_zeros(1, 1, 1), folded, key.transpose(1, 2), beta=0, alpha=scale)
     made = made.view(*leading, heads, length, width)
     if scores.softcap:
         made = scores.softcap * torch.tanh(made / scores.softcap)
     if mask is not None:
-        # The least number and not -inf: a padding token, who sees nobody, then gets a mean of all and not NaN.
+        # The least number and not -inf: a padding token, which attends to nothing, gets a mean of all and not NaN.
         made = made.masked_fill_(~mask, torch.finfo(made.dtype).min) if mask.dtype == torch.bool else made.add_(mask)
     weights = F.dropout(_softmax(made, scores.sinks), scores.dropout, scores.dropout > 0)
     return torch.bmm(weights.reshape(-1, groups * length, width), value).view(*leading, heads, length, -1)
@@ -140,13 +140,13 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 # --- on a CPU, and where a GPU has no kernel --------------------------------------------------------------------------
 
 _SHORT = 384
-"""Tokens up to which a sequence in 16 bits goes through the products on a CPU; with more keys than tokens, as many
-scores."""
+"""Tokens up to which a sequence in 16 bits is computed by plain products on a CPU; for a sequence with more keys than
+tokens, the same number of scores counts."""
 
 
 def _by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
-    # split() and not slices: its backward pass is one concatenation, theirs a sum of tensors that are mostly zero.
-    runs = list(_runs(lengths, _SHORT if _is_half(query) and scores.is_plain else 0))
+    # split() and not slices: the backward pass is one concatenation, not a sum of tensors that are mostly zero.
+    runs = list(_runs(lengths, _SHORT if is_half_on_cpu(query) and scores.is_plain else 0))
     counts = [sum(length for length, _ in run) for run in runs]
     widths = [sum(map(sum, run)) for run in runs]
     parts = zip(
@@ -156,12 +156,12 @@ def _by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
-def _is_half(query: Tensor) -> bool:
+def is_half_on_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu" and query.element_size() == 2
 
 
 def _runs(lengths: Lengths, longest: int) -> Iterator[Lengths]:
-    """Neighbours of up to ``longest`` tokens together, each of the others alone."""
+    """Group consecutive sequences of up to ``longest`` tokens; each longer one is alone."""
     for is_short, found in groupby(lengths, partial(_is_short, longest=longest)):
         neighbours = tuple(found)
         yield from [neighbours] if is_short else zip(neighbours)
@@ -173,8 +173,8 @@ def _is_short(lengths: tuple[int, int], longest: int) -> bool:
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
-    """(T, H, D), (U, K, D), (U, K, E) of one of the runs -> (T, H, E)"""
-    if not _is_half(query) or not scores.is_plain or not _is_short(lengths[0], _SHORT):
+    """Attention of one of the runs: (T, H, D), (U, K, D), (U, K, E) -> (T, H, E)"""
+    if not is_half_on_cpu(query) or not scores.is_plain or not _is_short(lengths[0], _SHORT):
         return _one(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scores).transpose(0, 1)
     window = scores.window if scores.window and scores.window < max(map(sum, lengths)) else None
     band = partial(_band, window=window, dtype=query.dtype, device=query.device)
@@ -186,7 +186,7 @@ def _scale(query: Tensor, scores: Scores) -> float:
 
 
 def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """(H, L, D), (K, M, D), (K, M, E) -> (H, L, E)"""
+    """Attention of one sequence: (H, L, D), (K, M, D), (K, M, E) -> (H, L, E)"""
     length, width = query.shape[1], key.shape[1]
     before = width - length
     window = scores.window if scores.window and scores.window < width else None
@@ -194,7 +194,7 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         return masked_attention(
             query, key, value, _band(length, before, before, window, query.dtype, query.device), scores
         )
-    if _is_half(query) and window is None and not scores.dropout:
+    if is_half_on_cpu(query) and window is None and not scores.dropout:
         return blockwise_attention(query, key, value, _scale(query, scores))
     needs_band = window is not None or before > 0
     mixed = F.scaled_dot_product_attention(
@@ -213,13 +213,13 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
 def _band(
     length: int, before: int, filled: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """(L, filled + L) what is added to the scores: 0 for the token itself and those before it in the window, else -inf.
+    """(L, filled + L) an additive mask: 0 for the token itself and those before it in the window, else -inf.
 
     Args:
-        before: keys before the first token, and ``filled`` the places that they take, the last of them empty.
+        before, filled: keys before the first token, and the number of places that they have with padding at the end.
     """
     size = before + length
-    if before and size > _MOST_KEPT:  # a few rows of it, and a square of all keys would be gigabytes
+    if before and size > _MOST_KEPT:  # only a few rows are needed, and a square of all keys would take gigabytes
         whole = _additive(length, before, window, dtype, device)
     else:
         whole = _square(-(-size // 256) * 256, window, dtype, device)[before:size, :size]
@@ -231,7 +231,7 @@ def _band(
 
 
 _MOST_KEPT = 4096
-"""Keys up to which the masks of tokens that go on from shared ones are cut from a square that is kept."""
+"""Keys up to which the masks of sequences with a shared prefix are slices of a cached square."""
 
 
 @lru_cache(maxsize=4)
@@ -240,7 +240,7 @@ def _square(size: int, window: int | None, dtype: torch.dtype, device: torch.dev
 
 
 def _additive(length: int, before: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(L, before + L) 0 where a token is seen, else -inf."""
+    """(L, before + L) 0 where a token attends to a key, else -inf."""
     seen = torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
     if window:
         seen = seen.triu(before + 1 - window)
@@ -251,8 +251,8 @@ _LENGTHS: MutableMapping[Tensor, Lengths] = WeakTensorKeyDictionary()
 
 
 def lengths_of(sequences: Sequences) -> Lengths:
-    """Of each sequence: its tokens, and the keys before them. Read once per batch: on a GPU that is a wait for the
-    device, which its kernels spare."""
+    """Each sequence's number of tokens, and of keys before them. Read from the device once per batch; on a GPU that
+    waits for it, and the kernels there do not need these numbers."""
     if sequences.begins not in _LENGTHS:
         counts, widths = (begins.diff().tolist() for begins in (sequences.begins, sequences.begins_of_keys))
         _LENGTHS[sequences.begins] = tuple((count, w - count) for count, w in zip(counts, widths, strict=True))
@@ -262,13 +262,13 @@ def lengths_of(sequences: Sequences) -> Lengths:
 # --- one kernel for all sequences -------------------------------------------------------------------------------------
 
 _WITH_KERNELS = {"cuda"}
-"""Kinds of devices whose kernels are asked for."""
+"""Kinds of devices on which kernels are looked for."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, Scores], Tensor]
 
 
 def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
-    """The GPU kernel that can do it; None where there is none, and each sequence gets a call of its own."""
+    """The GPU kernel that supports these scores; None where there is none, and each sequence has a call of its own."""
     if dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
         return None
     if _has("flash_attn"):
@@ -279,7 +279,7 @@ def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
 
 
 _FOUND = {name: find_spec(name) is not None for name in ("flash_attn", "kernels", "torch.nn.attention.varlen")}
-"""Looked for here, because torch.compile breaks a layer in two where it comes upon find_spec (torch 2.11)."""
+"""Looked up once, here, because find_spec within a layer would break the graph of torch.compile (torch 2.11)."""
 
 
 def _has(module: str) -> bool:
@@ -287,7 +287,7 @@ def _has(module: str) -> bool:
 
 
 def _window(scores: Scores) -> tuple[int, int]:
-    """Tokens seen to the left and to the right; -1 is all."""
+    """(tokens to the left, tokens to the right) that a token attends to; -1 is all."""
     return (scores.window - 1 if scores.window else -1, 0)
 
 
@@ -302,7 +302,7 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: S
 
 @cache
 def _flash_function() -> Callable[..., Any]:
-    """flash-attn's function for sequences that lie end to end: of the library, or of the hub."""
+    """flash-attn's function for concatenated sequences: from the library, or from the hub."""
     if not _has("flash_attn"):
         function = _flash_of_hub()
         assert function is not None
@@ -313,12 +313,13 @@ def _flash_function() -> Callable[..., Any]:
 
 
 _HUB_KERNEL, _HUB_VERSION = "kernels-community/flash-attn2", 4
-"""Where the library kernels finds flash-attn 2, and its version for torch from 2.10 on, as in transformers 5.23."""
+"""Repository in which the library kernels finds flash-attn 2, and its version for torch from 2.10 on, as in
+transformers 5.23."""
 
 
 @cache
 def _flash_of_hub() -> Callable[..., Any] | None:
-    """The same function, compiled and published by Hugging Face; None where it cannot be fetched, which is said."""
+    """The same function, compiled and published by Hugging Face; None, with a note, where it cannot be fetched."""
     from kernels import get_kernel  # type: ignore[import-not-found]
 
     try:
@@ -347,7 +348,7 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores:
 
 
 def _varlen_attn() -> tuple[Callable[..., Any], bool]:
-    """torch's kernel, and whether it lets query heads share a key head (torch 2.12 and later)."""
+    """torch's kernel, and whether it lets query heads share a key head (from torch 2.12 on)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in (varlen_attn.__kwdefaults__ or {})

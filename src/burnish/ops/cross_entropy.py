@@ -1,19 +1,18 @@
-"""The head of a language model and its cross entropy, on the positions that are learned and nowhere else.
+"""The head of a language model and its cross entropy, at target positions only.
 
-In:  hidden states, the head's weight, the token each should predict. Out: sums over the tokens: loss, and where asked
-the number predicted right and the entropy.
+In:  hidden states, the head's weight, the token that each should predict. Out: sums over the tokens: loss, and if asked
+for, the number of right predictions and the entropy.
 
-``linear_cross_entropy`` never holds the logits of all tokens: it goes through them in chunks, and since the gradient of
-a token's loss depends on its own logits alone, makes the gradients in the same pass. So there are three matrix products
-and no second look at a logit, where a pass backward over recomputed chunks would need four. What upstream multiplies
-the sum with is multiplied onto the gradients in the backward pass, once. ``plain_cross_entropy`` is the same from
-logits that are there, by the book.
+``linear_cross_entropy`` never holds the logits of all tokens: it computes them in chunks and, since the gradient of a
+token's loss depends on its own logits alone, computes the gradients in the same pass. This takes three matrix products,
+where recomputing the chunks in the backward pass would take four. In the backward pass the gradients are multiplied by
+the upstream factor, once. ``plain_cross_entropy`` computes the same from given logits, as the formula says.
 
     loss of a token = (1 - s) * -log p(target) + s / V * sum over v of -log p(v)
 
-with label smoothing s, as transformers' ``LabelSmoother`` has it (Szegedy et al. 2016, section 7,
-https://arxiv.org/abs/1512.00567). That may be multiplied, token by token, with what ``loss_factors`` makes of the
-model's own probabilities, as if it were a constant: no gradient goes through it.
+with label smoothing s, as in transformers' ``LabelSmoother`` (Szegedy et al. 2016, section 7,
+https://arxiv.org/abs/1512.00567). The loss of each token may be multiplied by a factor from the model's own
+probabilities (``loss_factors``), which counts as a constant: no gradient goes through it.
 """
 
 # N tokens that are learned, H hidden size, V vocabulary
@@ -29,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burnish.ops import kept
-from burnish.ops.kernels import kernels_of
+from burnish.ops.cpu import buffer_pool
+from burnish.ops.gpu.kernels import kernels_of
 
 CHUNK_BYTES = 2**26
 _CHUNK_BYTES_OF_GPU = 2**29
@@ -39,34 +38,34 @@ each chunk reads and writes the whole gradient of the head: 110 tokens, the 64 M
 few for that."""
 
 _OF_KERNEL = 4
-"""As many times more logits on a GPU whose kernel makes the slope of 16-bit logits in their place: in plain torch their
-probabilities in float32, and a product with those, stand beside them."""
+"""Factor of the chunk size on a GPU with a kernel that computes the derivative of 16-bit logits in place: plain torch
+needs, besides the logits, their probabilities in float32 and a product of the same size."""
 
 _FEWEST_TOKENS = 256
-"""Of a chunk on a CPU, however wide the vocabulary: a product first brings the whole head into the order it reads it
-in. Both products per token, 152,000 words and a width of 896, bfloat16 on one AVX512-BF16 core: 4.2 ms in chunks of 46
-tokens, 3.3 ms of 110, 3.2 ms of 133, 3.0 ms of 178 to 320."""
+"""Least tokens of a chunk on a CPU, for any vocabulary, because a product first reorders the whole head in memory. Both
+products per token, 152,000 words and a width of 896, bfloat16 on one AVX512-BF16 core: 4.2 ms in chunks of 46 tokens,
+3.3 ms of 110, 3.2 ms of 133, 3.0 ms of 178 to 320."""
 
 _ROWS_BYTES = 2**20
-"""Size of the rows of a chunk that are looked at together on a CPU, in float32: the looks at a logit after the first
-find it in the processor's cache. Of 1,120 tokens and 32,000 words on one AVX512-BF16 core, bfloat16: 236 ms for whole
-chunks, 124 ms for 1 MiB, 152 ms for 4 MiB."""
+"""Size, in float32, of the rows of a chunk that are processed together on a CPU, so that they stay in the processor's
+cache. For 1,120 tokens and 32,000 words on one AVX512-BF16 core, bfloat16: 236 ms for whole chunks, 124 ms for 1 MiB,
+152 ms for 4 MiB."""
 
 _TILE_BYTES = 2**22
-"""Size of a tile of the weight's gradient: its sum is made while it is still in the processor's cache."""
+"""Size of a tile of the weight's gradient, which is summed while it is in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What is summed.
+    """Definition of the loss, and the further sums that are computed.
 
     Args:
         label_smoothing: s above, in [0, 1).
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
-        accuracy: whether to count the tokens whose most probable candidate is right; one more look at the logits.
-        entropy: whether to sum the entropy of the predictions; two more.
-        factor: "dft" or "eaft": what each token's loss is multiplied by (``loss_factors``).
-        eaft_alpha: the power of the factor of "eaft".
+        accuracy: count the tokens whose most probable candidate is right; takes one more pass over the logits.
+        entropy: sum the entropy of the predictions; takes two more.
+        factor: "dft" or "eaft": the factor of each token's loss (``loss_factors``).
+        eaft_alpha: the exponent in the factor of "eaft".
     """
 
     label_smoothing: float = 0.0
@@ -78,7 +77,7 @@ class TokenLoss:
 
 
 class TokenSums(NamedTuple):
-    """Sums over tokens, each token times its weight. All () float32; zero where not asked for."""
+    """Sums over tokens, each multiplied by its weight. All () float32; zero where not asked for."""
 
     total: Tensor  # in nats; the only one with a gradient
     correct: Tensor  # tokens
@@ -93,18 +92,17 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     token_weights: Tensor | None = None,
 ) -> TokenSums:
-    """The sums from hidden states, without the logits of all tokens.
+    """Compute the sums from hidden states, without the logits of all tokens.
 
     Args:
-        hidden: (N, H); N may be 0: the sums are zero then, and so are the gradients.
-        weight: (V, H) the head. Products are made in autocast's dtype where that is on, else in the weight's.
+        hidden: (N, H); N may be 0: then the sums and the gradients are zero.
+        weight: (V, H) the head. Products have autocast's dtype where that is on, else the weight's.
         targets: (N,) token ids.
         bias: (V,) of the head.
-        token_weights: (N,) what each token counts; None is 1.
+        token_weights: (N,) the weight of each token; None is 1.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    # In forward() itself gradients are off, so it has to be told whether they will be asked for.
+    dtype = product_dtype(hidden.device, weight)
+    # Inside forward() gradients are off, so it has to be told which of them are needed.
     needs = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
@@ -117,7 +115,7 @@ def linear_cross_entropy(
 def plain_cross_entropy(
     logits: Tensor, targets: Tensor, rules: TokenLoss | None = None, token_weights: Tensor | None = None
 ) -> TokenSums:
-    """The sums from logits (N, V) that are there, capped already if they are to be; computed in float32."""
+    """Compute the sums from given logits (N, V), with a cap already applied; in float32."""
     rules = rules or TokenLoss()
     weights = torch.ones_like(targets, dtype=torch.float32) if token_weights is None else token_weights
     logps = torch.log_softmax(logits.float(), -1)
@@ -136,16 +134,16 @@ def plain_cross_entropy(
 
 _EAFT_CANDIDATES = 20
 _EAFT_SCALE = 3.0
-"""Candidates whose entropy is looked at, and about its greatest value, ln 20 (Diao et al. 2026, section 3)."""
+"""Candidates over which the entropy is computed, and about its maximum, ln 20 (Diao et al. 2026, section 3)."""
 
 
 def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Tensor:
-    """What the loss of each token is multiplied by, beside its weight.
+    """Factors of the loss of each token, beside its weight.
 
-    dft: the probability of the target, so that a rare target pulls no harder than a likely one (Wu et al. 2025, eq. 9,
-    https://arxiv.org/abs/2508.05629).
-    eaft: (entropy of the 20 likeliest candidates / 3) ^ alpha, so that little is learned where the model is sure of
-    something else (Diao et al. 2026, https://arxiv.org/abs/2601.02151).
+    dft: the probability of the target, so that an unlikely target has no larger gradient than a likely one (Wu et al.
+    2025, eq. 9, https://arxiv.org/abs/2508.05629).
+    eaft: (entropy of the 20 likeliest candidates / 3) ^ alpha, so that little is learned where the model is confident
+    of another token (Diao et al. 2026, https://arxiv.org/abs/2601.02151).
 
     Args:
         probabilities: (n, V) float32, without a gradient.
@@ -161,20 +159,26 @@ def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Te
 
 
 def chunk_length(vocabulary: int, device: torch.device, in_place: bool = False) -> int:
-    """The most tokens whose logits exist at a time.
+    """The largest number of tokens whose logits are in memory at a time.
 
     Args:
-        in_place: whether a kernel makes their slope, and nothing else of their size.
+        in_place: whether a kernel computes their derivative in place, without other tensors of their size.
     """
     if device.type == "cpu":
         return max(_FEWEST_TOKENS, CHUNK_BYTES // (4 * vocabulary))
     return max(1, _CHUNK_BYTES_OF_GPU * (_OF_KERNEL if in_place else 1) // (4 * vocabulary))
 
 
-def _even(count: int, most: int) -> int:
-    """Tokens of each chunk but the last: as few chunks as there may be, of about one length; a short one is slow."""
+def even_length(count: int, most: int) -> int:
+    """Tokens of each chunk but the last: as few chunks as possible, of about equal length, as a short one is slow."""
     chunks = max(1, -(-count // most))
     return max(1, -(-count // chunks))
+
+
+def product_dtype(device: torch.device, weight: Tensor) -> torch.dtype:
+    """The dtype of the products: autocast's where that is on, else the weight's."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else weight.dtype
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -187,13 +191,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h, w = hidden.to(dtype), weight.to(dtype)
             weights = None if token_weights is None else token_weights.float()
             sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
-            gradients = _Gradients.zero(hidden, weight, bias, needs)
+            gradients = Gradients.zero(hidden, weight, bias, needs)
             in_place = dtype.itemsize == 2 and _kernels(rules, h.device) is not None
-            size = _even(len(h), chunk_length(len(w), h.device, in_place))
-            whole = kept.empty((min(size, len(h)), len(w)), dtype, h.device)
+            size = even_length(len(h), chunk_length(len(w), h.device, in_place))
+            whole = buffer_pool.empty((min(size, len(h)), len(w)), dtype, h.device)
             for begin in range(0, len(h), size):
                 part = slice(begin, begin + size)
-                logits = _logits(h[part], w, None if bias is None else bias.to(dtype), whole)
+                logits = logits_into(h[part], w, None if bias is None else bias.to(dtype), whole)
                 made, slope = _chunk(
                     logits, targets[part], None if weights is None else weights[part], rules, any(needs)
                 )
@@ -211,8 +215,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, whole: Tensor) -> Tensor:
-    """(n, V) written into the first rows of ``whole``."""
+def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, whole: Tensor) -> Tensor:
+    """(n, V) the logits, written into the first rows of ``whole``."""
     into = whole[: len(hidden)]
     if bias is None:
         return torch.mm(hidden, weight.t(), out=into)
@@ -220,34 +224,40 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, whole: Tensor) 
 
 
 def _kept(like: Tensor) -> Tensor:
-    return kept.empty(tuple(like.shape), like.dtype, like.device)
+    return buffer_pool.empty(tuple(like.shape), like.dtype, like.device)
 
 
 def _chunk(
     logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
 ) -> tuple[TokenSums, Tensor | None]:
-    """The sums of some tokens, and (n, V) the derivative of their total by their logits, written over the logits.
-
-    On a CPU a few rows at a time, which gives each row what it gets among others, and the sums are made once. On a GPU
-    one kernel, where no more than the loss is asked for.
-    """
-    if kernels := _kernels(rules, logits.device):
-        losses = kernels.token_losses(logits, targets, weights, rules.label_smoothing, rules.softcap, needs_slope)
-        none = losses.new_zeros(())
-        return TokenSums(
-            losses.sum() if weights is None else losses @ weights, none, none
-        ), logits if needs_slope else None
-    height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
-    parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
-    counts = [None] * len(parts) if weights is None else torch.split(weights, height)
-    each = [_rows(some, ids, count, rules, needs_slope) for (some, ids), count in zip(parts, counts, strict=True)]
-    of_tokens = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
+    """The sums of some tokens, and (n, V) the derivative of their total by the logits, which overwrites the logits."""
+    of_tokens = token_values(logits, targets, weights, rules, needs_slope)
     sums = TokenSums(*(values.sum() if weights is None else values @ weights for values in of_tokens))
     return sums, logits if needs_slope else None
 
 
+def token_values(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(n,) each: losses, whether predicted right, entropies. With ``needs_slope`` the logits (n, V) become the
+    derivative of the weighted losses by them.
+
+    On a CPU a few rows at a time, which changes no result. On a GPU in one kernel, where only the loss is needed.
+    """
+    if kernels := _kernels(rules, logits.device):
+        losses = kernels.token_losses(logits, targets, weights, rules.label_smoothing, rules.softcap, needs_slope)
+        none = torch.zeros_like(losses)
+        return losses, none, none
+    height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
+    parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
+    counts = [None] * len(parts) if weights is None else torch.split(weights, height)
+    each = [_rows(some, ids, count, rules, needs_slope) for (some, ids), count in zip(parts, counts, strict=True)]
+    losses, correct, entropy = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
+    return losses, correct, entropy
+
+
 def _kernels(rules: TokenLoss, device: torch.device) -> ModuleType | None:
-    """The kernels that make the sums: on a GPU, of losses alone."""
+    """The GPU's kernels, if they compute what is needed: they compute losses only."""
     return None if rules.accuracy or rules.entropy or rules.factor else kernels_of(device)
 
 
@@ -284,10 +294,10 @@ def _rows(
 
 
 def _logarithms(logits: Tensor, p: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) each: log p(target), and the logarithm of the sum of exponentials, from p = softmax(logits) (n, V).
+    """(n,) log p(target), and (n,) the logarithm of the sum of exponentials, from p = softmax(logits) (n, V).
 
-    On a CPU from the target's own logit and probability. Where that is too small to have a logarithm, and on a GPU,
-    which would have to be asked, from the greatest ones: that probability is never less than 1 / V.
+    On a CPU from the target's own logit and probability. If that is too small for a logarithm, and always on a GPU,
+    where testing it would wait for the device, from the greatest probability, which is never less than 1 / V.
     """
     logit, of_target = (x.gather(-1, at_target).squeeze(-1).float() for x in (logits, p))
     if p.device.type == "cpu" and of_target.min() > _LEAST_P:
@@ -298,19 +308,19 @@ def _logarithms(logits: Tensor, p: Tensor, at_target: Tensor) -> tuple[Tensor, T
 
 
 _LEAST_P = 1e-30
-"""Well above the least float32 with all its digits, 1e-38."""
+"""Well above the smallest normal float32, 1e-38."""
 
 
-class _Gradients(NamedTuple):
-    """Of hidden states (N, H), weight (V, H) and bias (V,), each in the dtype of what it belongs to, or None."""
+class Gradients(NamedTuple):
+    """Gradients of hidden states (N, H), weight (V, H) and bias (V,), each in the dtype of its tensor, or None."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
     @classmethod
-    def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]) -> _Gradients:
-        # The first chunk writes the weight's gradient, so it is not filled with zeros first, unless there is none.
+    def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]) -> Gradients:
+        # The first chunk writes the weight's gradient, so it is filled with zeros only if there is no chunk.
         of_weight = _kept if len(hidden) else torch.zeros_like
         return cls(
             torch.empty_like(hidden) if needs[0] else None,
@@ -319,7 +329,7 @@ class _Gradients(NamedTuple):
         )
 
     def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Tensor, is_first: bool) -> None:
-        """One chunk: ``slope`` (n, V), ``hidden`` (n, H) and ``weight`` (V, H), all in the dtype of the products."""
+        """Add a chunk: ``slope`` (n, V), ``hidden`` (n, H) and ``weight`` (V, H), all in the dtype of the products."""
         if self.bias is not None:
             self.bias.add_(slope.sum(0, dtype=torch.float32))
         if self.hidden is not None:
@@ -329,7 +339,7 @@ class _Gradients(NamedTuple):
 
     def _add_to_weight(self, slope: Tensor, hidden: Tensor, is_first: bool) -> None:
         assert self.weight is not None
-        # Tiles are for a processor's cache: a GPU gets one product, and is not asked a hundred times.
+        # Tiles are for the cache of a CPU; a GPU computes one product, not a hundred small ones.
         row_bytes, is_cpu = hidden.shape[1] * hidden.element_size(), hidden.device.type == "cpu"
         height = max(1, _TILE_BYTES // row_bytes) if is_cpu else len(self.weight)
         for tile, slopes in zip(torch.split(self.weight, height), torch.split(slope, height, dim=1), strict=True):

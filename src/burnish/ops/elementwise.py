@@ -1,16 +1,15 @@
-"""The parts of a layer between its matrix products: the norm, and the product of a gate and what it lets by.
+"""Elementwise parts of a layer, between its matrix products: the norm, and the gated activation.
 
-In:  hidden states. Out: what the formulas below say, in the dtype in which the next product is made.
+In:  hidden states. Out: the results of these formulas, in the dtype of the next product.
 
     rms_norm(x)   = x / sqrt(mean(x²) + eps) * (offset + weight)      (https://arxiv.org/abs/1910.07467)
     gated(g, u)   = activation(g) * u                                 (https://arxiv.org/abs/2002.05202)
 
-Written with one torch operation after another, each step of a formula is a tensor of the size of the hidden states,
-written to memory and, where a gradient is wanted, kept; under autocast every linear layer behind a norm casts its
-float32 output anew. Here a formula is gone through a few rows at a time, whose intermediate values stay in the
-processor's cache, and what is kept is the input: the rest is computed again in the backward pass. The output is rounded
-once, to the dtype that the next product would cast it to. On a GPU a kernel does the same for all rows
-(``ops.triton_kernels``).
+Written with one torch operation after another, each step of a formula writes a tensor of the size of the hidden states
+to memory and keeps it if a gradient is needed; under autocast every linear layer after a norm casts its float32 output
+again. Here a formula is computed for a few rows at a time, whose intermediate values stay in the processor's cache.
+Only the input is kept: the rest is computed again in the backward pass. The output is rounded once, to the dtype to
+which the next product would cast it. On a GPU a kernel does the same for all rows (``ops.gpu.triton_kernels``).
 """
 
 # N rows (all leading dimensions, flattened), H hidden size, I size of the gate
@@ -18,6 +17,7 @@ once, to the dtype that the next product would cast it to. On a GPU a kernel doe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,21 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burnish.ops.kernels import kernels_of
+from burnish.ops.gpu.kernels import kernels_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 _BLOCK_BYTES = 2**19
-"""Rows that are looked at together, in float32: a few such blocks fit into the second cache of a core."""
+"""Bytes, in float32, of the rows that are computed together: a few such blocks fit into the L2 cache of a core."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Each row at a root mean square of one, times ``offset + weight``; computed in float32.
+    """Scale each row to a root mean square of 1, times ``offset + weight``; computed in float32.
 
     Args:
         x: (..., H) any float type.
         weight: (H,)
-        offset: 1 where a weight of zero means to leave the row (Gemma).
+        offset: 1 where a weight of zero leaves the row as it is (Gemma).
     Returns:
         (..., H) in autocast's dtype where that is on, else in the dtype of ``x``, or of the weight where that is wider.
     """
@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up``, of (..., I) each, in their dtype.
+    """Compute ``activation(gate) * up``, (..., I) each, in their dtype.
 
     Args:
         activation: one of ``ACTIVATIONS``.
@@ -59,23 +59,38 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gains(x: Tensor) -> bool:
-    """Whether (..., H) hidden states are gone through faster, or in less memory, by the functions above than by one
-    operation after another: on a GPU by a kernel; on a CPU, unless they are a few rows of which nothing is kept, as
-    when a model answers."""
+    """Return whether the functions above are faster, or need less memory, than one operation after another for hidden
+    states (..., H): on a GPU where there is a kernel; on a CPU except for a few rows without gradients, as in
+    generation."""
     if x.device.type != "cpu":
         kernels = kernels_of(x.device)
         return kernels is not None and x.shape[-1] <= kernels.WIDEST
-    return torch.is_grad_enabled() or 4 * x.numel() > _BLOCK_BYTES
+    return _rounds_as_trained or torch.is_grad_enabled() or 4 * x.numel() > _BLOCK_BYTES
+
+
+_rounds_as_trained = False
+
+
+@contextmanager
+def rounding_as_trained() -> Iterator[None]:
+    """Inside it a pass without gradients rounds as one with gradients does, however few its rows: the log-probabilities
+    of a reference are held against the policy's, and where nothing was learned they are the same."""
+    global _rounds_as_trained
+    before, _rounds_as_trained = _rounds_as_trained, True
+    try:
+        yield
+    finally:
+        _rounds_as_trained = before
 
 
 def next_dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
-    """What the next product would cast its input to: autocast's dtype where that is on, else ``own``."""
+    """The dtype to which the next product casts its input: autocast's where that is on, else ``own``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each of the tensors (N, ...), from the first to the last; views."""
+    """Yield blocks of a few rows, the same of each of the tensors (N, ...), as views."""
     height = max(1, _BLOCK_BYTES // (4 * tensors[0].shape[1]))
     return zip(*(torch.split(tensor, height) for tensor in tensors), strict=True)
 
@@ -85,7 +100,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _norm_by_blocks(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(..., H) what ``rms_norm`` gives, and (N, 1) one over the root mean square of each row."""
+    """(..., H) the result of ``rms_norm``, and (N, 1) one over the root mean square of each row."""
     normed = torch.empty(x.shape, dtype=dtype)
     scale = weight.float() + offset
     inverse = torch.empty(x.numel() // x.shape[-1], 1)
@@ -109,7 +124,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """With y = x * inverse and m = grad * scale: d weight = Σ grad * y, d x = inverse * (m - y * mean(m * y))."""
+        """Gradients: d weight = Σ grad * y and d x = inverse * (m - y * mean(m * y)), where y = x * inverse and
+        m = grad * scale."""
         x, weight, inverse = ctx.saved_tensors
         if kernels := kernels_of(x.device):
             of_x, of_weight = kernels.rms_norm_backward(grad, x, weight, inverse, ctx.offset, ctx.needs_input_grad[1])

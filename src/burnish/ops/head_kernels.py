@@ -1,13 +1,13 @@
-"""Which way the head and its loss go: burnish's own chunks, or a kernel of another library that was asked for by name.
+"""Backends of the head and its loss: burnish's own chunks, or a kernel of another library that was asked for by name.
 
-In:  hidden states of learned positions, the head, targets, and the name of a way. Out: the sums of
-``ops.cross_entropy``, whichever way they were made. Refused by ``obstacle``, in a sentence: what a kernel cannot do.
+In:  hidden states of target positions, the head, targets, and the name of a backend. Out: the sums of
+``ops.cross_entropy``, whichever backend computed them. ``obstacle`` says in a sentence what a kernel cannot do.
 
-``chunked`` is burnish's own and the default on every device: it does everything, and reads nothing from the device.
-``liger`` (https://arxiv.org/abs/2410.10989) goes through chunks too, as many as V / H, and waits for the device to
-count the targets. ``cut_cross_entropy`` (https://arxiv.org/abs/2411.09009) holds no logits at all, makes them twice,
-and waits for the device where some targets are blank. It is told to leave out no small gradient, which it otherwise
-does, so that the step stays the same.
+``chunked`` is burnish's own and the default on every device: it supports everything, and reads nothing from the device.
+``liger`` (https://arxiv.org/abs/2410.10989) computes chunks too, V / H of them, and waits for the device to count the
+targets. ``cut_cross_entropy`` (https://arxiv.org/abs/2411.09009) stores no logits at all, computes them twice, and
+waits for the device where some targets are blank. By default it skips small gradients; that is switched off here, so
+that the step stays the same.
 """
 
 # N tokens that are learned, H hidden size, V vocabulary
@@ -24,13 +24,13 @@ from burnish.core.types import IGNORE_INDEX
 from burnish.ops.cross_entropy import TokenLoss, TokenSums, chunk_length, linear_cross_entropy
 
 LIBRARIES = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
-"""Way -> the module it needs. The packages are called the same, with a hyphen."""
+"""Backend -> the module that it needs. The packages have the same name, with a hyphen."""
 
-WAYS = ("chunked", *LIBRARIES)
+BACKENDS = ("chunked", *LIBRARIES)
 
 
 def obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
-    """Why ``way`` cannot be gone, as a sentence; "" where it can."""
+    """The reason why the backend ``way`` cannot be used, as a sentence; "" where it can."""
     library = LIBRARIES.get(way)
     if library is None:
         return ""
@@ -53,13 +53,13 @@ def head_loss(
     way: str, hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None = None,
     token_weights: Tensor | None = None,
 ) -> TokenSums:  # fmt: skip
-    """The sums of the learned tokens.
+    """Compute the sums of the learned tokens.
 
     Args:
-        way: one of ``WAYS``, to which there is no ``obstacle``.
+        way: one of ``BACKENDS``, for which there is no ``obstacle``.
         hidden: (N, H). weight: (V, H). bias: (V,).
-        targets: (N,) token ids; ``IGNORE_INDEX`` counts nothing.
-        token_weights: (N,) what each token counts; None is 1.
+        targets: (N,) token ids; ``IGNORE_INDEX`` has no weight.
+        token_weights: (N,) the weight of each token; None is 1.
     """
     kernel = _KERNELS.get(way)
     if kernel is None or not len(hidden):
@@ -71,9 +71,9 @@ def head_loss(
 
 
 def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> int:
-    """Bytes of the logits that exist at a time, for ``tokens`` learned tokens; ``liger`` holds about N x H of them.
+    """Bytes of the logits that are in memory at a time, for ``tokens`` learned tokens; with ``liger`` about N x H.
 
-    On a GPU whichever is more, in 16 bits with a kernel for their slope, or without one in float32.
+    On a GPU the larger of two cases: in 16 bits with a kernel for their derivative, or in float32 without it.
     """
     if way == "cut_cross_entropy":
         return 0
@@ -86,7 +86,7 @@ def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: to
 
 
 def _counts(targets: Tensor, token_weights: Tensor | None) -> Tensor | None:
-    """(N,) what each token counts, nothing for ``IGNORE_INDEX``; None where all count 1, which a CPU can look up."""
+    """(N,) the weight of each token, 0 for ``IGNORE_INDEX``; None where all are 1, which is looked up on a CPU only."""
     is_counted = targets != IGNORE_INDEX
     if token_weights is not None:
         return is_counted * token_weights
@@ -99,7 +99,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, TokenLoss, Tensor | None, Tensor | No
 def _liger(
     hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None, token_weights: Tensor | None
 ) -> Tensor:
-    """() float32. Tokens that count alike are summed by the kernel, which then makes their gradients in one pass."""
+    """() float32, with liger. The kernel sums tokens of equal weight, and then computes their gradients in one pass."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
 
     rule = LigerFusedLinearCrossEntropyLoss(
@@ -116,11 +116,11 @@ def _liger(
 def _cut_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None, token_weights: Tensor | None
 ) -> Tensor:
-    """() float32."""
+    """() float32, with cut_cross_entropy."""
     from cut_cross_entropy import linear_cross_entropy as cut  # type: ignore[import-not-found]
 
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # its kernels take both in one format, and do not look at autocast
+    if torch.is_autocast_enabled(device):  # its kernels need both in one dtype, and ignore autocast
         hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
     losses: Tensor = cut(
         hidden, weight, targets, ignore_index=IGNORE_INDEX, softcap=rules.softcap, reduction="none", filter_eps=None

@@ -1,9 +1,9 @@
-"""The feed-forward part of a model's last layer, at the positions that are learned and nowhere else.
+"""The feed-forward part of a model's last layer, at target positions only.
 
-In: a backbone, positions. Out: its last feed-forward part, and a context in which that answers for the positions alone.
-Behind the last attention no position looks at another one any more, so what the last feed-forward part says of a
-question that nobody learns is thrown away. That part is most of a layer's arithmetic: with eight layers and a third of
-the tokens not learned, two to three percent of the whole.
+In: a backbone, positions. Out: its last feed-forward part, and a context in which that computes the positions alone.
+After the last attention no position depends on another one any more, so the output of the last feed-forward part at
+positions without a target is never used. That part is most of a layer's arithmetic: with eight layers and a third of
+the tokens not learned, this saves two to three percent of the whole.
 """
 
 # B rows, T tokens in a row, N positions, H hidden size
@@ -12,55 +12,70 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from burnish.core.patching import Reason, patch, patched, standing
+
+LAST = Reason("last feed-forward part", "it answers at the positions that are learned and nowhere else")
 _NAMES = ("mlp", "feed_forward")
 _WORTH = 0.9
-"""Share of the positions above which to pick rows costs about what it spares."""
+"""Share of the positions above which selecting rows costs about as much as it saves."""
 
 
-@dataclass(frozen=True)
 class LastFeedForward:
-    """
+    """The last layer of a model.
+
     Args:
         layer: the last layer. part: its feed-forward part.
     """
 
-    layer: nn.Module
-    part: nn.Module
+    def __init__(self, layer: nn.Module, part: nn.Module) -> None:
+        self.layer, self.part = layer, part
+        self._whole = part.forward
+        self._positions: Tensor | None = None
+
+    def installed(self) -> LastFeedForward:
+        """The one that answers for the part from now on: this, or the one that does already."""
+        before = standing(self.part, "forward", LastFeedForward)
+        if before is None:
+            patch(self.part, "forward", self.answer, LAST)
+        return before or self
 
     def spares(self, positions: Tensor, tokens: int) -> bool:
-        """Whether to answer for ``positions`` (N,) alone is less work, and possible: a layer that is computed again in
-        the backward pass does so outside of any context, and a compiled one is compiled anew when a part of it changes.
-        """
+        """Return whether computing ``positions`` (N,) alone is less work, and possible: a layer under gradient
+        checkpointing runs again outside of the context, and a compiled one would be compiled again."""
         is_fixed = getattr(self.layer, "gradient_checkpointing", False) or self.layer._compiled_call_impl is not None
         return not is_fixed and 0 < len(positions) < _WORTH * tokens
 
     @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Inside it the part is asked by way of this, to be compared."""
+        with patched(self.part, "forward", self.answer, LAST):
+            yield
+
+    @contextmanager
     def only_at(self, positions: Tensor) -> Iterator[None]:
-        """Inside it the part answers zero but at ``positions`` (N,), counted through its rows (B, T, H)."""
-        before, whole = vars(self.part).get("forward"), self.part.forward
-
-        def forward(x: Tensor) -> Tensor:
-            some = whole(x.flatten(0, -2).index_select(0, positions).unsqueeze(0)).squeeze(0)
-            answers: Tensor = some.new_zeros(x.shape[:-1].numel(), some.shape[-1]).index_copy(0, positions, some)
-            return answers.view(*x.shape[:-1], -1)
-
-        self.part.forward = forward
+        """The context in which the part's output is zero except at ``positions`` (N,), indices into its flattened rows
+        (B, T, H)."""
+        self._positions = positions
         try:
             yield
         finally:
-            if before is None:
-                del self.part.forward
-            else:
-                self.part.forward = before
+            self._positions = None
+
+    def answer(self, x: Tensor) -> Tensor:
+        """The part's forward pass."""
+        if self._positions is None:
+            return self._whole(x)  # type: ignore[no-any-return]
+        some = self._whole(x.flatten(0, -2).index_select(0, self._positions).unsqueeze(0)).squeeze(0)
+        answers: Tensor = some.new_zeros(x.shape[:-1].numel(), some.shape[-1]).index_copy(0, self._positions, some)
+        return answers.view(*x.shape[:-1], -1)
 
 
 def last_feed_forward(backbone: Any) -> LastFeedForward | None:
-    """By the names of the parts; whether it is one has to be asked (``ops.probe.find_head``)."""
+    """Find the last feed-forward part by the names of modules; ``ops.probe.find_head`` checks that it is one."""
     count = getattr(backbone.config.get_text_config(), "num_hidden_layers", None)
     stacks = (module for module in backbone.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     layer = next((stack[-1] for stack in stacks if len(stack)), None)

@@ -1,9 +1,8 @@
-"""What a model does, found by asking it: a few tokens go in, and what comes out is compared.
+"""Probes: find out by forward passes over a few tokens how a model behaves.
 
-Neither the name of a model nor its config says whether it keeps neighbours apart or what it does between its last
-hidden states and its logits, and both have been wrong where they were believed. A question costs some forward passes
-over about twenty tokens, in evaluation mode; weights, gradients, random numbers and the mode of every module are as
-before.
+Neither the name of a model nor its config says reliably whether it keeps the sequences of a row apart or what it does
+between its last hidden states and its logits. A probe costs some forward passes over about twenty tokens, in evaluation
+mode; weights, gradients, random numbers and the mode of every module are the same afterwards.
 """
 
 # T tokens, H hidden size, V vocabulary
@@ -19,23 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.core.patching import Reason, hooked
 from burnish.ops.last_layer import LastFeedForward, last_feed_forward
 
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NotImplementedError)
-"""What a model raises where it does not understand the question; that is an answer too."""
+"""Errors that models raise for inputs they do not support; they count as a result of the probe."""
 
 _NEIGHBOUR, _LENGTH = 9, 13
 _LEAK = 0.05
 _LOUD = 1024.0
+_QUESTION = Reason("head", "it is asked with louder hidden states")
 
 
 def isolates_sequences(model: nn.Module) -> bool:
-    """Whether a sequence gets the logits it would get alone when another one lies before it in the same row.
+    """Return whether a sequence has the same logits alone and after another sequence in the same row.
 
-    The neighbour is exchanged: the logits must stay. Where they do not stay to the bit (in a mixture of experts the
-    neighbour decides with whom a token is multiplied, hence how its sums are rounded), they may move by a twentieth
-    of what the exchange does to a sequence that does see its neighbour. Bloom, state-space models and some eager
-    attention fail here without a word, and ``use_cache=True`` makes all models fail.
+    The other sequence is replaced, and the logits must stay the same. Where they are not equal to the bit (in a mixture
+    of experts, the other tokens influence the order in which sums are rounded), they may change by at most a twentieth
+    of the change where the sequence does attend to the other one. Bloom, state-space models and some eager attention
+    mix sequences silently, and with ``use_cache=True`` all models do.
     """
     try:
         with _asking(model) as ask:
@@ -56,12 +57,13 @@ def isolates_sequences(model: nn.Module) -> bool:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Whether two sequences that begin alike get the logits they would get alone when that beginning is computed once
-    (``data.batching.collate_needed``), and whether a model in training draws nothing at random. Where it does, dropout
-    say, a beginning is drawn for each sequence anew, and is not the same. The generators are asked besides the logits:
-    the dropout of an adapter that is still zero shows in gradients only.
+    """Return whether prefixes may be shared: two sequences with a common prefix that is computed once
+    (``data.batches.batching.collate_needed``) have the same logits as alone, and the model draws no random numbers in
+    training. With dropout, for example, the prefix would differ between the two sequences. Besides the logits, the
+    state of the random generators is compared, because the dropout of an adapter that is still zero changes gradients
+    only.
 
-    Rotary positions that depend on the longest row of a batch cannot be asked with a few tokens; their config says so.
+    Rotary positions that depend on the longest row of a batch cannot be found with a few tokens; the config has them.
     """
     if _looks_at_the_longest(causal_lm(model).config):
         return False
@@ -82,23 +84,23 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def _looks_at_the_longest(config: Any) -> bool:
-    """Whether the frequencies of its positions change with the length of what comes in
+    """Return whether the frequencies of rotary positions depend on the length of the input
     (https://huggingface.co/docs/transformers/internal/rope_utils)."""
     found = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [found, *(value for value in found.values() if isinstance(value, dict))]  # of all layers, or by their kind
+    kinds = [found, *(value for value in found.values() if isinstance(value, dict))]  # one for all, or by kind of layer
     return any(kind.get("rope_type") in {"dynamic", "longrope"} for kind in kinds)
 
 
 @dataclass(frozen=True)
 class Head:
-    """How a model makes logits of its last hidden states: ``softcap(scale * linear(hidden))``.
+    """The head of a model, from last hidden states to logits: ``softcap(scale * linear(hidden))``.
 
     Args:
         backbone: ids -> hidden states (B, T, H).
         linear: (B, T, H) -> (B, T, V); its weight may be the embedding's.
         scale: before the cap; Cohere and Granite have one.
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
-        last: the feed-forward part behind which positions do not meet any more; None where there is none.
+        last: the last feed-forward part, after which positions are independent; None where it was not found.
     """
 
     backbone: nn.Module
@@ -112,7 +114,8 @@ class Head:
         return states
 
     def hidden_at(self, positions: Tensor, **inputs: Any) -> Tensor:
-        """(N, H) of ``positions`` (N,), counted through the rows; of no others where that is less work."""
+        """(N, H) the hidden states at ``positions`` (N,), indices into the flattened rows; others are not computed
+        where that is less work."""
         is_less = self.last is not None and self.last.spares(positions, inputs["input_ids"].numel())
         with self.last.only_at(positions) if self.last is not None and is_less else nullcontext():
             return self.hidden(**inputs).flatten(0, 1).index_select(0, positions)
@@ -122,12 +125,33 @@ class Head:
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
-def find_head(model: nn.Module) -> Head | None:
-    """The head of a causal language model, or None where its logits are not what ``Head`` says.
+@dataclass(frozen=True)
+class Fitted:
+    """What a model was seen to do; false and None where it does not, or was not asked.
 
-    None too where the head is no plain linear layer (quantised, adapted), or where somebody listens to its calls,
-    since going past it would leave them out. The hidden states are made a thousand times as large for the comparison,
-    so that a cap or an offset which small logits do not feel is seen.
+    Args:
+        model: the one that was asked.
+        is_padding_free: sequences laid end to end in one row do not see each other.
+        shares_prefixes: what sequences have in common at their start may be computed once.
+        head: how it makes its logits of its last hidden states, where that is a plain linear layer.
+        makes_some_logits: it can make those of chosen positions alone.
+        notes: sentences for a person.
+    """
+
+    model: nn.Module
+    is_padding_free: bool = False
+    shares_prefixes: bool = False
+    head: Head | None = None
+    makes_some_logits: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_head(model: nn.Module) -> Head | None:
+    """Find the head of a causal language model; None where its logits do not follow the formula of ``Head``.
+
+    None too where the head is no plain linear layer (quantised, adapted), or where it has hooks, which would not be
+    called. For the comparison the hidden states are multiplied by a thousand, so that a cap or an offset shows, which
+    hardly changes small logits.
     """
     try:
         head = _claimed_head(model)
@@ -147,12 +171,12 @@ def find_head(model: nn.Module) -> Head | None:
 def _proven(
     last: LastFeedForward | None, head: Head, tokens: Tensor, hidden: Tensor, model: nn.Module
 ) -> LastFeedForward | None:
-    """``last``, where the hidden states (1, T, H) of some positions are the same when it answers for these alone."""
+    """Return ``last`` if the hidden states (1, T, H) of some positions are the same when it computes only these."""
     chosen = torch.tensor([1, 4, 5], device=tokens.device)
     if last is None:
         return None
     try:
-        with last.only_at(chosen):
+        with last.tried(), last.only_at(chosen):
             some = head.hidden(input_ids=tokens, use_cache=False)[:, chosen]
     except REFUSALS:
         return None
@@ -160,19 +184,19 @@ def _proven(
 
 
 def makes_some_logits(model: nn.Module) -> bool:
-    """Whether the model makes the logits of chosen positions alone: ``logits_to_keep=(N,)``."""
+    """Return whether the model can compute the logits of chosen positions alone: ``logits_to_keep=(N,)``."""
     try:
         tokens, chosen = _tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
         with _asking(model) as ask:
             whole, some = ask(tokens), ask(tokens, logits_to_keep=chosen)
-        # A learned prompt before the tokens (peft's prompt tuning) shifts the positions.
+        # A trained prompt before the tokens (peft's prompt tuning) shifts the positions.
         return whole.shape[1] == _LENGTH and _close(some, whole[:, chosen], model)
     except REFUSALS:
         return False
 
 
-def keeps_answers(model: nn.Module, change: Callable[[], None]) -> bool:
-    """Whether the model says the same, but for rounding, once ``change`` was made to it. The change stays."""
+def keeps_answers(model: nn.Module, change: Callable[[], object]) -> bool:
+    """Make ``change`` to the model, and return whether its logits stay the same but for rounding. The change stays."""
     tokens = _tokens(model, _LENGTH, seed=5)
     with _asking(model) as ask:
         before = ask(tokens)
@@ -187,7 +211,7 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def _claimed_head(model: nn.Module) -> Head | None:
-    """What the attributes and the config of a transformers model say of its head."""
+    """The head according to the attributes and the config of a transformers model."""
     inner = causal_lm(model)
     backbone, linear, config = inner.base_model, inner.get_output_embeddings(), inner.config.get_text_config()
     if backbone is inner or linear is None:
@@ -198,7 +222,7 @@ def _claimed_head(model: nn.Module) -> Head | None:
 
 @contextmanager
 def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
-    """Inside it a function ids (1, T) -> logits (1, T, V); the model is left as it was found."""
+    """The context of a probe; yields a function ids (1, T) -> logits (1, T, V). Afterwards the model is as before."""
     modes = {module: module.training for module in model.modules()}
     device = _device(model)
 
@@ -217,33 +241,30 @@ def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
 
 
 def _one_format(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-    """autocast where some weights are in half precision and others are not, as it is on when such a model is trained:
-    without it a frozen layer in bfloat16 and a trained one in float32 do not multiply. The same where all weights are
-    in float32 under an attention that has no kernel for it. Else none, whoever asks under one."""
+    """The autocast of a probe: on where only some weights are in half precision, as in training of such a model, since
+    a frozen layer in bfloat16 and a trained one in float32 cannot be mixed without it. Also on where all weights are in
+    float32 and the attention has no kernel for that. Else off, even inside an autocast of the caller."""
     halves = _formats(model) & {torch.bfloat16, torch.float16}
     is_mixed = bool(halves) and len(_formats(model)) > 1
     return torch.autocast(device.type, halves.pop() if is_mixed else None, enabled=is_mixed)
 
 
 def _formats(model: nn.Module) -> set[torch.dtype]:
-    """The formats in which a model computes."""
+    """The dtypes in which a model computes."""
     formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     attention = str(getattr(causal_lm(model).config, "_attn_implementation", ""))
-    # Flash attention by transformers' names, and kernels of the hub (owner/name), have 16 bits only.
+    # Flash attention, by transformers' names or as a kernel of the hub (owner/name), supports 16 bits only.
     return formats | {torch.bfloat16} if "flash" in attention and formats == {torch.float32} else formats
 
 
 @contextmanager
 def _louder(linear: nn.Linear) -> Iterator[None]:
-    hook = linear.register_forward_pre_hook(lambda module, inputs: (inputs[0] * _LOUD, *inputs[1:]))
-    try:
+    with hooked(linear, "forward_pre", lambda module, inputs: (inputs[0] * _LOUD, *inputs[1:]), _QUESTION):
         yield
-    finally:
-        hook.remove()
 
 
 def _two_sequences(device: torch.device) -> dict[str, Any]:
-    """What a batch of two sequences laid flat says besides its ids (``data.batching.collate_flat``)."""
+    """A padding-free batch of two sequences, without the ids (``data.batches.batching.collate_padding_free``)."""
     position_ids = torch.cat([torch.arange(_NEIGHBOUR), torch.arange(_LENGTH)]).unsqueeze(0).to(device)
     begins = torch.tensor([0, _NEIGHBOUR, _NEIGHBOUR + _LENGTH], dtype=torch.int32, device=device)
     lengths = {"max_length_q": _LENGTH, "max_length_k": _LENGTH}
@@ -251,7 +272,7 @@ def _two_sequences(device: torch.device) -> dict[str, Any]:
 
 
 def _two_from_one(device: torch.device) -> dict[str, Any]:
-    """What a batch says in which two sequences share what they begin with (``data.batching.collate_needed``)."""
+    """A batch of two sequences with a shared prefix, without the ids (``data.batches.batching.collate_needed``)."""
     whole = _NEIGHBOUR + _LENGTH
     own = torch.arange(_NEIGHBOUR, whole)
     lengths, widths = (_NEIGHBOUR, _LENGTH, _LENGTH), (_NEIGHBOUR, whole, whole)
@@ -267,14 +288,14 @@ def _two_from_one(device: torch.device) -> dict[str, Any]:
 
 
 def _tokens(model: nn.Module, length: int, seed: int) -> Tensor:
-    """(1, T) some ids of the vocabulary, the same each time."""
+    """(1, T) random ids of the vocabulary, the same for a seed."""
     vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
     drawn = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
     return drawn.to(_device(model))
 
 
 def _generators(device: torch.device) -> Tensor:
-    """The state of those that a model on ``device`` draws from."""
+    """The state of the random generators that a model on ``device`` uses."""
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return torch.cat([torch.get_rng_state(), *own])
 
@@ -284,7 +305,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
-    """Equal but for rounding in the coarsest format among the weights: half of its digits agree."""
+    """Return whether both are equal but for rounding in the coarsest dtype of the weights: half of its digits agree."""
     tolerance = max(torch.finfo(dtype).eps for dtype in _formats(model)) ** 0.5
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
 

@@ -1,7 +1,7 @@
-"""The numbers behind a quantised weight, for what has to see them: the length of a row of weights (DoRA), a comparison.
+"""Dequantised weights, for operations that need the numbers: the norm of a row of weights (DoRA), a comparison.
 
 In:  a linear layer of bitsandbytes (4 or 8 bits), or of any other library. Out: its weight as a matrix in float32.
-Products need none of this: they are the layer's own.
+Products do not need this: the layer computes them itself.
 """
 
 # O outputs, I inputs
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 def is_quantised(layer: nn.Module) -> bool:
-    """Whether the weight of ``layer`` is something else than a matrix of floating numbers."""
+    """Return whether the weight of ``layer`` is anything but a matrix of floating-point numbers."""
     weight = getattr(layer, "weight", None)
     return not (isinstance(weight, Tensor) and weight.is_floating_point())
 
 
 @torch.no_grad()
 def dense(layer: nn.Module) -> Tensor:
-    """(O, I) float32, a copy: writing to it changes nothing."""
+    """(O, I) the weight in float32, as a copy."""
     weight: Any = getattr(layer, "weight", None)
     kind = type(weight).__name__
     if kind == "Params4bit":
@@ -40,7 +40,7 @@ def dense(layer: nn.Module) -> Tensor:
 
 
 def _asked(layer: nn.Module) -> Tensor:
-    """What the layer makes of each unit vector, which is its weight, column by column."""
+    """The weight, column by column, from the layer's outputs for unit vectors."""
     held = next(t for t in (*layer.parameters(), *layer.buffers()))
     inputs: Any = layer.in_features
     unit = torch.eye(inputs, device=held.device)

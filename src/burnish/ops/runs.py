@@ -1,7 +1,7 @@
-"""Keys and values of sequences that share what they begin with.
+"""Keys and values of sequences that share a prefix.
 
-In: a tensor with one row per token, and the runs of tokens that each sequence sees. Out: the rows of all runs, one
-after another, some of them several times; in the backward pass, the sum of their gradients, made in float32.
+In: a tensor with one row per token, and the runs of tokens that each sequence attends to. Out: the rows of all runs,
+concatenated, shared ones several times; in the backward pass their gradients are summed in float32.
 """
 
 # T tokens, M rows of all runs (M >= T)
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Runs = tuple[tuple[int, int], ...]
-"""(begin, length) of each; together they name every token, and two runs are the same or have no token in common."""
+"""(begin, length) of each run; together they cover every token, and two runs are equal or have no token in common."""
 
 
 def laid_out(x: Tensor, runs: Runs) -> Tensor:
-    """(T, ...) -> (M, ...)"""
+    """Concatenate the rows of all runs: (T, ...) -> (M, ...)"""
     rows: Tensor = _LaidOut.apply(x, runs)  # type: ignore[no-untyped-call]
     return rows
 

@@ -1,14 +1,16 @@
-"""A weight that is both the embedding and the head of a language model, and the one gradient of both uses.
+"""Tied weights: one gradient for a weight that is both the embedding and the head of a language model.
 
-In: the weight. Out: the rows that are looked up, and the weight for the head. Left to autograd, the two gradients are
-two tensors of the weight's size, of which the embedding's is zero but for the rows of the batch, and another pass adds
-them. Here the lookup hands on its rows alone, and they are added to the gradient of the head, in place.
+In: the weight. Out: the rows that are looked up, and the weight for the head. With plain autograd there are two
+gradients of the weight's size, of which the embedding's is zero except in the rows of the batch, and another pass adds
+them. Here only the gradients of the looked-up rows are kept, and added in place to the gradient of the head.
 """
 
 # V vocabulary, H hidden size
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,24 +18,61 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from burnish.core.patching import Reason, patch, standing
+
+TIED = Reason("tied embedding", "it shares one gradient with the head")
+
 
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether ``module`` gives rows of its weight and nothing else, and its gradient is nothing else either."""
+    """Return whether ``module`` only looks up rows of its weight, with a plain gradient."""
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     is_asked_for_more = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
     return not is_asked_for_more and "forward" not in vars(module)
 
 
+class TiedEmbedding:
+    """An embedding that looks its rows up in the weight that it shares with the head, inside of ``joined``."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        self._embedding = embedding
+        self._weight: TiedWeight | None = None
+
+    @classmethod
+    def of(cls, embedding: nn.Module) -> TiedEmbedding | None:
+        """``embedding`` as one from now on; None where it does more than to look up."""
+        before = standing(embedding, "forward", cls)
+        if before is not None or not is_plain_lookup(embedding):
+            return before
+        made = cls(embedding)  # type: ignore[arg-type]
+        patch(embedding, "forward", made.look_up, TIED)
+        return made
+
+    @contextmanager
+    def joined(self) -> Iterator[Tensor]:
+        """Inside it both uses have one gradient. Yields the weight (V, H) for the head."""
+        self._weight = TiedWeight(self._embedding.weight, self._embedding.padding_idx)
+        try:
+            yield self._weight.joined
+        finally:
+            self._weight = None
+
+    def look_up(self, input: Tensor) -> Tensor:
+        """The embedding's forward pass. ids (...) -> rows (..., H)."""
+        if self._weight is None:
+            return type(self._embedding).forward(self._embedding, input)
+        return self._weight.look_up(input)
+
+
 class TiedWeight:
-    """A tied weight in one forward pass, and in the backward pass behind it.
+    """A tied weight in one forward pass and its backward pass.
 
     Args:
         weight: (V, H)
-        padding_id: the token whose row learns nothing from the lookup, as ``torch.nn.Embedding`` has it; None is none.
+        padding_id: the token whose row gets no gradient from the lookup, as in ``torch.nn.Embedding``; None is none.
 
     Attributes:
-        joined: (V, H) the weight, for the head. Autograd goes on from it to ``weight`` when both uses are done.
+        joined: (V, H) the weight, for the head. Its backward pass runs after those of both uses.
     """
 
     def __init__(self, weight: Tensor, padding_id: int | None = None) -> None:
@@ -57,7 +96,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_head: Tensor | None) -> tuple[Tensor, None]:
-        """Autograd comes here after every use of the weight; the gradient of the head is nobody else's."""
+        """Runs after the backward passes of all uses; nothing else refers to the head's gradient, so it is changed in
+        place."""
         gradient = torch.zeros_like(ctx.like) if of_head is None else of_head
         for ids, rows in ctx.looked_up:
             gradient.index_add_(0, ids, rows)

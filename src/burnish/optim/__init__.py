@@ -1,5 +1,5 @@
-"""Optimizers: a file per family. Importing the package imports every file, and so registers them all; a library is
-imported when one is made."""
+"""Optimizers: a file per family. Importing the package imports every file, and so registers them all; an optimizer's
+library is imported when the optimizer is made."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -7,10 +7,10 @@ For the gradient g of a block b of a parameter W, at update t:
     v = β₂ v + (1 - β₂) mean of g² over b              one number per block
     W -= lr * (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε)   after W *= 1 - lr * weight decay
 
-Blocks follow the Hessian's (the partition is that of the authors' package adam-mini 1.1.1): one head of a query or key
-matrix; one output neuron of values, of the attention's output and of the MLP; one token of embeddings and head; a norm
-as a whole. Biases are AdamW's. Of LoRA's factors B is cut like the matrix that it adds to, A by its rows. Matrices that
-hold queries, keys and values in one are cut by neurons.
+Blocks follow those of the Hessian, as in the authors' package adam-mini 1.1.1: one head of a query or key matrix; one
+output neuron of values, of the attention's output and of the MLP; one token of embeddings and head; a norm as a whole.
+Biases are trained by AdamW. LoRA's factor B is divided like the matrix that it adds to, A by its rows. A matrix that
+holds queries, keys and values together is divided by neurons.
 
 In:  the groups of the run, and the model, which knows its heads. Out: an optimizer whose state a checkpoint holds.
 Refuses: query and key matrices of a model whose config does not say how wide a head is.
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, asked_by, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments, asked_by, only_adamw
 
 _QUERY_OR_KEY = re.compile(r"(^|\.)(q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.(lora_B\.\w+\.)?weight$")
 
@@ -43,7 +43,7 @@ class AdamMiniOptions:
     use_adam_mini: bool = option(False, "AdamW with one second moment per head, neuron or token (Adam-mini).")
 
 
-def check_adam_mini(options: Any) -> list[Problem]:
+def check_adam_mini(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_adam_mini", "adam_mini")
 
 
@@ -53,7 +53,7 @@ def check_adam_mini(options: Any) -> list[Problem]:
     reads_model=True,
     **asked_by("use_adam_mini"),
 )
-def adam_mini(groups: Groups, options: Any, model: nn.Module) -> Optimizer:
+def adam_mini(groups: Groups, options: OptimOptions, model: nn.Module) -> Optimizer:
     """AdamW with one second moment per block."""
     transposed = {
         f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"
@@ -63,25 +63,25 @@ def adam_mini(groups: Groups, options: Any, model: nn.Module) -> Optimizer:
     return AdamMini(groups, cuts, **adam_arguments(options))
 
 
-class Cut(NamedTuple):
-    """How a parameter falls into blocks."""
+class Blocks(NamedTuple):
+    """The division of a parameter into blocks."""
 
     view: Callable[[Tensor], Tensor]  # the parameter, its moment or gradient, so that blocks lie along ``within``
     within: tuple[int, ...]  # the dimensions of a block
 
 
-def _cut(name: str, parameter: nn.Parameter, model: nn.Module, is_transposed: bool) -> Cut:
+def _cut(name: str, parameter: nn.Parameter, model: nn.Module, is_transposed: bool) -> Blocks:
     if name.endswith("bias"):
-        return Cut(lambda tensor: tensor.unsqueeze(-1), (-1,))
+        return Blocks(lambda tensor: tensor.unsqueeze(-1), (-1,))
     if parameter.ndim < 2:
-        return Cut(lambda tensor: tensor, tuple(range(parameter.ndim)))
+        return Blocks(lambda tensor: tensor, tuple(range(parameter.ndim)))
     if is_transposed:
-        return Cut(lambda tensor: tensor, (-2,))
+        return Blocks(lambda tensor: tensor, (-2,))
     rows = _head_width(model) if _QUERY_OR_KEY.search(name) else 1
     if rows == 1 or parameter.shape[-2] % rows:
-        return Cut(lambda tensor: tensor, (-1,))
+        return Blocks(lambda tensor: tensor, (-1,))
     *outer, _, inputs = parameter.shape
-    return Cut(lambda tensor: tensor.view(*outer, -1, rows, inputs), (-2, -1))
+    return Blocks(lambda tensor: tensor.view(*outer, -1, rows, inputs), (-2, -1))
 
 
 def _head_width(model: nn.Module) -> int:
@@ -100,10 +100,10 @@ def _head_width(model: nn.Module) -> int:
 
 
 class AdamMini(Optimizer):
-    """Per parameter: ``step``, ``exp_avg`` like the parameter, ``exp_avg_sq`` in float32 with a number per block."""
+    """Adam-mini. State per parameter: ``step``, ``exp_avg`` of its shape, ``exp_avg_sq`` (float32, one per block)."""
 
     def __init__(
-        self, groups: Groups, cuts: Mapping[nn.Parameter, Cut], lr: float, betas: tuple[float, float], eps: float
+        self, groups: Groups, cuts: Mapping[nn.Parameter, Blocks], lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         self.cuts = cuts
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
@@ -130,8 +130,8 @@ class AdamMini(Optimizer):
         view(parameter.data).addcdiv_(view(state["exp_avg"]), scale.to(parameter.dtype), value=-size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """torch gives moments the format of their weights; the second ones stay in float32, or their decay of a
-        thousandth would be rounded away in bfloat16."""
+        """Load a state, and keep second moments in float32. torch casts moments to the dtype of their weights, and in
+        bfloat16 a decay of a thousandth would be rounded away."""
         super().load_state_dict(state)
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in enumerate(parameters):

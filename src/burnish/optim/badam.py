@@ -1,16 +1,17 @@
 """BAdam: full-parameter training in the memory of a few layers (Luo et al. 2024, https://arxiv.org/abs/2404.02827).
 
-The parameters are cut into blocks, one per transformer layer. AdamW moves one block for ``badam_switch_interval``
-updates while all others stand still (algorithm 1); then the next block, from fresh moments. Only the active block has
-gradients, moments and, where the model is not in float32, a float32 copy of its weights. On a model of 8 equal layers
-training adds a fifth of what full AdamW adds to the model's own memory (bench/badam_memory.py, docs/notebook.md).
+The parameters are divided into blocks, one per transformer layer. AdamW trains one block for ``badam_switch_interval``
+updates while all others stay as they are (algorithm 1); then the next block, with new moments. Only the active block
+has gradients, moments and, where the model is not in float32, a float32 copy of its weights. On a model of 8 equal
+layers training adds a fifth of what full AdamW adds to the model's own memory (bench/badam_memory.py,
+docs/notebook.md).
 
 ``badam_mode: ratio`` instead moves a share of the entries of every tensor, and holds moments for those entries alone.
 
 In:  torch's parameter groups with names. Out: an optimizer whose state (block, counter, moments, copies) is in the
 checkpoint, so that a run stopped in the middle of a block goes on exactly there.
-Never trained: what lies in no layer, that is embeddings, the last norm and the head (so tied embeddings are no special
-case). Refuses: LoRA and freezing, more than one process.
+Never trained: parameters outside of the layers, that is embeddings, the last norm and the head (so tied embeddings are
+no special case). Refuses: LoRA and freezing, more than one process.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def check_badam(options: Any) -> list[Problem]:
 
 
 def badam_notes(options: Any) -> list[str]:
-    """What was set for the other mode of BAdam."""
+    """Notes on options that were set and belong to the other mode of BAdam."""
     if not _is_chosen(options):
         return []  # said for the whole group
     unread = [name for name in changed(options) if name in _NOT_FOR[options.badam_mode]]
@@ -95,17 +96,20 @@ def _is_chosen(options: Any) -> bool:
     keeps_load_precision=True,
     **asked_by("use_badam"),
 )
-def badam(groups: Groups, options: Any) -> Optimizer:
+def badam(groups: Groups, options: BadamOptions) -> Optimizer:
     """AdamW on one block of layers at a time."""
     made = _LayerAdam if options.badam_mode == "layer" else _RatioAdam
     return made(groups, options)
 
 
 class _BlockAdam(Optimizer):
-    """What both modes share: AdamW over the float32 tensors that are active now, replaced at every switch.
+    """Base of both modes: AdamW over the float32 tensors that are active now, replaced at every switch.
 
     Subclasses say which tensors those are (``_activate``), how gradients reach them and how they reach the model.
     """
+
+    changes_what_trains = True
+    """Which weights have gradients changes during the run; an engine may not settle on those of its beginning."""
 
     def __init__(self, groups: Groups, options: Any) -> None:
         super().__init__(groups, {"lr": options.learning_rate, "weight_decay": 0.0})
@@ -124,7 +128,7 @@ class _BlockAdam(Optimizer):
         raise NotImplementedError
 
     def _start(self, per_group: Sequence[Sequence[Tensor]]) -> None:
-        """AdamW from fresh moments over the active tensors, with each group's weight decay."""
+        """Make an AdamW with new moments for the active tensors, with each group's weight decay."""
         self.inner = AdamW(
             [
                 {"params": list(tensors), "weight_decay": group["weight_decay"], "lr": group["lr"]}
@@ -170,7 +174,7 @@ class _BlockAdam(Optimizer):
 
 
 class _LayerAdam(_BlockAdam):
-    """One layer after another."""
+    """The mode ``layer``: one layer after another."""
 
     def __init__(self, groups: Groups, options: Any) -> None:
         super().__init__(groups, options)
@@ -198,7 +202,7 @@ class _LayerAdam(_BlockAdam):
         return self._random_block()
 
     def _random_block(self) -> int:
-        """Each pass over the blocks in an order of its own, a function of (seed, pass)."""
+        """The next block where each pass over the blocks has a random order of its own, a function of (seed, pass)."""
         count = len(self.blocks)
         generator = torch.Generator().manual_seed(self.options.seed + self.round // count)
         order: list[int] = torch.randperm(count, generator=generator).tolist()
@@ -225,7 +229,7 @@ class _LayerAdam(_BlockAdam):
             per_group.append(moved)
         self._start(per_group)
         if self.options.badam_verbose:
-            logger.setLevel(logging.INFO)  # it was asked for, whatever else is to be said
+            logger.setLevel(logging.INFO)  # badam_verbose asks for it, whatever the level of other messages
             logger.info("BAdam: the active block is %s.", prefix)
         if self.options.badam_verbose == 2:
             logger.info("BAdam: it holds %s.", ", ".join(sorted(names)))
@@ -243,7 +247,7 @@ class _LayerAdam(_BlockAdam):
 
 
 class _RatioAdam(_BlockAdam):
-    """A share of the entries of every tensor in a layer. ``entries`` are indices into the flattened tensor."""
+    """The mode ``ratio``: a share of the entries of every tensor in a layer. ``entries`` index the flattened tensor."""
 
     def __init__(self, groups: Groups, options: Any) -> None:
         super().__init__(groups, options)
@@ -272,7 +276,7 @@ class _RatioAdam(_BlockAdam):
         self._start(per_group)
 
     def _entries(self, count: int, generator: torch.Generator) -> Tensor:
-        """(K,) the entries that move until the next switch."""
+        """(K,) the entries that are trained until the next switch."""
         size = max(1, round(count * self.options.badam_update_ratio))
         if self.options.badam_mask_mode == "scatter":
             return torch.randperm(count, generator=generator)[:size]

@@ -1,7 +1,9 @@
 """Optimizers of the bitsandbytes library: moments in 8 bits (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861),
 paged to main memory where a GPU has too little, and Lion, RMSprop and AdEMAMix in 8 and 32 bits.
 
-Tensors below 4096 elements keep moments in 32 bits, by the library's own rule. On a CPU nothing is paged.
+Tensors below 4096 elements keep moments in 32 bits, by the library's own rule, and embeddings by transformers': few of
+their rows move in a step, by much, and 8 bits lose the others (Dettmers et al. 2021, section 2.3). On a CPU nothing is
+paged.
 """
 
 from __future__ import annotations
@@ -9,24 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, adam_arguments, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, arguments_of
 
 LIBRARY = "bitsandbytes"
 LEAVES_OUT = {"Lion": ("adam_epsilon",), "RMSprop": ADAM_ONLY}
 
 
-def _adam(options: Any) -> dict[str, Any]:
+def _adam(options: OptimOptions) -> dict[str, Any]:
     return {name: value for name, value in adam_arguments(options).items() if name != "lr"}
 
 
-def _lion(options: Any) -> dict[str, Any]:
+def _lion(options: OptimOptions) -> dict[str, Any]:
     return {"betas": (options.adam_beta1, options.adam_beta2), **arguments_of(options)}
 
 
-def _ademamix(options: Any) -> dict[str, Any]:
-    """Adam's arguments, a third beta and ``alpha`` (Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137)."""
+def _ademamix(options: OptimOptions) -> dict[str, Any]:
+    """Adam's arguments with a third beta and ``alpha`` (Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137)."""
     given = arguments_of(options)
     betas = (
         given.pop("beta1", options.adam_beta1),
@@ -39,10 +42,10 @@ def _ademamix(options: Any) -> dict[str, Any]:
 def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary: str, **fixed: Any) -> Any:
     """The function that makes one of the library's optimizers."""
 
-    def make(groups: Groups, options: Any) -> Optimizer:
+    def make(groups: Groups, options: OptimOptions, model: nn.Module | None = None) -> Optimizer:
         import bitsandbytes.optim
 
-        kind = getattr(bitsandbytes.optim, class_name)
+        kind = _with_32_bits(getattr(bitsandbytes.optim, class_name), weights_of_embeddings(model) if model else set())
         made: Optimizer = kind(groups, lr=options.learning_rate, **fixed, **arguments(options))
         return made
 
@@ -50,8 +53,27 @@ def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary
     return make
 
 
+def weights_of_embeddings(model: nn.Module) -> set[int]:
+    """The ids of their parameters."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _with_32_bits(kind: Any, weights: set[int]) -> Any:
+    """The class, with moments in 32 bits for these weights. The library's own way (GlobalOptimManager) remembers the
+    ids of weights for the whole process, also when they have become another model's."""
+
+    class Kind(kind):  # type: ignore[misc]
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            found: dict[str, Any] = super().get_config(gindex, pindex, group)
+            is_exempt = id(self.param_groups[gindex]["params"][pindex]) in weights
+            return {**found, "optim_bits": 32} if is_exempt else found
+
+    Kind.__name__ = Kind.__qualname__ = kind.__name__
+    return Kind
+
+
 def _register() -> None:
-    """transformers' names: what is in them says how many bits, and whether paged."""
+    """Register the optimizers under transformers' names, which say how many bits and whether paged."""
     families: list[tuple[str, Callable[[Any], dict[str, Any]], str, tuple[str, ...]]] = [
         ("AdamW", _adam, "AdamW",
          ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")),
@@ -66,7 +88,7 @@ def _register() -> None:
             fixed = {"optim_bits": bits} | ({"is_paged": True} if is_paged else {})
             summary = f"{title}, moments in {bits} bits{', paged to main memory' if is_paged else ''} (bitsandbytes)."
             leaves_out = LEAVES_OUT.get(class_name, ())
-            OPTIMIZERS.register(name, library=LIBRARY, leaves_out=leaves_out)(
+            OPTIMIZERS.register(name, library=LIBRARY, leaves_out=leaves_out, reads_model=True)(
                 _member(class_name, arguments, summary, **fixed)
             )
 

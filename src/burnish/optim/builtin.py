@@ -1,11 +1,12 @@
 """Optimizers by name, the parameter groups they get, and the schedule that moves their learning rate.
 
-``optim: adamw_torch`` and its kin are transformers' names. A member of the family is a function
+``optim: adamw_torch`` and the like are transformers' names. A member of the family is a function
 ``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay,
-and with ``lr`` where a learning rate is not the run's. What its ``state_dict`` holds is tensors and plain data, so that
-a checkpoint can hold it (core/snapshot.py). Traits of a member: ``library``, what it cannot do without; ``refused``,
-why a name that others know is not here, and what to use instead; ``leaves_out``, those of ``OptimOptions`` that it does
-not read; ``switch``, the option of its own that asks for it (``when``); ``reads_model``: it is given the model too.
+and with ``lr`` where a learning rate is not the run's. Its ``state_dict`` holds tensors and plain data only, as a
+checkpoint requires (core/snapshot.py). Traits of a member: ``library``, the library that it needs; ``refused``, why a
+name that transformers knows is not here, and what to use instead; ``leaves_out``, the fields of ``OptimOptions`` that
+it does not read; ``switch``, the option of its own that asks for it (``when``); ``reads_model``: it is called with the
+model too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -30,12 +31,12 @@ from burnish.core.schedule import CurveOptions, lr_factor, refused_by_curve
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")
 EXTRA = "optimizers"
-"""What to install for an optimizer that comes from a library: ``pip install "burnish[optimizers]"``."""
+"""The extra that brings the libraries of optimizers: ``pip install "burnish[optimizers]"``."""
 
 
 @dataclass
 class OptimOptions:
-    """Which optimizer moves the weights, and how far."""
+    """Optimizer."""
 
     optim: str = option(
         "adamw_torch_fused", "The optimizer, by transformers' name.", choices=OPTIMIZERS.names,
@@ -49,8 +50,8 @@ class OptimOptions:
     adam_epsilon: float = option(1e-8, "Adam's guard against division by zero.", ge=0)
 
 
-def check_optimizer(options: Any) -> list[Problem]:
-    """Whether the optimizer can be had; asked before a model is read."""
+def check_optimizer(options: OptimOptions) -> list[Problem]:
+    """Check, before a model is read, that the optimizer exists and its library is installed."""
     if options.optim not in OPTIMIZERS:
         return []  # said already, with the nearest name
     member = OPTIMIZERS.choose(options.optim, options)
@@ -63,14 +64,14 @@ def check_optimizer(options: Any) -> list[Problem]:
     return missing_library(member.name)
 
 
-def optimizer_notes(options: Any) -> list[str]:
-    """What was set for another optimizer than the one that runs, or for one of another kind."""
+def optimizer_notes(options: OptimOptions) -> list[str]:
+    """Notes on options that were set and that the optimizer of this run does not read."""
     member = OPTIMIZERS.choose(options.optim, options)
     return _no_effect(member.name, OPTIMIZERS.unread(member, options)) + left_out(member.name, options)
 
 
-def left_out(name: str, options: Any) -> list[str]:
-    """What was set of ``OptimOptions`` that the optimizer ``name`` does not read."""
+def left_out(name: str, options: OptimOptions) -> list[str]:
+    """Notes on fields of ``OptimOptions`` that were set and that the optimizer ``name`` does not read."""
     given = changed(options)
     return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in given])
 
@@ -88,10 +89,10 @@ def missing_library(name: str) -> list[Problem]:
 
 
 def create_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, options: Any,
+    named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, options: OptimOptions,
     learning_rates: Mapping[str, float] | None = None,
 ) -> Optimizer:  # fmt: skip
-    """The optimizer of the run over the parameters that train.
+    """Make the optimizer of the run over the parameters that train.
 
     Args:
         learning_rates: parameter name -> its own learning rate (LoRA+); the others learn at ``learning_rate``.
@@ -116,7 +117,7 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", r
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, weight_decay: float
 ) -> Groups:
-    """Two groups: with weight decay, and without for biases and norms. Frozen parameters are in neither."""
+    """Make two groups: with weight decay, and without for biases and norms. Frozen parameters are in neither."""
     norms = {
         f"{name}.{leaf}" if name else leaf
         for name, module in model.named_modules()
@@ -135,7 +136,7 @@ def parameter_groups(
 
 
 def split_by_rate(groups: Groups, learning_rates: Mapping[str, float]) -> Groups:
-    """``groups`` cut so that each has one learning rate: those at the run's own first, then the others, with ``lr``."""
+    """Split ``groups`` so that each has one learning rate: the run's own first, then the others, with ``lr``."""
     found: Groups = []
     for group in groups:
         by_rate: dict[float | None, dict[str, nn.Parameter]] = {}
@@ -147,7 +148,18 @@ def split_by_rate(groups: Groups, learning_rates: Mapping[str, float]) -> Groups
     return sorted(found, key=lambda group: "lr" in group)
 
 
-def arguments_of(options: Any) -> dict[str, Any]:
+class AdamChoices(Protocol):
+    """The options that AdamW and its kin are made with."""
+
+    optim: str
+    learning_rate: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    optim_args: str | None
+
+
+def arguments_of(options: AdamChoices) -> dict[str, Any]:
     """``optim_args`` as a dict: ``"momentum=0.9, nesterov=true"`` -> ``{"momentum": 0.9, "nesterov": True}``."""
     found: dict[str, Any] = {}
     for pair in (options.optim_args or "").split(","):
@@ -168,8 +180,8 @@ def _literal(text: str) -> Any:
     return text
 
 
-def adam_arguments(options: Any) -> dict[str, Any]:
-    """What AdamW and its kin are made with; ``optim_args`` has the last word."""
+def adam_arguments(options: AdamChoices) -> dict[str, Any]:
+    """Arguments of AdamW and its variants; those in ``optim_args`` override the others."""
     return {
         "lr": options.learning_rate,
         "betas": (options.adam_beta1, options.adam_beta2),
@@ -179,16 +191,22 @@ def adam_arguments(options: Any) -> dict[str, Any]:
 
 
 ADAM_ONLY = ("adam_beta1", "adam_beta2", "adam_epsilon")
-"""What an optimizer without Adam's moments leaves out; its own settings come in ``optim_args``."""
+"""Options that an optimizer without Adam's moments does not read; its own settings come in ``optim_args``."""
 
 
 def asked_by(switch: str) -> dict[str, Any]:
-    """What a member is registered with where the option ``switch``, its own, asks for it as well as its name."""
+    """Arguments of ``register`` for a member that is chosen by its own option ``switch`` as well as by its name."""
     return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
 
 
-def only_adamw(options: Any, switch: str, name: str) -> list[Problem]:
-    """A problem where ``switch`` asks for the optimizer ``name``, made of AdamW, and ``optim`` for another one."""
+class NamedOptimizer(Protocol):
+    """The option that names the optimizer."""
+
+    optim: str
+
+
+def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]:
+    """A problem where ``switch`` asks for ``name``, which is built on AdamW, and ``optim`` for another optimizer."""
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
         return []
     return [
@@ -200,37 +218,37 @@ def only_adamw(options: Any, switch: str, name: str) -> list[Problem]:
 
 
 @OPTIMIZERS.register("adamw_torch_fused")
-def adamw_fused(groups: Groups, options: Any) -> Optimizer:
+def adamw_fused(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW, all parameters in one kernel."""
     return torch.optim.AdamW(groups, fused=True, **adam_arguments(options))
 
 
 @OPTIMIZERS.register("adamw_torch")
-def adamw(groups: Groups, options: Any) -> Optimizer:
+def adamw(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW, one tensor operation at a time."""
     return torch.optim.AdamW(groups, **adam_arguments(options))
 
 
 @OPTIMIZERS.register("sgd", leaves_out=ADAM_ONLY)
-def sgd(groups: Groups, options: Any) -> Optimizer:
+def sgd(groups: Groups, options: OptimOptions) -> Optimizer:
     """Stochastic gradient descent."""
     return torch.optim.SGD(groups, lr=options.learning_rate, **arguments_of(options))
 
 
 @OPTIMIZERS.register("adagrad", leaves_out=ADAM_ONLY)
-def adagrad(groups: Groups, options: Any) -> Optimizer:
+def adagrad(groups: Groups, options: OptimOptions) -> Optimizer:
     """Adagrad."""
     return torch.optim.Adagrad(groups, lr=options.learning_rate, **arguments_of(options))
 
 
 @OPTIMIZERS.register("rmsprop", leaves_out=ADAM_ONLY)
-def rmsprop(groups: Groups, options: Any) -> Optimizer:
+def rmsprop(groups: Groups, options: OptimOptions) -> Optimizer:
     """RMSprop."""
     return torch.optim.RMSprop(groups, lr=options.learning_rate, **arguments_of(options))
 
 
 def create_scheduler(optimizer: Optimizer, options: CurveOptions, max_steps: int, learning_rate: float) -> Any:
-    """What moves the learning rate: a ``LambdaLR`` over ``core.schedule``'s curve, or one that follows a metric."""
+    """Make the scheduler: a ``LambdaLR`` over the curve of ``core.schedule``, or one that follows a metric."""
     with refused_by_curve(options):
         if options.lr_scheduler_type == "reduce_lr_on_plateau":
             return ReduceLROnPlateau(optimizer, **(options.lr_scheduler_kwargs or {}))

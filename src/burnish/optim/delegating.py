@@ -1,4 +1,4 @@
-"""An optimizer that hands its step to others: what the families share that are made of more than one."""
+"""An optimizer that passes its step on to other optimizers: the base of families that combine several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burnish.optim.builtin import Groups
 
 
 class Delegating(Optimizer):
-    """Groups of its own, which the schedule moves and the loop clips; their parameters are moved by ``inner``.
+    """An optimizer with groups of its own, for schedule and clipping, whose parameters ``inner`` updates.
 
     The groups of ``inner``, in order, are those of this optimizer: their learning rates follow.
     """
@@ -53,5 +53,5 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def copied(groups: Groups, keep: Sequence[str] = ("lr", "weight_decay")) -> Groups:
-    """Groups over the same parameters for an optimizer within; torch adds its settings to the dicts it is given."""
+    """Copy groups for an inner optimizer, because torch adds its settings to the dicts that it is given."""
     return [{"params": list(g["params"])} | {name: g[name] for name in keep if name in g} for g in groups]

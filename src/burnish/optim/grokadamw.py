@@ -1,8 +1,8 @@
 """GrokAdamW (https://github.com/cognitivecomputations/grokadamw): AdamW that amplifies the slow part of the gradients
 (Lee et al. 2024, https://arxiv.org/abs/2405.20233). From the library grokadamw.
 
-Two habits of the library (0.1.2) are undone here: it sets up the logging of the whole process when it is imported, and
-it keeps its moments in the parameter groups, under the parameters themselves; a checkpoint needs them by number.
+Two things that the library (0.1.2) does are undone here: at import it configures the logging of the whole process, and
+it keeps its moments in the parameter groups, with the parameters as keys; a checkpoint needs numbers as keys.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments
 
 
 @OPTIMIZERS.register("grokadamw", library="grokadamw")
-def grokadamw(groups: Groups, options: Any) -> Optimizer:
+def grokadamw(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW with amplified slow gradients (grokadamw)."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -36,7 +36,7 @@ def _moments(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbered(kind: Any) -> Any:
-    """The library's class with a state dict in which moments go by the number of their parameter in the group."""
+    """The library's class with a state dict whose moments have the number of their parameter in the group as key."""
 
     class NumberedGrokAdamW(kind):  # type: ignore[misc]
         def state_dict(self) -> dict[str, Any]:

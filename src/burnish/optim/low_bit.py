@@ -1,8 +1,8 @@
 """AdamW with moments in 8 or 4 bits, from the library torchao. Like bitsandbytes' but written in torch: it is compiled
 on first use, which takes seconds, and runs wherever torch.compile does.
 
-The library keeps its moments in tensors of a kind of its own, and its learning rate in a tensor. Both are undone at the
-door: a checkpoint holds the plain tensors a moment is made of, the schedule sees a number.
+The library keeps its moments in a tensor class of its own, and its learning rate in a tensor. Both are converted here:
+a checkpoint holds the plain tensors that a moment consists of, and the schedule sees a number.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments
+from burnish.core.patching import Reason, hook
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments
 from burnish.optim.delegating import Delegating, copied
 
 LIBRARY = "torchao"
 _KIND = "quantised as"
+_PLAIN = Reason("optimizer", "a checkpoint holds plain tensors of its moments")
 
 
 @OPTIMIZERS.register("adamw_torch_8bit", library=LIBRARY)
-def adamw_8bit(groups: Groups, options: Any) -> Optimizer:
+def adamw_8bit(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW, moments in 8 bits (torchao)."""
     from torchao.optim import AdamW8bit
 
@@ -30,17 +32,17 @@ def adamw_8bit(groups: Groups, options: Any) -> Optimizer:
 
 
 @OPTIMIZERS.register("adamw_torch_4bit", library=LIBRARY)
-def adamw_4bit(groups: Groups, options: Any) -> Optimizer:
+def adamw_4bit(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW, moments in 4 bits (torchao)."""
     from torchao.optim import AdamW4bit
 
     return _wrapped(AdamW4bit, groups, options)
 
 
-def _wrapped(kind: Any, groups: Groups, options: Any) -> Optimizer:
+def _wrapped(kind: Any, groups: Groups, options: OptimOptions) -> Optimizer:
     made: Optimizer = kind(copied(groups), **adam_arguments(options))
-    made.register_state_dict_post_hook(_plain)
-    made.register_load_state_dict_pre_hook(_quantised)
+    hook(made, "state_dict_post", _plain, _PLAIN)
+    hook(made, "load_state_dict_pre", _quantised, _PLAIN)
     return Delegating(groups, options.learning_rate, [made])
 
 
@@ -53,12 +55,12 @@ def _quantised(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _each(change: Callable[[Any], Any], moments: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """``change`` on every moment of every parameter."""
+    """Apply ``change`` to every moment of every parameter."""
     return {index: {name: change(value) for name, value in own.items()} for index, own in moments.items()}
 
 
 def _taken_apart(value: Any) -> Any:
-    """A tensor of the library's own kind as plain tensors and data; anything else as it is."""
+    """Convert a tensor of the library's own class to plain tensors and data; return anything else as it is."""
     if not isinstance(value, Tensor) or type(value) is Tensor:
         return value
     names, attributes = value.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ keeps its moments of that small matrix only:
     GaLore   W -= lr * scale * (N projected back)       Zhao et al. 2024, algorithm 2, https://arxiv.org/abs/2403.03507
     APOLLO   W -= lr * sqrt(scale) * s G,  s = ‖N‖/‖R‖  Zhu et al. 2024, algorithm 1, https://arxiv.org/abs/2412.05270
 
-where N is the step that the optimizer within would take for R. It is had by letting that optimizer move a small matrix
-of zeros with the gradient R at a learning rate of 1: any optimizer whose step follows from gradients alone will do.
+where N is the step that the inner optimizer would take for R. To get it, that optimizer updates a small matrix of zeros
+with the gradient R at a learning rate of 1. This works with any optimizer whose step depends on gradients alone.
 
 In:  the groups of the run. Projected are the matrices in numbered layers (``all``), or those whose name holds one of
      the targets. Out: an optimizer whose state (directions, moments, counter) a checkpoint holds.
@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,16 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, asked_by, left_out, missing_library
+from burnish.optim.builtin import (
+    OPTIMIZERS,
+    AdamChoices,
+    Groups,
+    OptimOptions,
+    arguments_of,
+    asked_by,
+    left_out,
+    missing_library,
+)
 from burnish.optim.delegating import Delegating, copied
 
 WITHIN = {
@@ -43,7 +52,7 @@ WITHIN = {
 """``optim`` -> the optimizer that moves the small matrices."""
 GALORE_ARGUMENTS = ("rank", "update_proj_gap", "scale", "proj_type")
 APOLLO_ARGUMENTS = (*GALORE_ARGUMENTS, "proj", "scale_type")
-"""What transformers' users write in ``optim_args``."""
+"""Arguments that transformers accepts in ``optim_args``."""
 GROWTH_LIMIT = 1.01  # Fira, Chen et al. 2024, section 3.3, https://arxiv.org/abs/2410.01623
 _IN_A_LAYER = re.compile(r"\.\d+\.")
 
@@ -79,7 +88,16 @@ class LowRankOptions:
     )
 
 
-def check_low_rank(options: Any) -> list[Problem]:
+class LowRankChoices(Protocol):
+    """The options that choose an optimizer of low rank."""
+
+    finetuning_type: str
+    optim: str
+    use_galore: bool
+    use_apollo: bool
+
+
+def check_low_rank(options: LowRankChoices) -> list[Problem]:
     if not (options.use_galore or options.use_apollo):
         return []
     switch = "use_galore" if options.use_galore else "use_apollo"
@@ -94,14 +112,14 @@ def check_low_rank(options: Any) -> list[Problem]:
     return problems
 
 
-def low_rank_notes(options: Any) -> list[str]:
-    """What the optimizer of the small matrices does not read."""
+def low_rank_notes(options: OptimOptions) -> list[str]:
+    """Notes on options that were set and that the optimizer of the small matrices does not read."""
     member = OPTIMIZERS.choose(options.optim, options)
     return left_out(WITHIN[options.optim], options) if member.options is LowRankOptions else []
 
 
-def _check_within(options: Any, switch: str) -> list[Problem]:
-    """Whether ``optim`` can move the small matrices."""
+def _check_within(options: LowRankChoices, switch: str) -> list[Problem]:
+    """Check that ``optim`` can update the small matrices."""
     able = [name for name, within in WITHIN.items() if options.use_galore or within == "adamw_torch"]
     if options.optim not in able:
         return [Problem(f'"{switch}" works with optim {", ".join(able)}. Received: optim "{options.optim}".')]
@@ -109,7 +127,7 @@ def _check_within(options: Any, switch: str) -> list[Problem]:
 
 
 class Method(NamedTuple):
-    """One way of training in low rank, decided."""
+    """The settings of a method of low rank."""
 
     targets: str | list[str]
     rank: int
@@ -117,8 +135,32 @@ class Method(NamedTuple):
     scale: float
     side: str  # std, reverse_std, right, left, full
     directions: str  # svd, random
-    growth: str = ""  # "": GaLore; channel, tensor: what APOLLO takes one scale of
+    growth: str = ""  # "" for GaLore; for APOLLO, one scale per "channel" or per "tensor"
     scale_front: bool = False
+
+
+class LowRankRun(AdamChoices, Protocol):
+    """The options that an optimizer of low rank is made with."""
+
+    galore_target: list[str]
+    galore_rank: int | None
+    galore_update_interval: int
+    galore_scale: float | None
+    galore_proj_type: str
+    apollo_target: list[str]
+    apollo_rank: int | None
+    apollo_update_interval: int
+    apollo_scale: float | None
+    apollo_proj: str
+    apollo_proj_type: str
+    apollo_scale_type: str
+    apollo_scale_front: bool
+    use_galore: bool
+    use_apollo: bool
+    optim: str
+    optim_target_modules: str | list[str] | None
+    finetuning_type: str
+    fsdp_config: dict[str, Any] | str | None
 
 
 @OPTIMIZERS.register(
@@ -127,7 +169,7 @@ class Method(NamedTuple):
     options=LowRankOptions,
     **asked_by("use_galore"),
 )
-def galore(groups: Groups, options: Any) -> Optimizer:
+def galore(groups: Groups, options: LowRankRun) -> Optimizer:
     """GaLore: moments of the gradient's largest directions."""
     return LowRank(groups, options, _galore_method(options))
 
@@ -141,13 +183,13 @@ OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsan
     options=LowRankOptions,
     **asked_by("use_apollo"),
 )
-def apollo(groups: Groups, options: Any) -> Optimizer:
+def apollo(groups: Groups, options: LowRankRun) -> Optimizer:
     """APOLLO: the gradient, scaled as AdamW of low rank would scale it."""
     return LowRank(groups, options, _apollo_method(options))
 
 
-def _galore_method(options: Any) -> Method:
-    """LLaMA-Factory's options, or under ``optim: galore_*`` transformers' ``optim_args`` and defaults."""
+def _galore_method(options: LowRankRun) -> Method:
+    """Settings of GaLore from LLaMA-Factory's options or, for ``optim: galore_*``, transformers' ``optim_args``."""
     given, is_named = _given(options, GALORE_ARGUMENTS), not options.use_galore
     return Method(
         targets=_targets(options.optim_target_modules, options.galore_target),
@@ -159,7 +201,7 @@ def _galore_method(options: Any) -> Method:
     )
 
 
-def _apollo_method(options: Any) -> Method:
+def _apollo_method(options: LowRankRun) -> Method:
     given, is_named = _given(options, APOLLO_ARGUMENTS), not options.use_apollo
     return Method(
         targets=_targets(options.optim_target_modules, options.apollo_target),
@@ -173,8 +215,8 @@ def _apollo_method(options: Any) -> Method:
     )
 
 
-def _given(options: Any, known: tuple[str, ...]) -> dict[str, Any]:
-    """``optim_args``. Raises TypeError, as any optimizer does, for a name that it has no use for."""
+def _given(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
+    """Read ``optim_args``. Raises TypeError, as any optimizer does, for an unknown name."""
     given = arguments_of(options)
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -187,13 +229,13 @@ def _targets(modules: str | list[str] | None, names: list[str]) -> str | list[st
 
 
 class LowRank(Delegating):
-    """AdamW or its like on small matrices and on the parameters that have none.
+    """An optimizer such as AdamW on small matrices in place of the projected parameters, and on all others directly.
 
-    ``inner`` holds, in order, the groups that are not projected with their own parameters, then the projected ones with
-    small matrices in place of theirs. It is made at the first step, when the model is where it stays.
+    ``inner`` has first the groups that are not projected, with their own parameters, then the projected groups, with
+    small matrices in place of their parameters. It is made at the first step, when the model is on its device.
     """
 
-    def __init__(self, groups: Groups, options: Any, method: Method) -> None:
+    def __init__(self, groups: Groups, options: AdamChoices, method: Method) -> None:
         projected, plain = split_groups(groups, lambda name, parameter: is_target(name, parameter, method.targets))
         if not projected:
             raise UserError(
@@ -207,7 +249,7 @@ class LowRank(Delegating):
         self.options, self.method = options, method
         self.num_plain = len(plain)
         self.updates = 0
-        self.small: list[Tensor] = []  # per projected parameter: zeros, with the projected gradient as theirs
+        self.small: list[Tensor] = []  # per projected parameter: zeros, whose gradient is the projected gradient
         self.sides: dict[int, list[Tensor | None]] = {}  # projected parameter -> P and Q, one of them or both
         self.lengths: dict[int, Tensor] = {}  # APOLLO: projected parameter -> () length of its last step
 
@@ -244,7 +286,7 @@ class LowRank(Delegating):
             self.small[index].grad = None
 
     def _project(self) -> None:
-        """Every small matrix gets its gradient R, along new directions where it is time for them."""
+        """Give every small matrix its gradient R, along new directions where the interval has passed."""
         is_time = self.updates % self.method.interval == 0
         for index, (parameter, _) in enumerate(self.projected()):
             if parameter.grad is None:
@@ -271,15 +313,15 @@ class LowRank(Delegating):
         return [left if has_left else None, right if has_right else None]
 
     def _galore_step(self, index: int) -> Tensor:
-        """(m, n) the small step along the directions it was found in."""
+        """(m, n) the step of the small matrix, projected back."""
         left, right = self.sides[index]
         step = self.small[index] if left is None else left @ self.small[index]
         return (step if right is None else step @ right) * self.method.scale
 
     def _apollo_step(self, index: int, gradient: Tensor) -> Tensor:
-        """(m, n) the gradient times what AdamW makes of its channels, its growth limited.
+        """(m, n) the gradient, its channels scaled by the factors that AdamW's step gives, its growth limited.
 
-        The growth is that of the step without Adam's correction of its young moments, as in the authors' code.
+        As in the authors' code, the growth is measured without Adam's bias correction.
         """
         method, small = self.method, self.small[index]
         correction = self._young_moments()
@@ -292,7 +334,7 @@ class LowRank(Delegating):
         return -correction * step
 
     def _young_moments(self) -> float:
-        """Adam's correction of a step's length for moments that began at zero."""
+        """The factor of Adam's bias correction, for moments that began at zero."""
         beta1: float = self.options.adam_beta1
         beta2: float = self.options.adam_beta2
         return math.sqrt(1 - beta2**self.updates) / (1 - beta1**self.updates)
@@ -320,7 +362,7 @@ class LowRank(Delegating):
 
 
 class _Within:
-    """The options for the optimizer within: ``optim_args`` are the projection's, not its."""
+    """The options for the inner optimizer: without ``optim_args``, which belong to the projection."""
 
     def __init__(self, options: Any) -> None:
         self._options = options
@@ -331,7 +373,7 @@ class _Within:
 
 
 def in_layers(name: str, parameter: nn.Parameter) -> bool:
-    """Whether this is a matrix inside a numbered layer: neither an embedding, nor the head, nor a norm."""
+    """Return whether this is a matrix inside a numbered layer: neither an embedding, nor the head, nor a norm."""
     return parameter.ndim == 2 and _IN_A_LAYER.search(name) is not None
 
 
@@ -344,7 +386,7 @@ def is_target(name: str, parameter: nn.Parameter, targets: str | list[str]) -> b
 
 
 def split_groups(groups: Groups, is_wanted: Callable[[str, nn.Parameter], bool]) -> tuple[Groups, Groups]:
-    """The groups cut in two by name and parameter: those wanted, and the rest; none of them empty."""
+    """Split groups by name and parameter into those wanted and the rest; none of them is empty."""
     wanted: Groups = []
     rest: Groups = []
     for group in groups:
@@ -357,7 +399,7 @@ def split_groups(groups: Groups, is_wanted: Callable[[str, nn.Parameter], bool])
 
 
 def sides_of(shape: torch.Size, side: str) -> tuple[bool, bool]:
-    """Whether P, and whether Q, projects a matrix of that shape."""
+    """Return whether P, and whether Q, projects a matrix of that shape."""
     is_tall = shape[0] >= shape[1]
     left = {"std": not is_tall, "reverse_std": is_tall, "left": True, "right": False, "full": True}[side]
     return left, side == "full" or not left

@@ -1,21 +1,20 @@
-"""Muon: momentum whose directions are made equally long (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+"""Muon: orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-For the matrices inside the layers; embeddings, the head, norms and biases are AdamW's, as the method asks for. The step
-is scaled so that it is as long as AdamW's (Liu et al. 2025, section 2.2, https://arxiv.org/abs/2502.16982): learning
-rates found for AdamW can stay. torch's implementation.
+It trains the matrices inside the layers; AdamW trains embeddings, the head, norms and biases, as the authors say. The
+step is scaled to the length of AdamW's (Liu et al. 2025, section 2.2, https://arxiv.org/abs/2502.16982), so learning
+rates found for AdamW can stay. The implementation is torch's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, arguments_of, asked_by, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, arguments_of, asked_by, only_adamw
 from burnish.optim.delegating import Delegating, copied
 from burnish.optim.low_rank import in_layers, split_groups
 
@@ -27,12 +26,12 @@ class MuonOptions:
     use_muon: bool = option(False, "Move the matrices of the layers with Muon, the rest with AdamW.")
 
 
-def check_muon(options: Any) -> list[Problem]:
+def check_muon(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_muon", "muon")
 
 
 @OPTIMIZERS.register("muon", options=MuonOptions, **asked_by("use_muon"))
-def muon(groups: Groups, options: Any) -> Optimizer:
+def muon(groups: Groups, options: OptimOptions) -> Optimizer:
     """Muon on the matrices of the layers, AdamW on the rest."""
     matrices, rest = split_groups(groups, in_layers)
     moved: list[Optimizer] = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
-from burnish.optim.builtin import OPTIMIZERS, Groups
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions
 
 _IN_BACKWARD = (
     "it moves each weight inside the backward pass, before the gradient of the step is whole, so there is nothing left "
@@ -30,8 +28,8 @@ _REFUSED = {
 }
 
 
-def _refuse(groups: Groups, options: Any) -> Optimizer:
-    """Not here; says why."""
+def _refuse(groups: Groups, options: OptimOptions) -> Optimizer:
+    """Refuse an optimizer that is not part of burnish, and say why."""
     raise UserError(Problem(f'optim "{options.optim}" is not part of burnish.'))
 
 

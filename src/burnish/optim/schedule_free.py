@@ -1,25 +1,32 @@
 """Schedule-free optimizers (Defazio et al. 2024, https://arxiv.org/abs/2405.15682): an average of the weights takes the
 place of a falling learning rate. From the library schedulefree.
 
-They keep two sets of weights: training runs at one, evaluation and the finished model at the other. The loop tells them
-which (``optimizer.train()``, ``optimizer.eval()``). A checkpoint holds the weights of training, so that it can go on.
-The warmup is the schedule's, as for every optimizer: choose lr_scheduler_type constant_with_warmup, or constant.
+They keep two sets of weights: one for training, the other for evaluation and the finished model. The loop switches
+between them (``optimizer.train()``, ``optimizer.eval()``). A checkpoint holds those of training, so that a run can go
+on. Warmup comes from the schedule, as for every optimizer: choose lr_scheduler_type constant_with_warmup, or constant.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 from torch.optim import Optimizer
 
 from burnish.core.errors import Problem
-from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, adam_arguments, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, arguments_of
 
 LIBRARY = "schedulefree"
 
 
-def check_schedule_free(options: Any) -> list[Problem]:
-    """The best checkpoint holds the weights of training, not the average that was evaluated."""
+class BestAtEnd(Protocol):
+    """The options that a schedule-free optimizer and the best weights share."""
+
+    load_best_model_at_end: bool
+    optim: str
+
+
+def check_schedule_free(options: BestAtEnd) -> list[Problem]:
+    """Refuse to keep the best checkpoint: it would hold the weights of training, not the average that was evaluated."""
     if not (options.optim.startswith("schedule_free") and options.load_best_model_at_end):
         return []
     return [
@@ -32,7 +39,7 @@ def check_schedule_free(options: Any) -> list[Problem]:
 
 
 @OPTIMIZERS.register("schedule_free_adamw", library=LIBRARY)
-def schedule_free_adamw(groups: Groups, options: Any) -> Optimizer:
+def schedule_free_adamw(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW without a falling learning rate; with lr_scheduler_type constant (schedulefree)."""
     from schedulefree import AdamWScheduleFree
 
@@ -41,7 +48,7 @@ def schedule_free_adamw(groups: Groups, options: Any) -> Optimizer:
 
 
 @OPTIMIZERS.register("schedule_free_radam", library=LIBRARY)
-def schedule_free_radam(groups: Groups, options: Any) -> Optimizer:
+def schedule_free_radam(groups: Groups, options: OptimOptions) -> Optimizer:
     """RAdam without a falling learning rate, and without warmup (schedulefree)."""
     from schedulefree import RAdamScheduleFree
 
@@ -50,7 +57,7 @@ def schedule_free_radam(groups: Groups, options: Any) -> Optimizer:
 
 
 @OPTIMIZERS.register("schedule_free_sgd", library=LIBRARY, leaves_out=ADAM_ONLY)
-def schedule_free_sgd(groups: Groups, options: Any) -> Optimizer:
+def schedule_free_sgd(groups: Groups, options: OptimOptions) -> Optimizer:
     """Stochastic gradient descent without a falling learning rate (schedulefree)."""
     from schedulefree import SGDScheduleFree
 

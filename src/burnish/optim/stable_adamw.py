@@ -3,15 +3,13 @@ larger than its second moment expects. From the library optimi (package torch-op
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments
 
 
 @OPTIMIZERS.register("stable_adamw", library="optimi")
-def stable_adamw(groups: Groups, options: Any) -> Optimizer:
+def stable_adamw(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW with Adafactor's update clipping (torch-optimi)."""
     from optimi import StableAdamW
 

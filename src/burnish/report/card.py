@@ -1,8 +1,8 @@
 """The model card: ``README.md`` beside the weights, which says what they are and how to load them.
 
-In: what the app knows of the run (``CardFacts``). Out: markdown under a YAML header that the Hugging Face hub accepts
-(https://huggingface.co/docs/hub/model-cards). Nothing is claimed that is not known: no licence unless it is given, no
-base model or data set by a name that exists on one machine only, no local folder, no secret.
+In: facts about the run (``CardFacts``). Out: markdown under a YAML header that the Hugging Face hub accepts
+(https://huggingface.co/docs/hub/model-cards). The card says nothing that is not known: no licence unless it is given,
+no base model or data set by a name that exists on one machine only, no local folder, no secret.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import burnish
-from burnish.report.options import is_secret
+from burnish.core.secrets import has_secret_name
 from burnish.report.results import write_whole
 
 CARD_NAME = "README.md"
@@ -31,7 +31,7 @@ _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says.
+    """Facts for a model card.
 
     Args:
         name: of the model: the last part of ``output_dir``.
@@ -39,11 +39,12 @@ class CardFacts:
         datasets: names or files as given.
         stage: "sft", "pt", or the name of a stage that another package brings.
         method: ``finetuning_type``.
-        is_adapter: whether what was saved is an addition to the model rather than the model.
-        loads_in_peft: whether an addition is in peft's format; one that another package brings may have its own.
+        is_adapter: whether an adapter was saved rather than the whole model.
+        loads_in_peft: whether an adapter is in peft's format; one of another package may have its own.
         options: those that are not at their default.
         results: the final metrics.
         tally: a sentence per reason why rows were dropped or cut.
+        patches: a sentence per kind of what was done to the model's code while it was trained.
         has_chat_template: whether the saved tokenizer renders conversations.
         picture: file name of a picture beside the card.
         license: of the weights, where it is known.
@@ -61,6 +62,7 @@ class CardFacts:
     options: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, float] = field(default_factory=dict)
     tally: Sequence[str] = ()
+    patches: Sequence[str] = ()
     has_chat_template: bool = True
     picture: str = ""
     license: str = ""
@@ -80,7 +82,7 @@ def card_text(facts: CardFacts) -> str:
 
 
 def _header(facts: CardFacts) -> str:
-    """The YAML that the hub reads. A JSON text is a YAML text, so quoting is JSON's."""
+    """The YAML that the hub reads. JSON strings are valid YAML, so values are quoted as in JSON."""
     on_hub = is_hub_id(facts.base_model)
     entries: dict[str, Any] = {
         "library_name": _library(facts),
@@ -96,7 +98,7 @@ def _header(facts: CardFacts) -> str:
 
 
 def _library(facts: CardFacts) -> str:
-    """What loads the weights, or the empty string for an addition that only its own package can put on a model."""
+    """The library that loads the weights; the empty string for an adapter that only its own package can load."""
     if not facts.is_adapter:
         return "transformers"
     return "peft" if facts.loads_in_peft else ""
@@ -111,14 +113,14 @@ def _yaml(name: str, value: str | list[str]) -> Iterator[str]:
 
 
 def _yaml_text(value: Any) -> str:
-    """Plain where YAML reads it back as the same text, quoted elsewhere."""
+    """Write ``value`` plainly where YAML reads it back as the same text, else quoted."""
     text = str(value)
     is_plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) and text.lower() not in _YAML_WORDS
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def is_hub_id(name: str) -> bool:
-    """``owner/name``, and no file or folder of this machine."""
+    """Return whether ``name`` is ``owner/name``, and no file or folder of this machine."""
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(_FILE_ENDINGS) and not Path(name).exists()
 
 
@@ -138,7 +140,7 @@ def _opening(facts: CardFacts) -> str:
 
 
 def _shown(name: str) -> str:
-    """A hub id as a link's text, and of a local path its last part, which says what it is and not where."""
+    """Return a hub id as it is; of a local path only the last part, so that no folder of this machine is named."""
     return f"`{name}`" if is_hub_id(name) else f"`{Path(name).name or name}`"
 
 
@@ -152,17 +154,40 @@ def _listed(names: Sequence[str]) -> str:
 def _use(facts: CardFacts) -> str:
     if not _library(facts):
         return f"## How to use it\n\nThrough the package that brings finetuning_type {facts.method} to burnish."
-    kind = "AutoPeftModelForCausalLM" if facts.is_adapter else "AutoModelForCausalLM"
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    if facts.is_adapter:
-        imports = [f"from peft import {kind}", "from transformers import AutoTokenizer"]
     load = [
-        f'folder = "{facts.name}"  # where this file lies, or its name on the hub',
+        f'folder = "{facts.name}"  # the path of the folder of this file, or its name on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f"model = {kind}.from_pretrained(folder)",
     ]
+    if facts.is_adapter:
+        # By name rather than through adapter_config.json, whose path of a local base is right from one place only.
+        base = facts.base_model if is_hub_id(facts.base_model) else Path(facts.base_model).name
+        where = "" if is_hub_id(facts.base_model) else "  # the path of the model that it was trained on"
+        imports = ["from peft import PeftModel", *imports]
+        load += [
+            f'base = AutoModelForCausalLM.from_pretrained("{base}"){where}',
+            "model = PeftModel.from_pretrained(base, folder)",
+        ]
+    else:
+        load.append("model = AutoModelForCausalLM.from_pretrained(folder)")
     code = [*imports, "", *load, "", *_generate(facts.stage != "pt" and facts.has_chat_template)]
-    return "\n".join(["## How to use it", "", "```python", *code, "```"])
+    served = serving_lines(facts.name, facts.is_adapter)
+    lines = ["## How to use it", "", "```python", *code, "```"]
+    return "\n".join([*lines, "", "At a terminal, and as a server:", "", "```sh", *served, "```"])
+
+
+def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "") -> list[str]:
+    """The commands that answer with a folder, here and elsewhere.
+
+    Args:
+        gguf: the name of a GGUF file in it.
+    """
+    lines = [f"burnish chat {folder}", f"burnish api {folder}"]
+    if is_adapter:
+        return lines
+    lines += [f"vllm serve {folder}", f"python -m sglang.launch_server --model-path {folder}"]
+    lines += [f"ollama create {Path(folder).name.lower()} -f {folder}/Modelfile"] if gguf else []
+    return lines + ([f"llama-server -m {folder}/{gguf}"] if gguf else [])
 
 
 def _generate(is_chat: bool) -> list[str]:
@@ -185,11 +210,13 @@ def _generate(is_chat: bool) -> list[str]:
 
 def _training(facts: CardFacts) -> str:
     """The options of the run, as a YAML file that ``burnish train`` takes."""
-    shown = {k: v for k, v in facts.options.items() if k not in _LOCAL_OPTIONS and not is_secret(k)}
-    if not shown:
+    shown = {k: v for k, v in facts.options.items() if k not in _LOCAL_OPTIONS and not has_secret_name(k)}
+    patched = [f"Parts of it ran burnish's code meanwhile: {'; '.join(facts.patches)}."] if facts.patches else []
+    if not shown and not patched:
         return ""
-    opening = ["## How it was trained", "", "Every option that was not at its default:", ""]
-    return "\n".join([*opening, "```yaml", *(f"{name}: {_yaml_value(value)}" for name, value in shown.items()), "```"])
+    opening = ["Every option that was not at its default:", ""] if shown else []
+    code = ["```yaml", *(f"{name}: {_yaml_value(value)}" for name, value in shown.items()), "```"] if shown else []
+    return "\n".join(["## How it was trained", "", *opening, *code, *([""] if shown and patched else []), *patched])
 
 
 def _yaml_value(value: Any) -> str:
@@ -198,7 +225,7 @@ def _yaml_value(value: Any) -> str:
 
 
 def _without_folders(value: Any) -> Any:
-    """An absolute path is cut to its last part: where it lay is nobody else's business."""
+    """Shorten absolute paths to their last part, so that no folder of this machine is named."""
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~/")) else value

@@ -1,8 +1,8 @@
-"""The one place that writes to the terminal: notes, warnings, problems, and the live line of a run.
+"""Output to the terminal, all of it written here: notes, warnings, problems, and the live line of a run.
 
-In a terminal rich draws and colours (NO_COLOR turns colours off); anywhere else (a pipe, a file, a CI log) the same
-words are plain lines. Notes and progress go to standard output, warnings and problems to standard error. While a live
-line stands on the screen everything is printed above it.
+In a terminal, text is coloured by rich (NO_COLOR turns colours off); anywhere else (a pipe, a file, a CI log) the same
+words are plain lines. Notes and progress go to standard output, warnings and problems to standard error. While there is
+a live line, everything is printed above it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ import atexit
 import logging
 import os
 import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from burnish.core.errors import Problem
+from burnish.core.secrets import without_secrets
+from burnish.report.streams import fit, let_go, say
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -26,33 +33,74 @@ _live: Live | None = None
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
-    """Whether a person looks at ``stream`` (standard output): one that can move its cursor."""
-    if _live is not None:  # drawn nowhere else, and the stream that rich before 14.1 lays over it does not say so
+    """Return whether ``stream`` (by default standard output) is a terminal that can move its cursor."""
+    if _live is not None:  # only a terminal has a live line; rich before 14.1 wraps stdout in a stream without isatty
         return True
     stream = stream or sys.stdout
+    if stream is None or stream.closed:  # the parent process may have closed it
+        return False
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
+def is_live() -> bool:
+    """Return whether a live line stands in the terminal."""
+    return _live is not None
+
+
 def note(text: str) -> None:
-    """Something worth knowing."""
-    _print(text, "", "", sys.stdout)
+    """Print something worth knowing. Of several processes, only the first prints it."""
+    if is_speaker():
+        _print(text, "", "", sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Something that is probably not meant."""
-    _print(text, "warning", "yellow", sys.stderr)
+    """Print something that is probably not meant. Of several processes, only the first prints it."""
+    if is_speaker():
+        _print(text, "warning", "yellow", sys.stderr)
+
+
+FAILURE_FILE = "BURNISH_FAILURE_FILE"
+"""The environment variable by which ``app/launch.py`` names the file for what a process would print last."""
+END_OF_PROBLEM = "\x1e"
 
 
 def problem(found: Problem | str) -> None:
-    """Something that is wrong. What is drawn live ends first: an error is the last word."""
+    """Print something that is wrong. The live line is removed first, so that the error is the last line. One of several
+    processes that burnish started leaves the printing to the process that started it, which prints it once."""
     end_live()
+    if FAILURE_FILE in os.environ:
+        with open(os.environ[FAILURE_FILE], "a", encoding="utf-8") as file:
+            file.write(without_secrets(f"{found}{END_OF_PROBLEM}"))
+        return
+    if not is_speaker():
+        found = f"{found}\n  Process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}."
     _print(str(found), "error", "red", sys.stderr)
 
 
-def _print(text: str, label: str, colour: str, stream: TextIO) -> None:
-    if not is_terminal(stream):
-        print(f"{label}: {text}" if label else text, file=stream, flush=True)
+def is_speaker() -> bool:
+    """Return whether this process prints what all processes of the run know: the first of them does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def answer(text: str) -> None:
+    """Print the result of a command. Raises OSError where it cannot be printed, because the command has failed then."""
+    say(text, sys.stdout, must=True)
+
+
+def _print(text: str, label: str, colour: str, stream: TextIO | None) -> None:
+    """Print ``text`` if possible. A terminal that has gone is no error: training goes on without it."""
+    _keep(f"{label}: {text}" if label else text)
+    if stream is None or not is_terminal(stream):
+        say(f"{label}: {text}" if label else text, stream)
         return
+    try:
+        _draw(fit(without_secrets(text), stream), label, colour, stream)
+    except OSError:  # the terminal has gone
+        end_live()
+        let_go(stream)
+
+
+def _draw(text: str, label: str, colour: str, stream: TextIO) -> None:
     from rich.text import Text
 
     line = Text(f"{label}: ", style=f"bold {colour}") if label else Text()
@@ -63,7 +111,7 @@ def _print(text: str, label: str, colour: str, stream: TextIO) -> None:
 
 
 def _console(stream: TextIO) -> Console:
-    """While a live line is drawn, its console: it knows to print above the line."""
+    """The console of the live line, which prints above the line, if there is one; else one for ``stream``."""
     from rich.console import Console
 
     return _live.console if _live is not None else Console(file=stream)
@@ -73,27 +121,68 @@ def _console(stream: TextIO) -> Console:
 
 
 def begin_live(line: RenderableType) -> None:
-    """Keep ``line`` at the foot of the terminal, drawn anew some times a second, until ``end_live``."""
+    """Keep ``line`` at the bottom of the terminal, redrawn several times a second, until ``end_live``."""
     global _live
     from rich.live import Live
 
     end_live()
-    _live = Live(line, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
-    _live.start()
-    # A run that fails under Python alone never reaches the end of the line, and would leave the cursor hidden.
+    try:
+        _live = Live(line, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
+        _live.start()
+    except OSError:  # the terminal has gone
+        end_live()
+        return
+    # A script of the user that fails never calls end_live, and the cursor would stay hidden.
     atexit.register(end_live)
 
 
 def end_live() -> None:
-    """Take the live line away, if there is one."""
+    """Remove the live line, if there is one."""
     global _live
     live, _live = _live, None
     if live is not None:
         atexit.unregister(end_live)
-        live.stop()
+        with suppress(OSError):  # the terminal has gone
+            live.stop()
 
 
-# --- what libraries say -----------------------------------------------------------------------------------------------
+# --- the log file of the run ------------------------------------------------------------------------------------------
+
+RUN_LOG = "run.log"
+"""In ``output_dir``: every note, warning and problem of a run, with its time."""
+_log: Path | None = None
+_before: deque[str] = deque(maxlen=200)
+"""Messages from before the log file was opened, that is from the preparation of the run."""
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Write every message into the log file of the run too, inside the ``with`` block; earlier messages come first."""
+    global _log
+    _log = folder / RUN_LOG
+    _write_log(_before)
+    _before.clear()
+    try:
+        yield
+    finally:
+        _log = None
+
+
+def _keep(text: str) -> None:
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {without_secrets(text)}\n"
+    if _log is None:
+        _before.append(line)
+    else:
+        _write_log([line])
+
+
+def _write_log(lines: Iterable[str]) -> None:
+    assert _log is not None
+    with suppress(OSError), _log.open("a", encoding="utf-8") as file:  # a full disk is no reason to stop
+        file.writelines(lines)
+
+
+# --- messages of libraries --------------------------------------------------------------------------------------------
 
 _LIBRARIES = {
     "burnish": "",
@@ -106,7 +195,7 @@ _LIBRARIES = {
 
 
 class _OwnNotes(logging.Handler):
-    """What burnish's own loggers say, as notes and warnings."""
+    """Prints the messages of burnish's own loggers as notes and warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         (warn if record.levelno >= logging.WARNING else note)(record.getMessage())
@@ -116,8 +205,8 @@ _own_notes = _OwnNotes()
 
 
 def set_log_levels(options: ReportOptions, is_main: bool, is_node_main: bool) -> None:
-    """Apply ``log_level`` or ``log_level_replica``; "passive" leaves every level as it is. What burnish's own parts log
-    is shown by the main process."""
+    """Apply ``log_level`` or ``log_level_replica``; "passive" leaves every level as it is. The messages of burnish's
+    own loggers are shown by the main process."""
     if is_main:
         logging.getLogger("burnish").addHandler(_own_notes)  # the same one again changes nothing
     speaks = is_node_main if options.log_on_each_node else is_main

@@ -1,16 +1,24 @@
 """``trainer_log.jsonl``: a row per log, with LLaMA-Factory's keys, for scripts and pages that follow a run.
 
     {"current_steps": 10, "total_steps": 171, "loss": 2.31, "lr": 4.9e-05, "epoch": 0.17, "percentage": 5.85,
-     "elapsed_time": "0:00:12", "remaining_time": "0:03:13", "throughput": 8123.4, "total_tokens": 97481}
+     "elapsed_time": "0:00:12", "remaining_time": "0:03:13", "throughput": 8123.4, "total_tokens": 97481,
+     "grad_norm": 1.02, "step_seconds": 0.61, "memory_bytes": 2147483648, "time": 1790000000.2}
 
-Evaluation rows carry ``eval_loss`` in place of ``loss`` and ``lr``. A run that goes on continues the file: rows that
-lie beyond its checkpoint are cut away first, because those steps are taken again. Times and throughput count from
-where this process took the run up.
+The last four are burnish's: the mean time of a step since the row before, the memory of the process now (of its GPU,
+where it has one, the highest so far), and the clock.
+
+Evaluation rows carry ``eval_loss`` in place of ``loss`` and ``lr``. A resumed run continues the file: rows after its
+checkpoint are removed first, because those steps are taken again. Times and throughput count from the step at which
+this process started or resumed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import resource
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +34,7 @@ LOG_NAME = "trainer_log.jsonl"
 
 
 class JsonlCallback(TrainerCallback):
-    """Writes on the main process, while a run trains.
+    """Writes the file, on the main process, while a run trains.
 
     Args:
         folder: ``output_dir``; made if it is not there.
@@ -36,27 +44,62 @@ class JsonlCallback(TrainerCallback):
         self.path = Path(folder) / LOG_NAME
         self.pace = pace or Pace()
         self._is_training = False
+        self._row_s, self._row_step = 0.0, 0  # of the last row
+        self._waiting: list[str] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self._is_training = True
         self.pace.start(state.global_step, state.num_input_tokens_seen)
+        self._row_s, self._row_step = time.monotonic(), state.global_step
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept_rows(self.path, state.global_step)))
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not self._is_training or not logs:
             return
-        with self.path.open("a", encoding="utf-8") as file:  # closed at once: who follows the file sees whole rows
-            file.write(json.dumps(row_of(logs, state, self.pace)) + "\n")
+        row = {**row_of(logs, state, self.pace), **self._beside(logs, state.global_step)}
+        self._waiting.append(json.dumps(row) + "\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:  # closed at once, so that a reader sees whole rows
+                file.writelines(self._waiting)
+        except OSError:  # a full disk is no reason to stop; what is due is written with the next row
+            return
+        self._waiting.clear()
+
+    def _beside(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Values that LLaMA-Factory's rows do not have, for a row of training steps."""
+        found: dict[str, Any] = {"time": round(time.time(), 3)}
+        now_s = time.monotonic()
+        if "loss" not in logs:
+            self._row_s = now_s  # an evaluation is no step
+            return found
+        if step > self._row_step:
+            found["step_seconds"] = round((now_s - self._row_s) / (step - self._row_step), 4)
+        self._row_s, self._row_step = now_s, step
+        found["memory_bytes"] = memory_bytes()
+        return found if logs.get("grad_norm") is None else {**found, "grad_norm": logs["grad_norm"]}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._is_training = False
 
 
+def memory_bytes() -> int:
+    """Memory of this process: the peak on its GPU, else the present memory. Nothing is read from the device."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def row_of(logs: Mapping[str, Any], state: TrainerState, pace: Pace) -> dict[str, Any]:
-    """One log as a row; a key without a value is left out."""
+    """Convert one log to a row; a key without a value is left out."""
     step, total = state.global_step, state.max_steps
     values = {
         "current_steps": step,
@@ -78,7 +121,7 @@ def row_of(logs: Mapping[str, Any], state: TrainerState, pace: Pace) -> dict[str
 def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:
     """The rows of an earlier part of the run that a continuation from ``step`` does not write again.
 
-    A row that says no more than that the run ended, and a row that a killed process left half written, go too.
+    The row that only marks the end of a run, and a row that a killed process left half written, are dropped too.
     """
     if step == 0 or not path.is_file():
         return []
@@ -91,8 +134,8 @@ def _whole_rows(lines: Iterable[str]) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # torn: the process was killed while it wrote
+        except (ValueError, RecursionError):
+            continue  # half a row: the process was killed while it wrote
         if isinstance(row, dict):
             rows.append(row)
     return rows

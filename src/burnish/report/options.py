@@ -1,4 +1,4 @@
-"""What a run shows, what it leaves behind, and to whom it reports: the options of ``report/``.
+"""Options of ``report/``: output to the terminal, pictures and files, trackers.
 
 ``ReportOptions`` also carries the three methods by which a tracker asks for the options of a run (``to_dict``,
 ``to_json_string``, ``to_sanitized_dict``, transformers' names), so that transformers' callbacks run unchanged on the
@@ -15,13 +15,14 @@ from typing import Any
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
+from burnish.core.secrets import has_secret_name
 
 _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
 @dataclass
 class ReportOptions:
-    """What a run shows, and to whom it reports."""
+    """Output and trackers."""
 
     report_to: list[str] | None = option(
         None, "Trackers that receive every log: tensorboard, wandb, mlflow, ...; all takes those that are installed."
@@ -47,34 +48,29 @@ class ReportOptions:
     def to_dict(self) -> dict[str, Any]:
         """Every option; the value of a token or key is left out."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: f"<{name.upper()}>" if is_secret(name) else value for name, value in values.items()}
+        return {name: f"<{name.upper()}>" if has_secret_name(name) else value for name, value in values.items()}
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Every option as a number or a text, which is all that some trackers store."""
+        """Every option as a number or a text, because some trackers store nothing else."""
         return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self.to_dict().items()}
 
 
-def is_secret(name: str) -> bool:
-    """Whether an option of this name holds something that is not to be shown."""
-    return name.endswith(("_token", "_api_key", "_secret"))
-
-
 def counts_tokens(options: ReportOptions) -> bool:
-    """Whether every log carries ``num_input_tokens_seen``. Padding is never counted, so all and non_padding agree."""
+    """Return whether logs carry ``num_input_tokens_seen``. No padding is counted: "all" and "non_padding" agree."""
     return options.include_num_input_tokens_seen not in (False, "no")
 
 
 def check_trackers(options: ReportOptions) -> list[Problem]:
-    """Trackers that nobody knows, trackers whose library is missing, and what one cannot do here; before a model is
-    loaded."""
+    """Find, before a model is loaded, unknown trackers, trackers whose library is missing, and what one cannot do
+    here."""
     from burnish.report.trackers import tracker_problems, wanted_trackers
 
     problems, keeps_model = tracker_problems(options.report_to), os.environ.get("WANDB_LOG_MODEL", "false").lower()
     if keeps_model in ("end", "checkpoint") and "wandb" in wanted_trackers(options.report_to):
-        # The callback makes a Trainer of transformers' to save with, from arguments that it takes the options for.
+        # To save, the callback makes a transformers Trainer, and takes the options for that Trainer's arguments.
         problems.append(
             Problem(
                 f'"report_to": WANDB_LOG_MODEL is {keeps_model}, and this run does not send its model to wandb.',
@@ -91,7 +87,7 @@ _FOR_TRACKERS = (
 
 
 def tracker_notes(options: ReportOptions) -> list[str]:
-    """What was given for a tracker and has no effect because there is none."""
+    """Notes on options for trackers that have no effect because there is no tracker."""
     from burnish.report.trackers import wanted_trackers
 
     if wanted_trackers(options.report_to):

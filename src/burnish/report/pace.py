@@ -1,4 +1,4 @@
-"""How fast a run goes, and how long it still takes. Both are counted from where this process took the run up."""
+"""Speed of a run and the time that is left. Both count from the step at which this process started or resumed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from datetime import timedelta
 
 
 class Pace:
-    """Args: clock: a function that returns seconds; another one in tests."""
+    """Tokens per second and time left. Args: clock: a function that returns seconds; another one in tests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.start(step=0, tokens=0)
 
     def start(self, step: int, tokens: int) -> None:
-        """Count from here: ``step`` and ``tokens`` lie behind."""
+        """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
         self._started_s, self._first_step, self._first_tokens = self._clock(), step, tokens
         self._stretch_s, self._stretch_tokens, self._step_s = self._started_s, tokens, self._started_s
 
@@ -24,16 +24,16 @@ class Pace:
         return self._clock() - self._started_s
 
     def remaining_s(self, step: int, max_steps: int) -> float | None:
-        """At the mean time of the steps taken so far, evaluations and saves included; None before the first."""
+        """Seconds left, at the mean time of the steps so far, evaluations and saves included; None before the first."""
         done = step - self._first_step
         return None if done <= 0 else (max_steps - step) * self.elapsed_s / done
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Over the whole of this process's part of the run. Args: tokens: seen so far in the run."""
+        """Mean rate since ``start``, evaluations and saves included. Args: tokens: seen so far in the run."""
         return (tokens - self._first_tokens) / max(self.elapsed_s, 1e-9)
 
-    # A stretch goes from a first step to the log that reads what was done. The evaluations and saves in it are left
-    # out, so that its rate is that of training.
+    # A stretch goes from a first step to the next log. The evaluations and saves in it are left out, so that its rate
+    # is that of training.
 
     def begin_stretch(self, tokens: int) -> None:
         self._stretch_s = self._step_s = self._clock()
@@ -43,13 +43,13 @@ class Pace:
         self._step_s = self._clock()
 
     def leave_out(self) -> None:
-        """What was done since the last step, or since the last such call, was not training."""
+        """Leave the time since the last step, or since the last such call, out: it was not spent on training."""
         now_s = self._clock()
         self._stretch_s += now_s - self._step_s
         self._step_s = now_s
 
     def stretch_rate(self, tokens: int) -> float:
-        """Tokens per second since the stretch began."""
+        """Tokens per second since the stretch began, that is since the last log."""
         return (tokens - self._stretch_tokens) / max(self._clock() - self._stretch_s, 1e-9)
 
 

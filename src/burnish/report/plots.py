@@ -1,4 +1,5 @@
-"""Pictures of a run: ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``.
+"""Pictures of a run: ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, and of
+preferences ``training_rewards.png`` and ``training_rewards_accuracies.png``.
 
 In: the log history. Out: PNG files beside the model, one per metric that was logged. matplotlib is loaded when the
 first picture is drawn, and draws without a screen.
@@ -7,6 +8,7 @@ first picture is drawn, and draws without a screen.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 _BLUE, _GREY = "#1f6fb4", "#5f6b76"
 _COLOURS = (_BLUE, "#d1603d", "#3d8f5f", "#8a5fb0", "#b08a1f", _GREY)
+_REWARDS = ("chosen", "rejected", "margins")
 _INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
 
 
@@ -41,6 +44,8 @@ def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title
         ("training_loss.png", "training loss", curves(history, ["loss"]), True),
         ("training_eval_loss.png", "evaluation loss", curves(history, _eval_names(history, "loss")), False),
         ("training_eval_accuracy.png", "evaluation accuracy", curves(history, _eval_names(history, "accuracy")), False),
+        ("training_rewards.png", "rewards", curves(history, [f"rewards/{name}" for name in _REWARDS]), False),
+        ("training_rewards_accuracies.png", "accuracy of rewards", curves(history, ["rewards/accuracies"]), True),
     )
     return [
         _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in pictures if found
@@ -59,11 +64,11 @@ def curves(history: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[C
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The exponential moving average of ``values``, the heavier the more of them there are.
+    """The exponential moving average of ``values``; the more there are, the stronger it smooths.
 
     s_0 = x_0, s_t = w s_(t-1) + (1 - w) x_t, with w = 1.8 (sigmoid(n / 20) - 1/2) for n values: 0 for few, 0.9 for
-    hundreds. The average is TensorBoard's, the weight LLaMA-Factory's (``extras/ploting.py``), so that pictures of the
-    two can be laid side by side. A gap stays a gap and does not end the average.
+    hundreds. The average is TensorBoard's, the weight LLaMA-Factory's (``extras/ploting.py``), so that pictures of
+    both tools can be compared. A gap stays a gap and does not end the average.
     """
     weight = 1.8 * (1 / (1 + math.exp(-len(values) / 20)) - 0.5)
     averages: list[float] = []
@@ -96,7 +101,9 @@ def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: 
             axes.plot(curve.steps, curve.values, color=colour, marker="o", markersize=4, label=_set_name(curve.name))
     _dress(axes, label, title, has_legend=is_noisy or len(found) > 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": "burnish"})
+    with warnings.catch_warnings():  # of letters that matplotlib's own font has not, such as those of Chinese
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(path, metadata={"Software": "burnish"})
     return path
 
 
@@ -107,7 +114,9 @@ def _draw_noisy(axes: Axes, curve: Curve, colour: str) -> None:
 
 
 def _set_name(name: str) -> str:
-    """``eval_news_loss`` is the curve of the set "news"."""
+    """``eval_news_loss`` is the curve of the set "news", ``rewards/chosen`` that of "chosen"."""
+    if "/" in name:
+        return name.split("/")[-1]
     return "_".join(name.split("_")[1:-1]) or name
 
 

@@ -1,12 +1,12 @@
-"""``--profile``: where the time and the memory of a step went.
+"""``--profile``: time and memory of a step, part by part.
 
 In: a run that is about to begin. Out, in output_dir/profile: ``steps.txt``, a table of the parts of a step and of the
 operations that took longest; ``trace.json.gz``, one step on a timeline, for https://ui.perfetto.dev or chrome://tracing.
 
-The first steps are left alone: they choose kernels and allocate memory. The next are timed part by part, and only the
-step after those is traced, because to watch every operation costs time of its own. On a GPU the parts end with a wait
-for the device, which a run that is not profiled does not make; so its steps are a little longer, and what is shown for
-each part is its own.
+The first steps are not measured: they choose kernels and allocate memory. The next are timed part by part, and only the
+step after those is traced, because recording every operation costs time of its own. On a GPU each part ends with a wait
+for the device, so that its time is its own; a run without the profiler does not wait, so its steps are a little
+shorter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -25,18 +25,19 @@ from torch.profiler import ProfilerActivity, record_function
 from burnish.core.errors import Problem
 from burnish.core.events import TrainerCallback
 from burnish.core.options import option
-from burnish.core.types import Run
+from burnish.core.patching import Reason, patch
+from burnish.core.run import Run
 from burnish.report.console import note
 
 TRACE, TABLE = "trace.json.gz", "steps.txt"
-WARM_UP = 2  # steps that are left alone
+WARM_UP = 2  # steps that are not measured
 _OPERATIONS = 15  # lines of the second table
 _BETWEEN, _REST = "between steps: batches, logs, saves", "the rest of the step"
 
 
 @dataclass
 class ProfileOptions:
-    """A look at single steps."""
+    """Profiling of single steps."""
 
     profile: bool = option(
         False, "Write where the time and memory of a few steps went, and a trace of one, into output_dir/profile."
@@ -50,7 +51,15 @@ def profile_notes(options: ProfileOptions) -> list[str]:
     return []
 
 
-def check_profile(options: Any) -> list[Problem]:
+class ProfileChoices(Protocol):
+    """The options that say which steps are measured."""
+
+    max_steps: int
+    profile: bool
+    profile_steps: int
+
+
+def check_profile(options: ProfileChoices) -> list[Problem]:
     needed = WARM_UP + options.profile_steps + 1
     if not options.profile or options.max_steps <= 0 or options.max_steps >= needed:
         return []
@@ -64,7 +73,7 @@ def check_profile(options: Any) -> list[Problem]:
 
 
 def watch(run: Run, folder: Path, options: ProfileOptions) -> None:
-    """Time the parts of the run from now on; once enough steps are done, what was seen goes into ``folder``."""
+    """Time the parts of the run from now on; after enough steps, write the results to ``folder``."""
     if run.engine.rank != 0:
         return
     clock = PartClock(run.engine.device)
@@ -76,7 +85,7 @@ def watch(run: Run, folder: Path, options: ProfileOptions) -> None:
         (run.engine, "step", "optimizer"),
         (run.optimizer, "zero_grad", "optimizer"),
     ):
-        setattr(owner, name, clock.around(part, getattr(owner, name)))
+        patch(owner, name, clock.around(part, getattr(owner, name)), Reason(part, "profile times it"))
     run.callbacks.callbacks.append(ProfileCallback(clock, folder, options.profile_steps))
 
 
@@ -115,7 +124,7 @@ class PartClock:
 
 
 class ProfileCallback(TrainerCallback):
-    """Turns the clock on and off at the right steps, traces one, writes and says what was seen."""
+    """Turns the clock on and off at the right steps, traces one step, writes and prints the results."""
 
     def __init__(self, clock: PartClock, folder: Path, num_steps: int) -> None:
         self.clock = clock
@@ -204,7 +213,7 @@ def _operations(trace: Any, device: str) -> Iterator[str]:
 
 
 def _name(event: Any) -> str:
-    """Of an operation, in 37 characters; of a part of the step, what it did outside of operations."""
+    """The name of an operation in 37 characters; the entry of a part of the step is its time in Python itself."""
     name: str = event.key.removeprefix("autograd::engine::evaluate_function: ")
     if event.is_user_annotation:
         name += ", Python itself"
@@ -217,7 +226,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def restart_peak(device: torch.device) -> None:
-    """Peak memory counts from here."""
+    """Start the count of peak memory again."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
@@ -225,7 +234,7 @@ def restart_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Of the device since ``restart_peak``; of the process on a CPU; 0 where the system does not say."""
+    """Peak memory since ``restart_peak``: of the device, or on a CPU of the process; 0 where it is not known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if not _STATUS.exists():

@@ -1,8 +1,9 @@
-"""What a person sees of a run: how it begins, where it stands, how it ended.
+"""Progress of a run in the terminal: its first lines, its live line, its last lines.
 
 In a terminal one live line: a bar, the step, the loss, the learning rate, tokens per second, the time left, the last
-evaluation's loss. Anywhere else (a file, a CI log) the same numbers as plain lines, at most ``TRAIN_LINES`` of them
-however often the run logs, so that a log stays readable. ``disable_tqdm`` prints every log as it comes.
+evaluation's loss. Above it, and anywhere else (a file, a CI log) alone, the same numbers as plain lines, at most
+``TRAIN_LINES`` of them however often the run logs, so that a log stays readable. ``disable_tqdm`` prints every log as
+it comes.
 
 Nothing here reads the device: the numbers are those that were logged anyway.
 """
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.core.errors import skipped_sentence
 from burnish.core.events import TrainerCallback
+from burnish.core.meter import RATES
 from burnish.report import console
+from burnish.report.bar import GAP, bar
 from burnish.report.options import ReportOptions
 from burnish.report.pace import Pace, counted, short_loss, short_number, short_time
 
@@ -29,14 +32,12 @@ TRAIN_LINES = 16
 EVAL_LINES = 8
 """Most lines about training and about evaluation that one run prints."""
 
-_GAP = "  "
 _EVAL = "eval "
-_SHORTEST_BAR, _LONGEST_BAR = 5, 40
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the first lines of a run say."""
+    """Facts for the first lines of a run."""
 
     num_rows: int | None  # None where the training set has no length
     num_train_epochs: float
@@ -63,12 +64,12 @@ class RunFacts:
 
 
 def progress_callback(options: ReportOptions, facts: RunFacts | None = None) -> TrainerCallback:
-    """What prints: the live line or its plain lines, or with ``disable_tqdm`` every log."""
+    """The callback that prints: the live line or plain lines, or with ``disable_tqdm`` every log."""
     return PrinterCallback(facts) if options.disable_tqdm else ProgressCallback(facts)
 
 
 class ProgressCallback(TrainerCallback):
-    """The live line in a terminal, few plain lines elsewhere; on the main process only."""
+    """Prints the live line in a terminal, few plain lines elsewhere; on the main process only."""
 
     def __init__(self, facts: RunFacts | None = None, pace: Pace | None = None) -> None:
         self.facts = facts
@@ -120,7 +121,7 @@ class ProgressCallback(TrainerCallback):
         seen.loss, seen.learning_rate = logs["loss"], logs.get("learning_rate", seen.learning_rate)
         seen.tokens_per_second = self.pace.stretch_rate(state.num_input_tokens_seen)
         self._stretch_has_begun = False
-        if not console.is_terminal() and self._train_lines.is_due(seen.step, seen.max_steps):
+        if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal above the live line
             console.note(seen.plain_line(self.pace))
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
@@ -132,7 +133,7 @@ class ProgressCallback(TrainerCallback):
         if losses:
             self.seen.eval_loss = next(iter(losses.values()))
         if not self._is_training or self._eval_lines.is_due(state.global_step, state.max_steps):
-            console.note(_eval_line(state, losses or metrics))
+            console.note(_eval_line(state, metrics))
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not self._is_training:
@@ -144,7 +145,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Every log as a line, as it comes; on the main process of each node."""
+    """Prints every log as a line, at once; on the main process of each node."""
 
     def __init__(self, facts: RunFacts | None = None) -> None:
         self.facts = facts
@@ -157,7 +158,7 @@ class PrinterCallback(TrainerCallback):
         if not state.is_local_process_zero or not logs:
             return
         words = (f"{k} {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in logs.items() if k != "total_flos")
-        console.note(f"step {state.global_step}/{state.max_steps}{_GAP}{_GAP.join(words)}")
+        console.note(f"step {state.global_step}/{state.max_steps}{GAP}{GAP.join(words)}")
 
 
 class Seen:
@@ -174,7 +175,7 @@ class Seen:
 
     @property
     def share(self) -> float:
-        """Of the run that is done, in [0, 1]."""
+        """The share of the run that is done, in [0, 1]."""
         return min(1.0, self.step / self.max_steps) if self.max_steps > 0 else 0.0
 
     def words(self, pace: Pace) -> Iterator[tuple[str, str, str]]:
@@ -196,7 +197,7 @@ class Seen:
     def plain_line(self, pace: Pace) -> str:
         """``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``; an evaluation has a line of its own."""
         words = (name + number + unit for name, number, unit in self.words(pace) if name != _EVAL)
-        return f"step {_GAP.join(words)}"
+        return f"step {GAP.join(words)}"
 
 
 class Thinned:
@@ -231,23 +232,13 @@ class _LiveLine:
         left = width
         for name, number, unit in self.seen.words(self.pace):
             part = Text.assemble((name, "dim"), (number, "bold" if not parts else ""), (unit, "dim"))
-            needed = part.cell_len + (len(_GAP) if parts else 0)
+            needed = part.cell_len + (len(GAP) if parts else 0)
             if needed > left:
                 break
             parts.append(part)
             left -= needed
-        bar = self._bar(min(left - len(_GAP), _LONGEST_BAR), ascii_only)
-        return Text(_GAP, no_wrap=True, overflow="crop", end="").join([*bar, *parts])
-
-    def _bar(self, width: int, ascii_only: bool) -> list[Text]:
-        """Two kinds of line rather than two colours, so that it can be read without colour."""
-        from rich.text import Text
-
-        if width < _SHORTEST_BAR:
-            return []
-        done, to_do = ("#", "-") if ascii_only else ("━", "─")
-        filled = round(width * self.seen.share)
-        return [Text.assemble((done * filled, "green"), (to_do * (width - filled), "dim"))]
+        drawn = bar(left - len(GAP), self.seen.share, ascii_only)
+        return Text(GAP, no_wrap=True, overflow="crop", end="").join([*drawn, *parts])
 
 
 def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
@@ -263,13 +254,15 @@ def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
-    words = (f"{name} {short_loss(value)}" for name, value in metrics.items() if isinstance(value, int | float))
+    """The losses and metrics of an evaluation, not how long it took."""
+    told = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
+    words = (f"{name} {short_loss(value)}" for name, value in told.items())
     where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []
-    return _GAP.join([*where, *words])
+    return GAP.join([*where, *words])
 
 
 def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
-    """How the run ended, in one or two lines."""
+    """The end of the run in one or two lines."""
     summary, tokens_per_second = seen.summary, pace.tokens_per_second(state.num_input_tokens_seen)
     end = f"Trained {counted(state.global_step, 'step')}"
     if state.global_step < state.max_steps:

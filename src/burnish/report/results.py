@@ -1,5 +1,5 @@
-"""The numbers that a run leaves: ``train_results.json``, ``eval_results.json``, ``all_results.json``,
-``trainer_state.json``; and the words and figures made from them.
+"""Result files of a run: ``train_results.json``, ``eval_results.json``, ``all_results.json``, ``trainer_state.json``;
+and the numbers in them.
 
 Names of files and keys are transformers' (``Trainer.save_metrics``, ``speed_metrics``, ``floating_point_ops``).
 """
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.core.errors import UserError
+from burnish.core.json_files import read_object
 from burnish.core.state import STATE_NAME
 from burnish.report.pace import clock_time
 
@@ -40,9 +42,16 @@ def save_metrics(split: str, metrics: Mapping[str, Any], folder: str | Path, com
     _write_json(path, metrics)
     if combined:
         together = folder / ALL_RESULTS
-        before = json.loads(together.read_text(encoding="utf-8")) if together.is_file() else {}
-        _write_json(together, {**before, **metrics})
+        _write_json(together, {**_before(together), **metrics})
     return path
+
+
+def _before(path: Path) -> dict[str, Any]:
+    """The metrics of earlier parts of the run; none where the file is damaged, which is no reason to lose the new."""
+    try:
+        return read_object(path) if path.is_file() else {}
+    except UserError:
+        return {}
 
 
 def save_state(state: TrainerState, folder: str | Path) -> Path:
@@ -84,7 +93,7 @@ def floating_point_ops(model: nn.Module, num_tokens: int) -> int:
 
 
 def parameters_without_embeddings(model: nn.Module) -> int:
-    """D. An output layer that shares the embedding's weight is the embedding."""
+    """D. An output layer that shares the embedding's weight counts as an embedding."""
     from torch import nn
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -94,7 +103,8 @@ def parameters_without_embeddings(model: nn.Module) -> int:
 def _numel(parameter: nn.Parameter) -> int:
     # bitsandbytes packs two 4-bit weights into each byte of its storage.
     packed = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
-    return parameter.numel() * packed
+    # DeepSpeed's third stage leaves an empty tensor where a weight lies on all processes.
+    return int(getattr(parameter, "ds_numel", parameter.numel()) * packed)
 
 
 def _word(name: str, value: Any) -> str:

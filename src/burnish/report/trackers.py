@@ -5,8 +5,8 @@ have transformers' names, and the options answer ``to_dict``. transformers is lo
 
 In: ``report_to``. Out: callbacks. Refuses names that nobody knows and libraries that are missing, before a model loads.
 
-A member of the family is a class or function of no arguments that gives a ``TrainerCallback``; what it logs to is in
-the options, which every event brings along.
+A member of the family is a class or function that returns a ``TrainerCallback`` and takes no arguments; the options of
+the run, which every event passes, say where it logs to.
 
     @TRACKERS.register("csv", options=CsvOptions)
     class CsvTracker(TrainerCallback): ...
@@ -26,17 +26,17 @@ from burnish.core.options import raise_if
 from burnish.core.registry import Registry
 
 TRACKERS: Registry[Callable[[], Any]] = Registry("tracker")
-"""Traits of a member: ``needs``, a ``Needs``, where it cannot do without something."""
+"""Traits of a member: ``needs``, a ``Needs``, where it has requirements."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a tracker cannot do without.
+    """Requirements of a tracker.
 
     Args:
-        modules: all of these must be importable; "a|b" is either of two.
-        package: what pip installs.
-        variable: an environment variable that must be set, where a platform sets it.
+        modules: all of these must be importable; "a|b" means one of the two.
+        package: the name to install with pip.
+        variable: an environment variable that the tracker's platform sets.
     """
 
     modules: tuple[str, ...] = ()
@@ -90,12 +90,12 @@ def tracker_callbacks(report_to: str | Iterable[str] | None, logging_dir: str | 
 
 
 def tracker_problems(report_to: str | Iterable[str] | None) -> list[Problem]:
-    """What is wrong with ``report_to``, all of it at once. Loads nothing."""
+    """Find everything that is wrong with ``report_to``. Loads no library."""
     return [found for name in wanted_trackers(report_to) for found in _problems_of(name)]
 
 
 def wanted_trackers(report_to: str | Iterable[str] | None) -> list[str]:
-    """Names, each once: "none" and nothing are no tracker, "all" is every one that is installed."""
+    """Names, each once: "none" or nothing means no tracker, "all" every one that is installed."""
     given = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if "all" in given:
         return [name for name in TRACKERS.names() if not _missing(_needs_of(name))]
@@ -126,7 +126,7 @@ def _needs_of(name: str) -> Needs:
 
 
 def _missing(needs: Needs) -> str:
-    """The first thing that is not there, or the empty string."""
+    """The first requirement that is missing, or the empty string."""
     if needs.variable and not os.environ.get(needs.variable):
         return f"the environment variable {needs.variable}"
     for alternatives in needs.modules:

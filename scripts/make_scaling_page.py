@@ -1,0 +1,117 @@
+"""Writes docs/scaling.md: how to start a run on several devices and machines, and what fits where.
+
+In: ``docs/scaling.in.md``, the page's text; shapes of models. Out: the page, with a table made by the functions that
+``burnish explain`` prints its memory from. ``--check`` writes nothing, and fails where the page is not what would be
+written.
+
+    python scripts/make_scaling_page.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, Qwen2Config
+
+from burnish.adapters.base import ADAPTERS
+from burnish.app import resources
+from burnish.app.estimate import GIB, Shape
+from burnish.app.plan import RunOptions
+from burnish.app.resources import formats_of, memory_of, sizes_of
+from burnish.app.sharing import shared, sharing_of
+from burnish.models.load import meta_model
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, TEXT = DOCS / "scaling.md", DOCS / "scaling.in.md"
+TOKENS = 4096
+FREE = 0.9
+"""The share of a device that a run may plan for; the rest is its libraries' and fragmentation's."""
+
+MODELS = {
+    "0.5B": Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    ),
+    "8B": LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "32B": Qwen2Config(
+        vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
+        num_key_value_heads=8,
+    ),
+    "70B": LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+}  # fmt: skip
+FULL: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "`fsdp: shard_grad_op`": {"fsdp": "shard_grad_op"},
+    "`fsdp: full_shard`": {"fsdp": "full_shard"},
+    "`fsdp: full_shard offload`": {"fsdp": "full_shard offload"},
+}
+LORA: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "`fsdp: full_shard`": {"fsdp": "full_shard"},
+    "4 bits": {"quantization_bit": 4},
+    "`fsdp: full_shard offload`": {"fsdp": "full_shard offload"},
+}
+"""Ways, the one with the least traffic first."""
+
+
+def bytes_of(config: Any, method: str, way: dict[str, Any], num_devices: int) -> int:
+    """Of one device."""
+    options = RunOptions(
+        finetuning_type=method, bf16=True, gradient_checkpointing=True, per_device_train_batch_size=1,
+        lora_rank=16, lora_target=["all"], num_processes=num_devices, model_name_or_path="model", **way,
+    )  # fmt: skip
+    with torch.device("meta"):
+        sizes = sizes_of(ADAPTERS[method](options, []), meta_model(config))
+    formats, shape = formats_of(options, config), Shape.of(config)
+    terms = memory_of(options, config, sizes, formats, TOKENS)
+    terms = shared(terms, sharing_of(options, num_devices), shape, formats, sizes.total, sizes.trained)
+    return sum(term.num_bytes for term in terms)
+
+
+def cell(config: Any, method: str, num_devices: int, gigabytes: int) -> str:
+    """The first way that fits, and what it takes; else what the last one takes."""
+    ways = FULL if method == "full" else LORA
+    needed = 0
+    for name, way in ways.items():
+        if num_devices == 1 and "fsdp" in way and "offload" not in name:
+            continue
+        needed = bytes_of(config, method, way, num_devices)
+        if needed <= gigabytes * GIB * FREE:
+            return f"{name} ({needed / GIB:.3g} GiB)"
+    return f"no ({needed / GIB:.3g} GiB at least)"
+
+
+def table() -> str:
+    lines = ["| Model | Devices | full, 24 GB | full, 80 GB | LoRA, 24 GB | LoRA, 80 GB |", "|---|---|---|---|---|---|"]
+    for name, config in MODELS.items():
+        config.dtype = torch.bfloat16
+        for num_devices in (1, 8, 64):
+            cells = [cell(config, method, num_devices, size) for method in ("full", "lora") for size in (24, 80)]
+            lines.append(f"| {name} | {num_devices} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    resources.device_of = lambda options: torch.device("cuda")  # the table is of GPUs, wherever it is made
+    return TEXT.read_text(encoding="utf-8").replace("<!-- table -->", table())
+
+
+def main() -> None:
+    made = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(made, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != made:
+        sys.exit("docs/scaling.md is not what scripts/make_scaling_page.py writes. Run it.")
+
+
+if __name__ == "__main__":
+    main()

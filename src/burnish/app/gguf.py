@@ -1,0 +1,280 @@
+"""One GGUF file of an exported folder, for llama.cpp and what is built on it.
+
+In:  the folder that ``burnish export`` wrote. Out: ``<name>.gguf`` in it. Two ways:
+
+- with ``llama_cpp``, a checkout or an installation of llama.cpp: its own converter and its own quantiser, as processes;
+- without, this file over the library ``gguf`` (extra ``gguf``), for the shapes of llama, mistral, qwen2 and qwen3 with
+  a byte-level tokenizer, as f32, f16, bf16 or q8_0 and its like.
+
+Refuses: other shapes and tokenizers, by name, with the first way as the remedy. Afterwards tokens, chat template and
+stop token of the file are held against the folder's.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from burnish.app.options import RunOptions
+from burnish.core.errors import MissingExtraError, Problem, UserError
+
+EXTRA = "gguf"
+ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""model_type -> llama.cpp's name of the shape."""
+OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+"""What the library ``gguf`` can write; the K-quants are llama.cpp's own."""
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPLITS: Final = {
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    "": "gpt-2",
+}
+"""How a tokenizer cuts text into words -> llama.cpp's name of it; "" is the cut that byte-level tokenizers bring."""
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+def write_gguf(folder: Path, options: RunOptions) -> list[str]:
+    """Write the file. Returns sentences for a person.
+
+    Raises:
+        UserError: where this way is closed to the model; before anything is written.
+        RuntimeError: where llama.cpp fails.
+    """
+    kind = options.export_gguf_type
+    target = folder / f"{folder.resolve().name}-{kind}.gguf"
+    if options.llama_cpp:
+        _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
+    else:
+        _own(folder, target, kind)
+    compare(folder, target)
+    size = target.stat().st_size / 1e6
+    return [f"{target} ({size:,.0f} MB): its tokens, chat template and stop token are the folder's."]
+
+
+def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
+    """What keeps burnish's own way from writing this model; nothing where llama.cpp does it."""
+    if options.llama_cpp:
+        return []
+    kind, model_type = options.export_gguf_type, config.model_type
+    remedy = "Set llama_cpp to a checkout or an installation of llama.cpp, whose converter is used then."
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        what = f'export_format: gguf is written for {known}. Received: a model of type "{model_type}".'
+        return [Problem(what, remedy=remedy)]
+    if kind not in OWN_TYPES:
+        what = f'"export_gguf_type" {kind} is made by llama.cpp alone.'
+        return [Problem(what, remedy=f"{remedy} Without it: {', '.join(OWN_TYPES)}.")]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        return [Problem(f"rotary positions of type {rope['rope_type']} are not written here.", remedy=remedy)]
+    return []
+
+
+# --- llama.cpp --------------------------------------------------------------------------------------------------------
+
+
+def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> None:
+    converter = next((p for p in (place, place / "bin") if (p / "convert_hf_to_gguf.py").is_file()), None)
+    if converter is None:
+        raise UserError(Problem(f'"llama_cpp" "{place}" holds no convert_hf_to_gguf.py.'))
+    direct = {"f32", "f16", "bf16", "q8_0"}
+    first = target if kind in direct else target.with_suffix(".f16.gguf")
+    outtype = kind if kind in direct else "f16"
+    _run([sys.executable, str(converter / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(first),
+          "--outtype", outtype])  # fmt: skip
+    if first is not target:
+        names = (place / "llama-quantize", place / "build" / "bin" / "llama-quantize", place / "bin" / "llama-quantize")
+        program = next((path for path in names if path.is_file()), None)
+        if program is None:
+            raise UserError(Problem(f'"llama_cpp" "{place}" holds no llama-quantize.', remedy="Build llama.cpp first."))
+        _run([str(program), str(first), str(target), kind])
+        first.unlink()
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (an argument list)
+    if done.returncode:
+        last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}:\n  {last}")
+
+
+# --- our own ----------------------------------------------------------------------------------------------------------
+
+
+def _own(folder: Path, target: Path, kind: str) -> None:
+    gguf = _library()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    split = _split_of(words)
+    writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
+    _add_shape(writer, config, folder.resolve().name, kind)
+    _add_tokenizer(writer, folder, words, split, config["vocab_size"])
+    for name, tensor in _tensors(folder, config):
+        _add_tensor(gguf, writer, name, tensor, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise MissingExtraError("gguf", "export_format: gguf", EXTRA) from None
+    return gguf
+
+
+def _split_of(words: dict[str, Any]) -> str:
+    """llama.cpp's name of the tokenizer's cut into words.
+
+    Raises:
+        UserError: for one that is not known.
+    """
+    found = words.get("pre_tokenizer") or {}
+    parts = found.get("pretokenizers", [found])
+    patterns = [part["pattern"].get("Regex", "") for part in parts if part.get("type") == "Split"]
+    is_bytes = any(part.get("type") == "ByteLevel" for part in parts)
+    pattern = patterns[0] if patterns else ""
+    if words["model"].get("type") != "BPE" or not is_bytes or len(patterns) > 1 or pattern not in _SPLITS:
+        what = "the tokenizer is no byte-level one whose cut into words llama.cpp has a name for that is known here."
+        raise UserError(Problem(what, remedy="Set llama_cpp to a checkout of llama.cpp, whose converter is used then."))
+    return _SPLITS[pattern]
+
+
+def _add_shape(writer: Any, config: dict[str, Any], name: str, kind: str) -> None:
+    gguf = _library()
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_name(name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType[_file_type(kind)])
+
+
+def _file_type(kind: str) -> str:
+    return "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
+
+
+def _add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], split: str, rows: int) -> None:
+    from burnish.models.tokens import tokenizer_in
+
+    tokenizer = tokenizer_in(folder)
+    special = set(tokenizer.all_special_ids)
+    added = set(tokenizer.get_added_vocab().values())
+    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+    texts = [tokens.get(i, f"[PAD{i}]") for i in range(rows)]
+    types = [
+        _CONTROL if i in special else _USER_DEFINED if i in added or i not in tokens else _NORMAL for i in range(rows)
+    ]
+    merges = words["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(texts)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    for name in ("bos", "eos", "pad"):
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    generation = folder / "generation_config.json"
+    ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
+    if isinstance(ends, list) and len(ends) > 1:
+        writer.add_eot_token_id(next(end for end in ends if end != tokenizer.eos_token_id))
+    first = tokenizer("", add_special_tokens=True)["input_ids"]
+    writer.add_add_bos_token(bool(first) and first[0] == tokenizer.bos_token_id)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _tensors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name in the file -> weight, in the order of the folder's files."""
+    from safetensors import safe_open
+
+    gguf = _library()
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]].upper()], config["num_hidden_layers"]
+    )
+    turned = _turned(config)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+                if found is None:
+                    raise UserError(Problem(f'the weight "{name}" has no place in a GGUF file of this shape.'))
+                yield found, turned(name, file.get_tensor(name))
+
+
+def _turned(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
+    """llama.cpp turns pairs of neighbours by a rotary position in its llama shape, where Hugging Face's files have the
+    two halves of a head: the rows of queries and keys are put in the other order."""
+    heads = config["num_attention_heads"]
+    keys = config.get("num_key_value_heads") or heads
+
+    def turn(name: str, weight: Tensor) -> Tensor:
+        if ARCHITECTURES[config["model_type"]] != "llama" or (".q_proj." not in name and ".k_proj." not in name):
+            return weight
+        number = heads if ".q_proj." in name else keys
+        return (
+            weight.reshape(number, 2, weight.shape[0] // number // 2, *weight.shape[1:])
+            .transpose(1, 2)
+            .reshape_as(weight)
+        )
+
+    return turn
+
+
+def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, kind: str) -> None:
+    """Vectors stay float32; so does a matrix whose rows are no whole blocks of the type."""
+    numbers = tensor.detach().to(torch.float32).numpy()
+    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    block = gguf.GGML_QUANT_SIZES[wanted][0]
+    if tensor.ndim < 2 or kind == "f32" or numbers.shape[-1] % block:
+        writer.add_tensor(name, numbers)
+        return
+    writer.add_tensor(name, gguf.quants.quantize(numbers, wanted), raw_dtype=wanted)
+
+
+# --- afterwards -------------------------------------------------------------------------------------------------------
+
+
+def compare(folder: Path, target: Path) -> None:
+    """Hold tokens, chat template and stop token of the file against the folder's.
+
+    Raises:
+        RuntimeError: where they differ.
+    """
+    from burnish.models.tokens import tokenizer_in
+
+    gguf = _library()
+    fields = gguf.GGUFReader(target).fields
+    tokenizer = tokenizer_in(folder)
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    differs = [
+        word for word, number in tokenizer.get_vocab().items() if number >= len(tokens) or tokens[number] != word
+    ]
+    written = fields["tokenizer.chat_template"].contents() if "tokenizer.chat_template" in fields else None
+    ends = fields["tokenizer.ggml.eos_token_id"].contents()
+    if differs or written != tokenizer.chat_template or ends != tokenizer.eos_token_id:
+        what = f"tokens ({', '.join(differs[:3])})" if differs else "the chat template or the stop token"
+        raise RuntimeError(f"{target} does not say what {folder} says: {what}.")

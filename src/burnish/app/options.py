@@ -1,0 +1,123 @@
+"""The options of a run: the union of the groups that its components declare, as one flat class.
+
+A component takes the group that it declares; what holds several of them against each other takes ``RunOptions``, so
+that a type checker finds a misspelt field wherever it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from burnish.adapters.base import ADAPTERS, FinetuningOptions
+from burnish.adapters.freeze import FreezeOptions
+from burnish.adapters.lora import LoraOptions
+from burnish.adapters.peft import OftOptions, PeftOptions
+from burnish.app.clock import ClockOptions
+from burnish.app.metrics import MetricOptions
+from burnish.core.checkpoint import CheckpointOptions
+from burnish.core.early_stopping import EarlyStoppingOptions
+from burnish.core.events import FlowOptions
+from burnish.core.loop import LoopOptions
+from burnish.core.options import option, union
+from burnish.core.patching import PatchOptions
+from burnish.core.schedule import CurveOptions, StepOptions
+from burnish.data.batches.batching import BatchingOptions
+from burnish.data.batches.stream import StreamOptions
+from burnish.data.options import DataOptions
+from burnish.data.templates.choose import TemplateOptions
+from burnish.data.templates.truncate import EncodingOptions
+from burnish.engine.options import EngineOptions
+from burnish.infer.options import InferOptions
+from burnish.models.export import ExportOptions
+from burnish.models.generate import GenerationOptions
+from burnish.models.liger import LigerOptions
+from burnish.models.options import ModelOptions
+from burnish.models.quantize import QuantizationOptions
+from burnish.objectives.base import OBJECTIVES
+from burnish.objectives.kto import KtoOptions
+from burnish.objectives.lm import LmOptions
+from burnish.objectives.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
+from burnish.objectives.reward import RewardOptions
+from burnish.optim.adam_mini import AdamMiniOptions
+from burnish.optim.badam import BadamOptions
+from burnish.optim.builtin import OPTIMIZERS, OptimOptions
+from burnish.optim.low_rank import LowRankOptions
+from burnish.optim.muon import MuonOptions
+from burnish.report.options import ReportOptions
+from burnish.report.profile import ProfileOptions
+from burnish.report.trackers import TRACKERS
+
+
+@dataclass
+class TaskOptions:
+    """Task."""
+
+    stage: str = option(
+        "sft",
+        "What is learned: answers to instructions (sft), plain text (pt), or which of two answers is better (dpo).",
+        choices=OBJECTIVES.names,
+    )
+    do_train: bool | None = option(
+        None, "Train; where it is left out, a run trains unless it only evaluates (do_eval) or predicts (do_predict)."
+    )
+    do_eval: bool = option(False, "Evaluate, after training where the run trains.")
+    do_predict: bool = option(False, "Predict on the evaluation set, after training where the run trains.")
+
+
+GROUPS: tuple[type, ...] = (
+    TaskOptions,
+    ModelOptions,
+    LigerOptions,
+    PatchOptions,
+    QuantizationOptions,
+    FinetuningOptions,
+    PreferenceOptions,
+    ReferenceOptions,
+    DataOptions,
+    TemplateOptions,
+    EncodingOptions,
+    BatchingOptions,
+    StreamOptions,
+    StepOptions,
+    CurveOptions,
+    OptimOptions,
+    LoopOptions,
+    FlowOptions,
+    EarlyStoppingOptions,
+    ClockOptions,
+    CheckpointOptions,
+    GenerationOptions,
+    InferOptions,
+    MetricOptions,
+    ExportOptions,
+    ReportOptions,
+    ProfileOptions,
+    EngineOptions,
+)
+"""Groups of options that every run reads, in the order of ``burnish train --help``."""
+MEMBER_GROUPS: tuple[type, ...] = (
+    *ADAPTERS.option_groups(),
+    *OBJECTIVES.option_groups(),
+    *OPTIMIZERS.option_groups(),
+    *TRACKERS.option_groups(),
+)
+"""Groups of options that single members of a family read, plugins included."""
+
+if TYPE_CHECKING:  # it does not see into a union; a test holds the two against each other
+
+    @dataclass
+    class RunOptions(
+        TaskOptions, ModelOptions, LigerOptions, PatchOptions, QuantizationOptions, FinetuningOptions,
+        PreferenceOptions, ReferenceOptions, DataOptions,
+        TemplateOptions, EncodingOptions, BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
+        LoopOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions, GenerationOptions,
+        InferOptions, MetricOptions, ExportOptions,
+        ReportOptions, ProfileOptions, EngineOptions, FreezeOptions, LoraOptions,
+        PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
+        RewardOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
+    ):  # fmt: skip
+        """Every option of a run, flat."""
+
+else:
+    RunOptions = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="Every option of a run, flat.")

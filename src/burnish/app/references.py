@@ -1,0 +1,136 @@
+"""The reference of a run, with which its policy is compared, and its cost.
+
+In: the options, the model as it is about to be trained. Out: a ``Reference``, or None where the loss needs none, and a
+sentence for a person. Refused: a reference whose vocabulary is another than the policy's.
+
+- a new adapter: the model without it; costs nothing but its forward passes
+- an adapter that is continued, PiSSA: the adapter's weights at the start, a copy of its size
+- full training: the weights at the start, a copy of the model's size
+- ``ref_model``: a second frozen model
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from burnish.adapters.base import ModelAdapter
+from burnish.adapters.lora import LoraAdapter, load_adapter
+from burnish.adapters.lora_model import merge_into_base
+from burnish.app.estimate import Formats, shown_bytes
+from burnish.app.options import RunOptions
+from burnish.app.resources import Sizes
+from burnish.core.errors import Problem, UserError
+from burnish.core.patching import allows
+from burnish.core.types import Engine
+from burnish.models.attention import PADDING_FREE, make_padding_free
+from burnish.models.attention_choice import asked_attention
+from burnish.models.fused import patch_forwards
+from burnish.models.load import load_model
+from burnish.models.source import adapter_folders
+from burnish.objectives.pairs import AnswersObjective
+from burnish.objectives.reference import AdapterOff, Following, Reference, SecondModel, StartOfRun
+from burnish.ops.probe import causal_lm, shares_prefixes
+
+
+def reference_of(
+    objective: Any, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions, lies_flat: bool
+) -> tuple[Reference | None, list[str]]:  # fmt: skip
+    """The reference of a run, and what a person should know of it.
+
+    Args:
+        lies_flat: whether sequences lie end to end in the batches, which the reference reads too.
+    """
+    if not needs_reference(objective):
+        return None, []
+    if options.ref_model is not None:
+        return SecondModel(_second(objective, model, engine, options, lies_flat)), [
+            f"The reference is {options.ref_model}, a second model in memory."
+        ]
+    if is_base(options) and not options.sync_ref_model:
+        return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
+    start = StartOfRun(model)
+    what = "the adapter's" if not adapter.saves_whole_model else "the model's"
+    sentence = f"The reference is {what} weights at the start of this run, of which a copy is kept."
+    if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
+        sentence += " For the model without the adapter (as in LLaMA-Factory) name it: ref_model."
+    if not options.sync_ref_model:
+        return start, [sentence]
+    every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
+    return Following(start, every, share), [f"{sentence} Every {every} steps it takes {share:g} of the policy's."]
+
+
+def needs_reference(objective: Any) -> bool:
+    return isinstance(objective, AnswersObjective) and objective.needs_reference
+
+
+def is_base(options: RunOptions) -> bool:
+    """Return whether the model without its adapter equals the start of the run: so it is with a new adapter, but for
+    PiSSA."""
+    return options.finetuning_type == "lora" and not _continues(options) and not options.pissa_init
+
+
+def _continues(options: RunOptions) -> bool:
+    return bool(options.adapter_name_or_path) and not options.create_new_adapter
+
+
+def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
+    """Describe the reference model of the policy and its cost, before any weight is read."""
+    passes = "its forward passes, without a gradient"
+    if options.ref_model is not None:
+        size = shown_bytes(sizes.base * formats.compute)
+        return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
+    if is_base(options) and not options.sync_ref_model:
+        return f"the model without its adapter: no memory, and {passes}"
+    size = shown_bytes(sizes.trained * formats.trained)
+    moves = f"; every {options.ref_model_sync_steps} steps it moves" if options.sync_ref_model else ""
+    return f"a copy of the weights that train, as the run begins: {size}, and {passes}{moves}"
+
+
+def _second(
+    objective: AnswersObjective, model: nn.Module, engine: Engine, options: RunOptions, lies_flat: bool
+) -> nn.Module:
+    asked = replace(
+        options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
+        quantization_bit=options.ref_model_quantization_bit, train_from_scratch=False,
+    )  # fmt: skip
+    dtype = getattr(engine, "dtype", None) or "auto"
+    second: Any = load_model(asked, dtype=dtype, device=engine.device if asked.quantization_bit else None)
+    for folder in adapter_folders(asked):
+        load_adapter(second, folder)
+        merge_into_base(second)
+    _check_vocabulary(model, second)
+    second.to(engine.device)
+    if not options.torch_compile:
+        patch_forwards(second, options)
+    if lies_flat and not _reads_alike(model, second, options):
+        raise UserError(
+            Problem(
+                f'"ref_model" {options.ref_model} cannot read the batches that the policy reads: it does not keep '
+                "sequences that lie end to end apart.",
+                remedy="Set padding_free: false.",
+            )
+        )
+    return objective.module_of_reference(second)
+
+
+def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bool:
+    """Return whether the second model keeps the sequences of a padding-free row apart, and shares prefixes if the first
+    does."""
+    own_attention = asked_attention(options) is None and allows(options, PADDING_FREE)
+    is_flat = make_padding_free(second, own_attention=own_attention).is_flat
+    return is_flat and (not shares_prefixes(model) or shares_prefixes(second))
+
+
+def _check_vocabulary(model: nn.Module, second: nn.Module) -> None:
+    own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
+    if own != other:
+        raise UserError(
+            Problem(
+                f"The reference's vocabulary ({other}) is not the policy's ({own}): log-probabilities cannot be "
+                "compared.",
+                remedy="Name a ref_model of the policy's family.",
+            )
+        )

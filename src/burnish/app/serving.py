@@ -1,0 +1,145 @@
+"""The words after ``burnish chat``, ``api`` and ``eval`` -> the options of what answers.
+
+In:  ``PATH key=value --key value``. PATH is a YAML file, a run's folder, a checkpoint, an exported folder, a folder
+     with an adapter, or a model's id on the hub. Out: the flat options.
+
+A folder with ``adapter_config.json`` brings its base along. A YAML file that trained stands for what it has trained,
+once that is there; LLaMA-Factory's inference files say what to load themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.app.absent import take_absent
+from burnish.app.config import CONFIG_SUFFIXES, merge, read_arguments
+from burnish.app.options import RunOptions
+from burnish.app.plan import aliases, provenance_of
+from burnish.core.checkpoint import Checkpoints
+from burnish.core.errors import Problem, UserError
+from burnish.core.options import Given, build, raise_if, specs
+from burnish.data.templates.choose import check_template
+from burnish.infer.options import check_infer, infer_notes
+from burnish.models.check import check_model
+
+ADAPTER, MODEL = "adapter_config.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The parts of a server of answers.
+
+    Args:
+        options: an instance of ``RunOptions``.
+        name: of the model, as the last part of the path that a person wrote.
+        notes: sentences for a person.
+        provenance: option -> who set it.
+        rest: keys that the caller's own options hold, as they were given.
+    """
+
+    options: RunOptions
+    name: str
+    notes: tuple[str, ...]
+    provenance: Mapping[str, str]
+    rest: Mapping[str, Given]
+
+
+def serving_of(words: Sequence[str], own: Sequence[str] = ()) -> Serving:
+    """Read a command's words.
+
+    Args:
+        own: keys that are the command's and not a run's; they come back unread.
+    Raises:
+        UserError: with everything that the options alone can show.
+    """
+    path, others = _path_of(words)
+    file, flags = read_arguments([*([path] if path and _is_config(path) else []), *others])
+    given = merge(file, flags, aliases())
+    rest = {key: given.pop(key) for key in list(given) if key in own}
+    if path and not _is_config(path):
+        given = {**found_in(path, given), **given}
+    elif trained := _trained_by(given):
+        given = {**{k: v for k, v in given.items() if k not in _NAMES}, **found_in(trained, {})}
+    name = Path(path or str(_value(given, "adapter_name_or_path") or _value(given, "model_name_or_path") or "")).stem
+    return _checked(given, rest, name)
+
+
+_NAMES = ("model_name_or_path", "adapter_name_or_path")
+
+
+def _checked(given: Mapping[str, Given], rest: Mapping[str, Given], name: str) -> Serving:
+    present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
+    options, wrong = build(RunOptions, present)
+    problems += [*wrong, *check_template(options), *check_infer(options)]
+    problems += [] if problems else check_model(options)
+    raise_if(problems)
+    return Serving(options, name, tuple(infer_notes(options)), provenance_of(present), rest)
+
+
+def _path_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The first word that belongs to no option, and the others."""
+    words = list(words)
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        return words[0], words[1:]
+    return None, words
+
+
+def _is_config(path: str) -> bool:
+    return path.endswith(CONFIG_SUFFIXES)
+
+
+def _value(given: Mapping[str, Given], key: str) -> Any:
+    return given[key].value if key in given else None
+
+
+def _trained_by(given: Mapping[str, Given]) -> str | None:
+    """The folder that a training file writes, where a model is in it."""
+    folder = _value(given, "output_dir")
+    if folder is None or not any((Path(str(folder)) / name).is_file() for name in (ADAPTER, MODEL)):
+        return None
+    return str(folder)
+
+
+def found_in(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
+    """Options for the content of a folder: a model, an adapter with its base, or a run that has only checkpoints."""
+    folder, where = Path(path).expanduser(), path
+    if not folder.is_dir():
+        return {"model_name_or_path": Given(path, where)}
+    if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
+        folder = _newest_checkpoint(folder)
+    if (folder / ADAPTER).is_file():
+        return _of_adapter(folder, given)
+    return {"model_name_or_path": Given(str(folder), where)}
+
+
+def _newest_checkpoint(folder: Path) -> Path:
+    newest, _ = Checkpoints(folder).newest()
+    if newest is None:
+        raise UserError(
+            Problem(
+                f'"{folder}" holds no model: there is no {MODEL}, no {ADAPTER}, and no whole checkpoint in it.',
+                remedy="Name the folder that burnish train or burnish export wrote (output_dir, export_dir).",
+            )
+        )
+    return newest
+
+
+def _of_adapter(folder: Path, given: Mapping[str, Given]) -> dict[str, Given]:
+    try:
+        config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(Problem(f"its base cannot be read: {error}.", where=str(folder / ADAPTER))) from error
+    found = {"adapter_name_or_path": Given([str(folder)], str(folder))}
+    if "model_name_or_path" not in given:
+        if not base:
+            what = "the adapter does not say which model it is for."
+            raise UserError(Problem(what, where=str(folder), remedy="Add model_name_or_path=..."))
+        found["model_name_or_path"] = Given(base, str(folder / ADAPTER))
+    if kind != "LORA":
+        found["finetuning_type"] = Given("peft", str(folder / ADAPTER))
+    return found

@@ -1,0 +1,63 @@
+"""JSON that came from a disk, and may be empty, cut off, flipped, or something else altogether.
+
+In: a path. Out: its data. Refuses, with file, line and remedy: what is no JSON, no text, nested beyond all use, or of
+another kind than the reader can use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from burnish.core.errors import Problem, UserError
+
+FETCH_AGAIN = "Fetch the file again, or mend it there."
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
+
+
+def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UserError: where it is none, with line and column.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        place = f"{path}, line {error.lineno}, column {error.colno}"
+        what = "the file is empty." if not path.stat().st_size else f"not valid JSON: {error.msg}."
+        raise UserError(Problem(what, where=place if path.stat().st_size else str(path), remedy=remedy)) from None
+    except UnicodeDecodeError as error:
+        raise UserError(Problem(f"not UTF-8 text at byte {error.start}.", where=str(path), remedy=remedy)) from None
+    except RecursionError:
+        what = "lists and objects are nested in each other too deep to be read."
+        raise UserError(Problem(what, where=str(path), remedy=remedy)) from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise UserError(Problem(f"not valid JSON: {error}.", where=str(path), remedy=remedy)) from None
+
+
+def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str, type]] = ()) -> dict[str, Any]:
+    """The content of a file that holds an object.
+
+    Args:
+        needs: keys that it must have, and of what kind their values are.
+    """
+    found = read_json(path, remedy)
+    if not isinstance(found, dict):
+        raise UserError(Problem(f"expected an object. Received: {in_words(found)}.", where=str(path), remedy=remedy))
+    for key, kind in needs:
+        if key not in found:
+            raise UserError(Problem(f'"{key}" is missing.', where=str(path), remedy=remedy))
+        if not isinstance(found[key], kind) or (kind is int and isinstance(found[key], bool)):
+            what = f'"{key}" must be {_KINDS.get(kind, "a whole number")}. Received: {in_words(found[key])}.'
+            raise UserError(Problem(what, where=str(path), remedy=remedy))
+    return found
+
+
+def in_words(value: Any) -> str:
+    """``a list``, ``the number 3``"""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"the number {value}"
+    return _KINDS.get(type(value), type(value).__name__)

@@ -1,0 +1,48 @@
+"""The parts of one training run, as the loop receives them. Whoever assembles a run fills in every part; a function
+that a script overrides (a microstep, an evaluation, a log) is a part like the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from burnish.core.checkpoint import Checkpoints
+from burnish.core.events import CallbackHandler
+from burnish.core.meter import Meter
+from burnish.core.parts import Part
+from burnish.core.schedule import Schedule
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.core.types import Batch, Engine, Loss, Objective, Stream
+
+Microstep: TypeAlias = "Callable[[Run, Batch, Tensor, bool], Loss]"
+"""(run, micro-batch, () weight of the whole step, whether it is the step's last) -> its loss; gradients are added."""
+Evaluate: TypeAlias = "Callable[[Run, Iterable[Batch], str], dict[str, float]]"
+"""(run, batches of one set, prefix of its metrics) -> its metrics, which have been logged."""
+Log: TypeAlias = "Callable[[Run, dict[str, Any]], None]"
+
+
+@dataclass
+class Run:
+    """The parts of one training run, and no behaviour."""
+
+    model: nn.Module  # ``objective.module(...)`` as the engine prepared it
+    objective: Objective
+    engine: Engine
+    stream: Stream
+    optimizer: Any
+    schedule: Schedule
+    state: TrainerState
+    control: TrainerControl
+    callbacks: CallbackHandler
+    meter: Meter
+    checkpoints: Checkpoints
+    parts: Mapping[str, Part]  # everything a checkpoint holds, by name
+    microstep: Microstep  # ``loop.microstep``, or a script's own
+    evaluate: Evaluate  # ``loop.evaluate``, or a script's own
+    log: Log  # ``loop.log``, or a script's own
+    eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)  # name ("" for a single one) -> batches
+    flos_per_token: int = 0  # floating-point operations of forward and backward for one token
+    logs_tokens: bool = False  # num_input_tokens_seen in every log

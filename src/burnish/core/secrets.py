@@ -1,0 +1,38 @@
+"""Tokens, keys and passwords: known here once they are given, so that none is ever printed or written.
+
+An option that holds one is declared with ``is_secret`` (``core/options.py``); its value is kept out of what is shown by
+name. ``without_secrets`` is the second line of defence: every text passes it on its way to a terminal, a log or a
+traceback, and the values of secret options and of environment variables with a secret's name are replaced wherever
+they occur.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+BLOTTED = "<secret>"
+SHORTEST = 6
+"""A shorter value would be found in ordinary words; who has one has no secret."""
+_NAMES = re.compile(r"(^|_)(TOKEN|API_?KEY|ACCESS_?KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+_given: set[str] = set()
+
+
+def has_secret_name(name: str) -> bool:
+    """Return whether ``name`` is that of a secret: ``hub_token``, ``WANDB_API_KEY``, ``swanlab_lark_secret``."""
+    return bool(_NAMES.search(name))
+
+
+def keep_secret(value: Any) -> None:
+    """Remember ``value`` as a secret; ``without_secrets`` replaces it in every text from now on."""
+    if isinstance(value, str) and len(value) >= SHORTEST:
+        _given.add(value)
+
+
+def without_secrets(text: str) -> str:
+    """Return ``text`` with each secret in it replaced."""
+    named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
+    for secret in sorted(_given | named, key=len, reverse=True):
+        text = text.replace(secret, BLOTTED)
+    return text

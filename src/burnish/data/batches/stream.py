@@ -1,0 +1,351 @@
+"""The stream of groups of an epoch, in an order that depends on (seed, epoch) and on nothing else.
+
+The order is global. A step takes ``rows_per_step`` items of it. Where their lengths are known, ranks share them so that
+each has about as many tokens; else micro-batch ``m`` of rank ``r`` takes the items from ``(m * world_size + r) *
+batch_size`` on, as accelerate's ``BatchSamplerShard`` deals them. So a run that goes on with another number of ranks
+sees the same items in the same steps, and to resume is to set two numbers: epoch, position.
+
+In:  items (rows or packs) that can be indexed, a function that collates some of them.
+Out: ``Group``s. A rank for which the last, incomplete group has no items gets a blank batch, whose weight is 0. Where
+     rows are encoded while the loop runs, a micro-batch whose examples all give no row (None) is blank too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from burnish.core.options import option
+from burnish.core.types import IGNORE_INDEX, Batch, Group, Row
+from burnish.data.batches.budget import Budget
+
+
+@dataclass
+class StreamOptions:
+    """Order of the rows, and workers that collate them."""
+
+    train_sampling_strategy: str = option(
+        "random", "The order of the rows within an epoch.", choices=("random", "sequential", "group_by_length")
+    )
+    group_by_length: bool = option(False, "Rows of similar length beside each other: that sampling strategy.")
+    max_tokens_per_batch: int | None = option(
+        None, "Cut the rows of a step into as few micro-batches as there can be of at most this many tokens; what a "
+        "step learns stays the same.", unit="tokens", ge=1,
+    )  # fmt: skip
+    dataloader_num_workers: int = option(0, "Processes that collate ahead of the loop; 0 collates in the loop.", ge=0)
+    dataloader_prefetch_factor: int | None = option(None, "Micro-batches each of them keeps ready.", ge=1)
+    dataloader_pin_memory: bool = option(True, "Page-locked memory for the way to a GPU.")
+    dataloader_persistent_workers: bool = option(
+        False, "Keep those processes between epochs.", ignored="each epoch is dealt to processes of its own."
+    )
+
+
+class AheadChoices(Protocol):
+    """The options that say what is read ahead."""
+
+    dataloader_num_workers: int
+    dataloader_prefetch_factor: int | None
+    encode_ahead: bool | str
+    streaming: bool
+
+
+def stream_notes(options: AheadChoices) -> list[str]:
+    """Notes on options that are not followed to the letter."""
+    asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
+    if options.dataloader_prefetch_factor is not None and not asked:
+        return ['"dataloader_prefetch_factor" has no effect without dataloader_num_workers.']
+    if asked <= cores or options.streaming or options.encode_ahead is True:  # those have none: ahead_notes
+        return []
+    return [f'"dataloader_num_workers" is {asked}; this machine has {cores} cores, so {cores} are used.']
+
+
+@dataclass(frozen=True)
+class StepPartition:
+    """The division of an order into groups, micro-batches and the shares of ranks.
+
+    Args:
+        budget: divides a rank's share of a step into micro-batches, in place of ``batch_size``.
+    """
+
+    batch_size: int  # items in a micro-batch of one rank
+    accumulation: int  # micro-batches in a group
+    world_size: int = 1
+    rank: int = 0
+    drop_last: bool = False
+    budget: Budget | None = None
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.accumulation * self.world_size
+
+    def micro_batches(self, chosen: Sequence[int], lengths: Sequence[int] | None = None) -> list[Sequence[int]]:
+        """This rank's micro-batches of one step; empty ones where there are not enough items. Every rank has as many.
+
+        Args:
+            lengths: tokens of every item, for the budget, and so that no rank waits long for another.
+        """
+        if lengths is None or (self.world_size == 1 and self.budget is None):
+            return self._in_turn(chosen)
+        if self.world_size == 1:
+            return self._cut(list(chosen), lengths) or [[]]
+        shares = [self._cut(share, lengths) for share in balanced(chosen, lengths, self.world_size)]
+        most = max(1, *map(len, shares))
+        mine = shares[self.rank]
+        return [*mine, *([[]] * (most - len(mine)))]
+
+    def _in_turn(self, chosen: Sequence[int]) -> list[Sequence[int]]:
+        """A micro-batch for each rank, then another one for each, in the order of the items."""
+        across = self.batch_size * self.world_size
+        starts = range(self.rank * self.batch_size, max(1, -(-len(chosen) // across)) * across, across)
+        return [chosen[start : start + self.batch_size] for start in starts]
+
+    def _cut(self, share: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
+        if self.budget is not None:
+            return [*self.budget.micro_batches(share, lengths)]
+        return [share[start : start + self.batch_size] for start in range(0, len(share), self.batch_size)]
+
+
+def balanced(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> list[list[int]]:
+    """The items of one step shared out so that every rank has about as many tokens, and as many items or one less.
+
+    The longest first, each to the rank that has the fewest tokens and room for it (Graham 1969, longest processing time
+    first, https://doi.org/10.1137/0117039). Each share goes from long to short, so that micro-batches which ranks
+    compute at the same time are alike.
+    """
+    room = -(-len(chosen) // world_size)
+    full_ranks = len(chosen) - (room - 1) * world_size  # ranks that get one item more than the others
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    tokens = [0] * world_size
+    for item in sorted(chosen, key=lambda item: lengths[item], reverse=True):
+        may_fill = sum(len(share) == room for share in shares) < full_ranks
+        open_ranks = [rank for rank in range(world_size) if len(shares[rank]) < room - (not may_fill)]
+        rank = min(open_ranks, key=lambda rank: tokens[rank])
+        shares[rank].append(item)
+        tokens[rank] += lengths[item]
+    return shares
+
+
+def share_of_waiting(parts: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int) -> float:
+    """The share of their time that ranks wait for each other, if time goes with tokens.
+
+    Args:
+        parts: the items of each step.
+    """
+    needed = spent = 0
+    for chosen in parts:
+        totals = [sum(lengths[item] for item in share) for share in balanced(chosen, lengths, world_size)]
+        needed += sum(totals)
+        spent += world_size * max(totals)
+    return 1 - needed / spent if spent else 0.0
+
+
+def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", lengths: Sequence[int] | None = None,
+             batch_size: int = 1, buffer_size: int | None = None) -> list[int]:  # fmt: skip
+    """The order of one epoch.
+
+    Args:
+        buffer_size: shuffle only within runs of so many consecutive items, instead of the whole set.
+
+    "random" is torch's permutation under ``seed + epoch``, which is the order that accelerate's
+    ``SeedableRandomSampler`` gives a transformers ``Trainer``.
+    """
+    generator = torch.Generator().manual_seed(seed + epoch)
+    if strategy == "sequential":
+        return list(range(num_items))
+    if buffer_size is not None:
+        lying_together = (range(num_items)[start : start + buffer_size] for start in range(0, num_items, buffer_size))
+        shuffled = ((part, torch.randperm(len(part), generator=generator).tolist()) for part in lying_together)
+        return [part[place] for part, places in shuffled for place in places]
+    order: list[int] = torch.randperm(num_items, generator=generator).tolist()
+    if strategy == "group_by_length" and lengths is not None:
+        return _grouped_by_length(order, lengths, batch_size)
+    return order
+
+
+def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int) -> list[int]:
+    """Put similar lengths beside each other: split the shuffled items into runs of up to 50 batches and sort each run.
+
+    The longest item of all comes first, so that a run which does not fit into memory fails at once
+    (transformers, ``get_length_grouped_indices``).
+    """
+    stretch = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
+    stretches = [order[start : start + stretch] for start in range(0, len(order), stretch)]
+    stretches = [sorted(part, key=lambda item: lengths[item], reverse=True) for part in stretches]
+    longest = max(range(len(stretches)), key=lambda index: lengths[stretches[index][0]], default=0)
+    if stretches:
+        stretches[0][0], stretches[longest][0] = stretches[longest][0], stretches[0][0]
+    return [item for part in stretches for item in part]
+
+
+class RowStream:
+    """The groups of a training set that has a length.
+
+    Args:
+        items: rows or packs.
+        collate: items of one micro-batch -> batch, on the CPU.
+        cut: the division of a step into micro-batches and ranks.
+        seed: the seed of the order.
+        buffer_size: see ``order_of``.
+        lengths: tokens of each item, for "group_by_length" and for a budget.
+    """
+
+    def __init__(
+        self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: StepPartition, *, seed: int,
+        options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.items = items
+        self.buffer_size = buffer_size
+        self.collate = collate
+        self.cut = cut
+        self.seed = seed
+        self.options = options or StreamOptions()
+        self.lengths = lengths
+        self.epoch = 0
+        self.position = 0  # items of this epoch that have been used
+
+    def __len__(self) -> int:
+        """The number of items that an epoch uses."""
+        across = self.cut.batch_size * self.cut.world_size
+        return len(self.items) - (len(self.items) % across if self.cut.drop_last else 0)
+
+    def groups(self) -> Iterator[Group]:
+        """Yield the groups from the cursor to the end of the epoch."""
+        epoch, size = self.epoch, len(self)
+        order = self.order(epoch)[:size]
+        if isinstance(self.items, GoesAhead):
+            self.items.follow(order[self.position :] + order[: self.position])
+        starts = range(self.position, size, self.cut.rows_per_step)
+
+        def dealt() -> Iterator[list[Sequence[int]]]:  # lazily: a long epoch has too many steps for a list
+            cut, lengths = self.cut, self.lengths
+            return (cut.micro_batches(order[start : start + cut.rows_per_step], lengths) for start in starts)
+
+        batches = self._batches(part or order[:1] for group in dealt() for part in group)
+        for start, group in zip(starts, dealt(), strict=True):
+            end = min(start + self.cut.rows_per_step, size)
+            made = [_blank(next(batches)) if not part else next(batches) for part in group]
+            yield Group(
+                made,
+                cursor={"epoch": epoch, "position": end},
+                epoch=epoch + self._share_of_epoch(end, size),
+                num_rows=sum(len(part) for part in group),
+                num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
+            )
+
+    def order(self, epoch: int) -> list[int]:
+        """The items of an epoch in the order of their use; the same on every rank."""
+        per_step = self.cut.batch_size * self.cut.accumulation
+        strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
+        return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
+
+    def advance(self, group: Group) -> None:
+        if group.cursor is not None:
+            self.load_state_dict(group.cursor)
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.position >= len(self)
+
+    def end_epoch(self) -> None:
+        self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _share_of_epoch(self, end: int, size: int) -> float:
+        """The share of the epoch that is done, in micro-batches as in transformers: an incomplete last one counts 1."""
+        across = self.cut.batch_size * self.cut.world_size
+        return -(-end // across) / -(-size // across)
+
+    def _collated(self, part: Sequence[int]) -> Batch:
+        if not isinstance(self.items, GoesAhead):
+            return self.collate([self.items[index] for index in part])
+        return collate_present(self.items.take(part), self.collate)
+
+    def _batches(self, parts: Iterator[Sequence[int]]) -> Iterator[Batch]:
+        if self.options.dataloader_num_workers == 0 or isinstance(self.items, GoesAhead):
+            return (self._collated(part) for part in parts)
+        from torch.utils.data import DataLoader
+
+        return iter(
+            DataLoader(
+                self.items,  # type: ignore[arg-type]
+                batch_sampler=list(parts),  # type: ignore[arg-type]
+                collate_fn=self.collate,
+                num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
+                prefetch_factor=self.options.dataloader_prefetch_factor,
+                pin_memory=self.options.dataloader_pin_memory and torch.cuda.is_available(),
+                generator=torch.Generator(),  # its own, so that the global one is not drawn from
+            )
+        )
+
+
+@runtime_checkable
+class GoesAhead(Protocol):
+    """Rows that are encoded while the loop runs; None for an example that gives no row."""
+
+    def take(self, items: Sequence[int], /) -> list[Row | None]: ...
+    def follow(self, order: Sequence[int], /) -> None:
+        """Announce the order in which the rows will be used."""
+        ...
+
+
+_NOTHING: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0]}
+"""The row of a blank micro-batch; its weight is set to 0. One position has a label, because every rank has to take part
+in a backward pass, and without a label there would be none."""
+
+
+def collate_present(rows: Sequence[Row | None], collate: Callable[[Sequence[Any]], Batch]) -> Batch:
+    """Collate the rows that are not None; make a blank micro-batch where all are."""
+    present = [row for row in rows if row is not None]
+    return collate(present) if present else _blank(collate([_NOTHING]))
+
+
+class EvalBatches:
+    """The batches of an evaluation set, in the order of its rows, divided between ranks; can be iterated repeatedly."""
+
+    def __init__(
+        self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], batch_size: int,
+        world_size: int = 1, rank: int = 0, budget: Budget | None = None, lengths: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.items = items
+        self.collate = collate
+        cut = StepPartition(batch_size, 1, world_size, rank, budget=budget)
+        starts = range(0, len(items), cut.rows_per_step)
+        steps = (range(start, min(start + cut.rows_per_step, len(items))) for start in starts)
+        self.parts = [part for chosen in steps for part in cut.micro_batches(chosen, lengths)]
+        self.num_rows = len(items)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for part in self.parts:
+            batch = self.collate([self.items[index] for index in part or [0]])
+            yield batch if part else _blank(batch)
+
+
+def num_tokens(batch: Batch) -> int:
+    """Count the tokens of a batch on the CPU, without padding; a shared prefix counts for each row that has it."""
+    if "num_tokens" in batch:
+        return int(batch["num_tokens"])
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        return int(mask.ne(0).sum())
+    ids = batch.get("input_ids")
+    return 0 if ids is None else ids.numel()
+
+
+def _blank(batch: Batch) -> Batch:
+    """A batch of the same shape from which nothing is learned."""
+    blank = {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+    if "kl" in batch:
+        blank["kl"] = _blank(batch["kl"])
+    return blank | {"items": torch.zeros_like(batch["items"])} if "items" in batch else blank

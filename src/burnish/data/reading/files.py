@@ -1,0 +1,276 @@
+"""Files -> records: the files of a data set, and the reader of each type.
+
+In: a file of a known type, or a folder of files of one type. Out: records (column -> value) in the order of the file,
+one at a time, so that the first can be used before the rest is read.
+
+Refuses, with file and line: unknown file types, Python loading scripts, folders of mixed types, broken files.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.files import odd_kind
+from burnish.data.reading.json_files import Values, byte_lines, count, decoded, json_places, read_json, text_lines
+
+_CSV_FIELD = 2**31 - 1
+_PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
+"""Beginnings of the names of files that lie beside data and hold none."""
+
+
+def read_records(path: Path) -> Iterator[Values]:
+    """The records of one file, in order.
+
+    Raises:
+        UserError: if the file cannot be read as what its name says; names the line or the byte.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(unknown_type(path))
+    return reader(path)
+
+
+def line_of(path: Path, number: int) -> int | None:
+    """The line on which record ``number`` (from 1) begins, or None where the file has no lines. The file is read again
+    for it, so that only a run which fails anyway pays for line numbers."""
+    locate = _LOCATORS.get(path.suffix.lower())
+    if locate is None or not path.is_file():
+        return None
+    return next(islice(locate(path), number - 1, None), None)
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files of a data set: ``path`` itself, or the files of a folder in the order of their names. Folders in it,
+    hidden files and those that describe the data (README, LICENSE, dataset_info.json) are skipped.
+
+    Raises:
+        UserError: if there are none, they are of several types, or of a type that is not read.
+    """
+    if not path.is_dir():
+        return [_known(path)]
+    if (path / "state.json").is_file() and any(path.glob("*.arrow")):  # written by datasets' save_to_disk
+        return sorted(path.glob("*.arrow"))
+    inside = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith(_PAPERS))
+    if not inside:
+        folders = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir()))
+        remedy = f"It holds folders; name one of them: {folders}." if folders else f"Put {_types()} files into it."
+        raise UserError(Problem(f'the folder "{path}" holds no data files.', remedy=remedy))
+    files = [_known(file) for file in inside]
+    suffixes = [file.suffix.lower() for file in files]
+    if len({READERS[suffix] for suffix in suffixes}) > 1:
+        listed = ", ".join(f"{suffix} ({suffixes.count(suffix)})" for suffix in sorted(set(suffixes)))
+        raise UserError(
+            Problem(
+                f'the files of the folder "{path}" must be of one type. Received: {listed}.',
+                remedy="Put each type into a folder of its own, or name one file.",
+            )
+        )
+    return files
+
+
+def missing_file(path: Path, where: str = "") -> Problem:
+    """The problem that ``path`` is not there, with its absolute name and similar names beside it."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return Problem(f'the folder "{folder}" does not exist, so neither does "{path.name}".', where=where)
+    names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(_PAPERS))
+    near = get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
+    remedy = f"In that folder: {', '.join(near)}." if near else "That folder is empty."
+    return Problem(f'the file "{path.absolute()}" does not exist.', where=where, remedy=remedy)
+
+
+def unknown_type(path: Path) -> Problem:
+    """The problem that ``path`` is of no type that is read here."""
+    if path.suffix == ".py":
+        return loading_script(path)
+    kind = f'of type "{path.suffix}"' if path.suffix else "without a type in their name"
+    return Problem(f"files {kind} are not read. Received: {path}", remedy=f"Known types: {_types()}.")
+
+
+def loading_script(path: Path | str, where: str = "") -> Problem:
+    """The problem that ``path`` is code that would have to be run to get its records."""
+    return Problem(
+        f'"{path}" is a Python loading script, and burnish runs no code that comes with data.',
+        where,
+        remedy=f"Run it yourself, and save its records as {_types()}.",
+    )
+
+
+def _known(path: Path) -> Path:
+    if kind := odd_kind(path):
+        raise UserError(
+            Problem(f'"{path}" is {kind}, and not a file that can be read again.', remedy="Copy its records to a file.")
+        )
+    if path.suffix.lower() not in READERS:
+        raise UserError(unknown_type(path))
+    return path
+
+
+def _types() -> str:
+    return ", ".join(READERS)
+
+
+# --- other types ------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path) -> Iterator[Values]:
+    """Yield a record per line, in the column "text"; as in datasets' text loader, empty lines are records too."""
+    with path.open("rb") as file:
+        yield from (text_record(path, line) for _, line in byte_lines(file))
+
+
+def json_in_text(path: Path) -> str:
+    """A sentence where the lines of a text file are JSON, and so would be records under another name."""
+    if path.suffix.lower() != ".txt":
+        return ""
+    with path.open("rb") as file:
+        first = [line for line in islice(file, 10) if line.strip()][:3]
+    if not first or not all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
+        return ""
+    return f"{path}: its lines are JSON, and are read as mere text. Name it {path.stem}.jsonl for records."
+
+
+def _begins_records(line: bytes) -> bool:
+    """Return whether a line is an object, or begins a list of objects."""
+    if line.lstrip()[:1] == b"[":
+        return line.strip() == b"[" or line.lstrip()[1:].lstrip()[:1] == b"{"
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def text_record(path: Path, line: bytes) -> Values:
+    return {"text": decoded(path, line).rstrip("\r\n")}
+
+
+def read_csv(path: Path) -> Iterator[Values]:
+    """Yield a record per row under a header. Every value is text as written: "007" stays "007"."""
+    with path.open("rb") as file:
+        rows = csv_rows(path, file)
+        header = next(rows, None)
+        for row in rows:
+            assert header is not None
+            yield dict(zip(header.values, row.values, strict=True))
+
+
+class CsvRow(NamedTuple):
+    """One row, and its place: ``begin`` and ``end`` in bytes, the line on which it begins."""
+
+    line: int
+    begin: int
+    end: int
+    values: list[str]
+
+
+def csv_rows(path: Path, file: Iterable[bytes]) -> Iterator[CsvRow]:
+    """Yield the header and the rows under it, without blank ones; a quoted value may hold line ends.
+
+    Args:
+        file: the open file of ``path``.
+    """
+    csv.field_size_limit(_CSV_FIELD)  # the default, 128 KiB, is less than a long document; the setting is global
+    begin = end = num_columns = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal end
+        for offset, line in byte_lines(file):
+            end = offset + len(line)
+            yield decoded(path, line)
+
+    reader = csv.reader(texts(), strict=True)
+    while True:
+        line, begin = reader.line_num + 1, end
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise UserError(Problem(f"the CSV is broken: {error}.", where=f"{path}, line {line}")) from None
+        if row is None:
+            return
+        if row:
+            if not num_columns and (twice := next((name for name in row if name and row.count(name) > 1), "")):
+                raise UserError(Problem(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}"))
+            num_columns = num_columns or len(row)
+            if len(row) != num_columns:
+                raise UserError(_uneven(path, line, len(row), num_columns))
+            yield CsvRow(line, begin, end, row)
+
+
+def _csv_places(path: Path) -> Iterator[int]:
+    with path.open("rb") as file:
+        yield from (row.line for row in islice(csv_rows(path, file), 1, None))
+
+
+def _uneven(path: Path, line: int, num_values: int, num_columns: int) -> Problem:
+    return Problem(
+        f"the row has {count(num_values, 'value')}, and the header names {count(num_columns, 'column')}.",
+        where=f"{path}, line {line}",
+        remedy='A value that holds a comma or a line break must stand in quotes: "a, b".',
+    )
+
+
+def read_parquet(path: Path) -> Iterator[Values]:
+    """The rows of a Parquet file."""
+    import pyarrow.lib  # type: ignore[import-untyped, unused-ignore]
+    import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
+            batch.validate(full=True)
+            yield from batch.to_pylist()
+    except (pyarrow.lib.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(_not_of_type(path, "Parquet", error)) from None
+
+
+def read_arrow(path: Path) -> Iterator[Values]:
+    """The rows of an Arrow file."""
+    import pyarrow.lib
+
+    try:
+        for batch in arrow_batches(path):
+            batch.validate(full=True)  # offsets that lead out of the file would be followed
+            yield from batch.to_pylist()
+    except (pyarrow.lib.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(_not_of_type(path, "Arrow", error)) from None
+
+
+def arrow_batches(path: Path) -> Iterator[Any]:
+    """The batches of rows of an Arrow file, stream (as datasets writes it) or random access, mapped into memory."""
+    import pyarrow.ipc  # type: ignore[import-untyped, unused-ignore]
+    import pyarrow.lib
+
+    source = pyarrow.memory_map(str(path))  # held open by the batches
+    try:
+        yield from pyarrow.ipc.open_stream(source)
+    except pyarrow.lib.ArrowInvalid:
+        try:
+            file = pyarrow.ipc.open_file(source)
+        except pyarrow.lib.ArrowInvalid as error:
+            raise UserError(_not_of_type(path, "Arrow", error)) from None
+        yield from map(file.get_batch, range(file.num_record_batches))
+
+
+def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200].rstrip(".")
+    return Problem(f"the file is not whole {kind}: {first}.", where=str(path), remedy="Was it copied whole?")
+
+
+READERS: dict[str, Callable[[Path], Iterator[Values]]] = {
+    ".json": read_json, ".jsonl": read_json, ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
+    ".txt": read_text,
+}  # fmt: skip
+"""File type -> its reader."""
+
+_LOCATORS: dict[str, Callable[[Path], Iterator[int]]] = {
+    ".json": json_places,
+    ".jsonl": json_places,
+    ".csv": _csv_places,
+    ".txt": lambda path: (line for line, text in enumerate(text_lines(path), start=1) for _ in text.split("\r")),
+}

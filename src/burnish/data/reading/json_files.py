@@ -1,0 +1,280 @@
+"""JSON and JSON Lines -> records, and the line of each. Errors name the line or the byte of a file.
+
+In: a UTF-8 file; a byte order mark is accepted. Out: records in order, one at a time. These files are read here and not
+by a library, because the errors of libraries name no record and no line.
+
+Refuses: text that is not UTF-8, broken or incomplete JSON, a key given twice, records that are not objects, a list
+wrapped in an object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from burnish.core.conversion import GivenTwice, each_key_once
+from burnish.core.errors import Problem, UserError
+
+Values: TypeAlias = Mapping[str, Any]
+"""One record as read: column -> value."""
+
+BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_SHOWN = 5
+"""Number of broken lines that one error names; the others are counted."""
+_RECORD_KEYS = {"messages", "conversations", "conversation", "instruction", "prompt", "question", "text", "completion"}
+"""An object with one of these is a record, whatever lists it holds."""
+
+
+def read_json(path: Path) -> Iterator[Values]:
+    """Read a JSON list of records or JSON Lines, whichever the file holds; its name does not matter."""
+    if first_character(path) == "[":
+        yield from _json_list(path)
+    else:
+        yield from _json_lines(path)
+
+
+class UnreadableJson(json.JSONDecodeError):
+    """Raised for JSON that is complete and cannot be used; the position in the text is not known."""
+
+
+_ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
+
+
+def parsed_file(text: str) -> Any:
+    """Like ``parsed``, for the content of a file: UnreadableJson also where an object has a key twice."""
+    return parsed(text, _ONCE.decode)
+
+
+def parsed(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
+    """Parse JSON text.
+
+    Raises:
+        JSONDecodeError: if it is no JSON.
+        UnreadableJson: a number of more than 4300 digits, brackets within brackets a thousand deep.
+    """
+    try:
+        return decode(text)
+    except json.JSONDecodeError:
+        raise
+    except GivenTwice as error:
+        raise UnreadableJson(f"it {error}".rstrip("."), text, 0) from error
+    except ValueError as error:
+        raise UnreadableJson("a number has too many digits", text, 0) from error
+    except RecursionError as error:
+        raise UnreadableJson("brackets stand too deep within brackets", text, 0) from error
+
+
+def _json_list(path: Path) -> Iterator[Values]:
+    text = whole_text(path)
+    try:
+        records = parsed_file(text)
+    except json.JSONDecodeError as error:
+        is_placed = not isinstance(error, UnreadableJson)
+        raise UserError(
+            Problem(
+                f"the JSON is broken: {error.msg} (column {error.colno})."
+                if is_placed
+                else f"the JSON cannot be used: {error.msg}.",
+                where=f"{path}, line {error.lineno}" if is_placed else str(path),
+                why=f"{count(sum(1 for _ in _starts(text, _ONCE)), 'record')} before it can be read.",
+                remedy="The file ends too early; was it copied whole?" if error.pos >= len(text.rstrip()) else "",
+            )
+        ) from None
+    for number, record in enumerate(records, start=1):
+        yield record if isinstance(record, dict) else refuse(path, number, record)
+
+
+def _json_lines(path: Path) -> Iterator[Values]:
+    """Yield a record per line. An error names the broken lines of the whole file, not only the first."""
+    broken: list[Problem] = []
+    number = line = 0
+    is_cut = False  # whether the last line is the only one that is broken
+    for line, text in enumerate(text_lines(path), start=1):
+        if not text or text.isspace():
+            continue
+        number += 1
+        try:
+            record = parsed_file(text)
+        except json.JSONDecodeError as error:
+            if number == 1 and not isinstance(error, UnreadableJson):
+                _refuse_document(path)
+            is_cut = not broken and not isinstance(error, UnreadableJson)
+            broken.append(broken_line(path, line, text, error))
+            continue
+        is_cut = False
+        if not isinstance(record, dict):
+            refuse(path, number, record)
+        if number == 1 and (key := _wrapped(record)) and next(islice(json_places(path), 1, None), None) is None:
+            raise UserError(_unwrap(path, key, record[key]))
+        if not broken:
+            yield record
+    if broken:
+        raise UserError(_first_of(broken, is_cut))
+
+
+def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
+    where = f"{path}, line {line}"
+    if isinstance(error, UnreadableJson):
+        return Problem(f"the line cannot be used: {error.msg}.", where)
+    return Problem(
+        f"the line is not whole JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}", where
+    )
+
+
+def _first_of(broken: list[Problem], is_cut: bool) -> list[Problem]:
+    """The problems to show; the last one has the remedy."""
+    *before, last = broken[:_SHOWN]
+    remedy = "It is the last line; was the file copied whole?" if is_cut else "Each line must hold one JSON object."
+    more = f"{count(len(broken), 'line')} in all." if len(broken) > _SHOWN else ""
+    return [*before, Problem(last.what, last.where, why=more, remedy=remedy)]
+
+
+def _refuse_document(path: Path) -> None:
+    """Refuse a file that is one JSON document spread over several lines; its first line is not JSON."""
+    try:
+        document = parsed(whole_text(path))
+    except json.JSONDecodeError:
+        return
+    if isinstance(document, dict) and (key := _wrapped(document)):
+        raise UserError(_unwrap(path, key, document[key]))
+    raise UserError(
+        Problem(
+            f"expected a list of records. Received: {shortened(document, 100)}",
+            where=str(path),
+            remedy="Put the object into a list, [ ... ], or write each object on one line.",
+        )
+    )
+
+
+def _wrapped(record: Values) -> str | None:
+    """The key under which an object holds a list of records, as in {"data": [...]}."""
+    if _RECORD_KEYS & record.keys():
+        return None
+    lists = (key for key, value in record.items() if isinstance(value, list) and value)
+    return next((key for key in lists if all(isinstance(item, dict) for item in record[key])), None)
+
+
+def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
+    held = count(len(records), "record")
+    return Problem(
+        f'expected a list of records. Received: an object whose key "{key}" holds {held}.',
+        where=str(path),
+        remedy=f'Keep only the list under "{key}" in the file: jq ".{key}" old > new',
+    )
+
+
+def refuse(path: Path, number: int, record: Any) -> Values:
+    raise UserError(
+        Problem(
+            f"expected an object with named columns. Received: {shortened(record)}",
+            where=f"{path}, record {number}",
+            remedy='A record looks like {"instruction": "...", "output": "..."}.',
+        )
+    )
+
+
+def _starts(text: str, decoder: json.JSONDecoder) -> Iterator[int]:
+    """Yield the start of each complete element of a JSON list, up to one that ``decoder`` refuses."""
+    at = text.index("[") + 1
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return
+        yield at
+        at = end
+
+
+def json_places(path: Path) -> Iterator[int]:
+    if first_character(path) != "[":
+        yield from (line for line, text in enumerate(text_lines(path), start=1) if text.strip())
+        return
+    text, line, counted = whole_text(path), 1, 0
+    for start in _starts(text, json.JSONDecoder()):
+        line += text.count("\n", counted, start)
+        counted = start
+        yield line
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file without their ends. A byte order mark at its start is not part of the text."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            shown = raw.removeprefix(BOM) if number == 1 else raw
+            try:
+                yield shown.decode("utf-8").removesuffix("\n").removesuffix("\r")
+            except UnicodeDecodeError as error:
+                at = offset + len(raw) - len(shown) + error.start
+                raise UserError(_not_utf8(path, number, at, raw, error)) from None
+            offset += len(raw)
+
+
+def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDecodeError) -> Problem:
+    byte = error.object[error.start]
+    where = f"{path}, line {line}"
+    if line == 1 and raw.startswith(_UTF16):
+        remedy = "Convert it: iconv -f utf-16 -t utf-8 old > new"
+        return Problem("the file is UTF-16, and burnish reads UTF-8.", where, remedy=remedy)
+    return Problem(
+        f"the text is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
+        where,
+        why=f'In Latin-1 that byte is "{bytes([byte]).decode("latin-1")}".' if byte >= 0xA0 else "",
+        remedy="Convert the file: iconv -f latin1 -t utf-8 old > new",
+    )
+
+
+def whole_text(path: Path) -> str:
+    return decoded(path, path.read_bytes().removeprefix(BOM))
+
+
+def decoded(path: Path, raw: bytes) -> str:
+    """Decode a part of ``path``. Raises UserError, which names the line, where it is not UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        deque(text_lines(path), maxlen=0)  # finds the line, and raises
+        raise
+
+
+def byte_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, bytes) of each line with its end, which may also be a carriage return, as on old systems. A byte
+    order mark at the start is not part of the text."""
+    offset = 0
+    for raw in file:
+        for line in raw.splitlines(keepends=True):
+            text = line.removeprefix(BOM) if offset == 0 else line
+            yield offset + len(line) - len(text), text
+            offset += len(line)
+
+
+def first_character(path: Path) -> str:
+    """The first character of the file that is not white space."""
+    with path.open("rb") as file:
+        start = file.read(len(BOM)).removeprefix(BOM)
+        while chunk := start or file.read(4096):
+            if seen := chunk.lstrip():
+                return chr(seen[0])
+            start = b""
+    return ""
+
+
+def shortened(value: Any, length: int = 160) -> str:
+    """A value as an error shows it: as JSON if possible, and in at most ``length`` characters."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair could not be printed
+    return text if len(text) <= length else text[: length - 4] + " ..."
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

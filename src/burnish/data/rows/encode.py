@@ -1,0 +1,305 @@
+"""Examples -> rows, once: encoded in batches, cached on disk under a hash of everything that they depend on.
+
+In: examples, a function that encodes a batch of them, and everything else that the rows depend on (``fingerprint``).
+Out: ``Rows``. The tally of what was dropped or cut is kept with the rows, and read again with them.
+
+The cache is $BURNISH_CACHE or ~/.cache/burnish. An entry is a folder, written under another name and renamed when it is
+whole; of several processes that need the same rows one encodes, and the others wait for it. ``tokenized_path`` keeps
+such a folder at a place that the user chooses.
+
+Refuses rows from a ``tokenized_path`` that were made from other data or settings, and names the differences.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from errno import EACCES
+from hashlib import blake2b
+from multiprocessing import get_all_start_methods, get_context
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import burnish
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import Example, FlatRow, Row
+from burnish.core.work import work
+from burnish.data.options import DataOptions
+from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
+from burnish.data.sets.examples import content_hash
+from burnish.data.tally import Tally
+
+Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | FlatRow | None]]"
+"""A batch of examples -> a row for each, None where it gives none; reasons go into the tally."""
+
+BATCH_SIZE = 1000
+"""Examples encoded together if no option says otherwise: enough for all threads of a tokenizer."""
+_STARTED = time.time()
+IN_CACHE = "Set the environment variable BURNISH_CACHE to a folder that can be written."
+
+
+def prepare(
+    examples: Sequence[Example], encode: Encode, tally: Tally, *, fingerprint: str | Mapping[str, Any],
+    options: DataOptions | None = None, name: str = "train", data: str | None = None,
+) -> Rows:  # fmt: skip
+    """The rows of ``examples``: from the cache if they were encoded before, else encoded and cached.
+
+    Args:
+        fingerprint: everything that the rows depend on apart from the examples: template, tokenizer, options. With a
+            mapping, an error can name the differences where rows of a ``tokenized_path`` are refused.
+        options: ``DataOptions``; None keeps the rows in memory.
+        name: the name of the set, for its folder in ``tokenized_path``.
+        data: the ``content_hash`` of the examples, where it is known.
+
+    Raises:
+        UserError: if ``tokenized_path`` holds rows that were made otherwise.
+    """
+    if options is None:
+        writer = RowWriter()
+        _encode_all(examples, encode, tally, writer, BATCH_SIZE, 1)
+        return writer.in_memory()
+    made_from = _made_from(data or content_hash(examples), fingerprint)
+    folder = _folder(options, name, made_from, examples)
+    with _alone(folder, "Name another tokenized_path." if options.tokenized_path else IN_CACHE):
+        if _is_stale(folder, options):
+            _make(folder, examples, encode, made_from, options)
+        _refuse_others(folder, made_from, options, has_data=bool(examples))
+        tally.merge(Tally.from_json(read_manifest(folder)["tally"]))
+        return open_rows(folder)
+
+
+def _make(
+    folder: Path, examples: Sequence[Example], encode: Encode, made_from: Mapping[str, Any], options: DataOptions
+) -> None:
+    """Encode into a temporary folder, and rename it to ``folder`` when it is whole."""
+    tally = Tally()
+    size, workers = options.preprocessing_batch_size, _num_workers(options, len(examples))
+    with replacing(folder) as partial:
+        writer = RowWriter(partial)
+        _encode_all(examples, encode, tally, writer, size, workers)
+        writer.close(made_from=made_from, tally=tally.to_json())
+
+
+# --- fingerprints of rows, and folders --------------------------------------------------------------------------------
+
+
+def cache_home() -> Path:
+    """The folder of the cache; everything in it can be made again."""
+    return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
+
+
+def place_ahead(examples: Sequence[Example], fingerprint: Mapping[str, Any], options: DataOptions) -> Path:
+    """The folder of rows that are encoded while the loop runs; with ``overwrite_cache`` an old one is emptied."""
+    key = blake2b(
+        json.dumps(_made_from(content_hash(examples), fingerprint), sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
+    folder = cache_home() / "ahead" / key
+    if options.overwrite_cache:
+        with _alone(folder):
+            _remove_segments(folder)
+    return folder
+
+
+def _remove_segments(folder: Path) -> None:
+    """Remove old segments. Of several processes the first does it; segments younger than this process are kept, because
+    another of them wrote those."""
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    for segment in folder.glob("segment-*"):
+        if is_alone or segment.stat().st_mtime < _STARTED:
+            shutil.rmtree(segment)
+
+
+def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
+    settings = {"settings": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
+    made_from = {"burnish": burnish.__version__, "data": data, **settings}
+    return dict(json.loads(json.dumps(made_from, default=str)))  # as it will be read back, to be compared with that
+
+
+def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], examples: Sequence[Example]) -> Path:
+    if options.tokenized_path is None:
+        # Files and record numbers too, because the tally names them.
+        places = "\n".join(f"{example.source}:{example.number}" for example in examples)
+        key = blake2b(json.dumps([made_from, places], sort_keys=True).encode(), digest_size=16).hexdigest()
+        return cache_home() / "rows" / key
+    root = Path(options.tokenized_path)
+    if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
+        raise UserError(
+            Problem(
+                f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".',
+                remedy="Name another folder; the rows are encoded once and kept there.",
+            )
+        )
+    return root / (name or "eval").replace("/", "_")
+
+
+def _is_stale(folder: Path, options: DataOptions) -> bool:
+    """Return whether the rows must be encoded: there are none, or they are to be overwritten.
+
+    Of several processes one overwrites; rows that are younger than this process were written by another of them.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file() or (options.tokenized_path is None and not is_whole(folder)):
+        return True
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    return bool(options.overwrite_cache and (is_alone or manifest.stat().st_mtime < _STARTED))
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        read_manifest(folder, contents=True)
+    except UserError:
+        return False
+    return True
+
+
+def _refuse_others(folder: Path, made_from: Mapping[str, Any], options: DataOptions, has_data: bool) -> None:
+    """Refuse rows of a ``tokenized_path`` that were made from something else; in a run that names no data, from other
+    settings."""
+    if options.tokenized_path is None:
+        return
+    before = read_manifest(folder, contents=True)["made_from"]
+    keys = dict.fromkeys([*before, *made_from])
+    changed = [key for key in keys if before.get(key) != made_from.get(key) and (has_data or key != "data")]
+    if changed:
+        differences = "; ".join(_difference(key, before.get(key), made_from.get(key)) for key in changed)
+        raise UserError(
+            Problem(
+                f"the encoded rows were made otherwise: {differences}.",
+                where=f"tokenized_path {folder}",
+                remedy="Set overwrite_cache: true to encode again, or name another tokenized_path.",
+            )
+        )
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    values = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
+    if max(map(len, values)) > 60 or any(isinstance(v, str) and len(v) >= 32 for v in (before, now)):
+        return f"{key} differs"
+    return f"{key} was {values[0]}, is {values[1]}"
+
+
+@contextmanager
+def _alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
+    """Lock the place of a folder; other processes wait. The lock ends with the process, however that ends."""
+    begin_place(folder.parent, remedy)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def begin_place(folder: Path, remedy: str = IN_CACHE) -> None:
+    """Make a folder for rows. Raises UserError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+    except OSError as error:
+        raise UserError(
+            Problem(
+                f'encoded rows cannot be kept in "{folder}": {error.strerror}.',
+                remedy=remedy,
+            )
+        ) from error
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that replaces ``folder`` if the ``with`` block succeeds, and is removed if it fails."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed: the lock keeps others out
+    partial.mkdir()
+    try:
+        yield partial
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------
+
+
+def _encode_all(
+    examples: Sequence[Example], encode: Encode, tally: Tally, writer: RowWriter, batch_size: int, num_workers: int
+) -> None:
+    starts = range(0, len(examples), batch_size)
+    with work("Encoding", len(examples), "records") as advance:
+        for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
+            tally.merge(counted)
+            for origin, row in enumerate(rows, start=start):
+                if row is not None:
+                    writer.add(origin, row)
+            advance(len(rows))
+
+
+_job: tuple[Sequence[Example], Encode, int] | None = None
+"""Job of the encoding processes: examples, encode, batch size. They inherit it by fork, so it is sent only once."""
+
+
+def _batches(
+    examples: Sequence[Example], encode: Encode, starts: range, num_workers: int
+) -> Iterator[tuple[Sequence[Row | FlatRow | None], Tally]]:
+    """Yield rows and tally of each batch, in order."""
+    global _job
+    _job = (examples, encode, starts.step)
+    try:
+        if num_workers <= 1:
+            yield from (_taken(_encode_batch(start)) for start in starts)
+            return
+        with without_tokenizer_threads(), ProcessPoolExecutor(num_workers, get_context("fork")) as pool:
+            yield from map(_taken, pool.map(_encode_batch, starts))
+    finally:
+        _job = None
+
+
+def _encode_batch(start: int) -> tuple[Sequence[Row | FlatRow | None], Tally] | tuple[Problem, ...]:
+    """Encode one batch, or return its problems: an exception would lose them on its way between processes."""
+    assert _job is not None
+    examples, encode, size = _job
+    counted = Tally()
+    try:
+        return encode(examples[start : start + size], counted), counted
+    except UserError as error:
+        return error.problems
+
+
+def _taken(
+    result: tuple[Sequence[Row | FlatRow | None], Tally] | tuple[Problem, ...],
+) -> tuple[Sequence[Row | FlatRow | None], Tally]:
+    if isinstance(result[0], Problem):
+        raise UserError(problem for problem in result if isinstance(problem, Problem))
+    rows, counted = result
+    assert isinstance(counted, Tally)
+    return rows, counted
+
+
+def _num_workers(options: DataOptions, num_examples: int) -> int:
+    """The number of encoding processes: as the options say, but not more than cores or batches; 1 without fork."""
+    if "fork" not in get_all_start_methods():
+        return 1
+    batch_size: int = options.preprocessing_batch_size
+    num_batches = -(-num_examples // batch_size)
+    wanted: int = options.preprocessing_num_workers or 1
+    return max(1, min(wanted, os.cpu_count() or 1, num_batches))
+
+
+@contextmanager
+def without_tokenizer_threads() -> Iterator[None]:
+    """Switch the tokenizer's threads off in the ``with`` block: processes run in parallel, and threads do not survive
+    a fork."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before

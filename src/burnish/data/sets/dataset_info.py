@@ -1,0 +1,260 @@
+"""``dataset_info.json``, or a bare path -> place and description of the records of each named data set.
+
+In: the names a user gave, and the folder (or mapping, or hub repository) that describes them. Out: a ``DataSource``
+each. The keys are LLaMA-Factory's (data/README.md there). One difference: a tag that "tags" does not name keeps its
+usual name, where LLaMA-Factory leaves that role without one and drops the rows that use it.
+
+Refuses, all at once: a broken file with line and column, a name or a key given twice, names that are not there with the
+nearest that are, misspelled keys, files outside the folder, loading scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.hubs import uses_modelscope
+from burnish.data.reading.files import READERS, loading_script, missing_file
+from burnish.data.reading.json_files import UnreadableJson, parsed_file, shortened, whole_text
+from burnish.data.sets.layouts import MEDIA, PREFERENCE
+from burnish.data.sets.turns import SHAREGPT_TAGS
+
+INFO_NAME = "dataset_info.json"
+ONLINE, REMOTE = "ONLINE", "REMOTE:"
+
+Kind: TypeAlias = Literal["file", "hf_hub", "ms_hub", "cloud", "records"]
+Info: TypeAlias = Mapping[str, Any]
+
+_PLACES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "records")
+_KEYS = {*_PLACES, "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags", "file_sha1"}
+_TEXTS = (*_PLACES[:-1], "formatting", "subset", "split", "folder")
+_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text", *MEDIA[:3], *PREFERENCE)
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One data set: the place of its records, and their description.
+
+    Args:
+        name: as the user gave it.
+        kind: the kind of ``location``.
+        location: a path, a hub id, an address, or the records themselves.
+        where: its name in errors: the entry, or the path.
+        formatting, columns, tags: the layout as described; None where nothing is given.
+        ranking: whether the description says that it holds pairs of answers.
+        is_described: it has an entry in a ``dataset_info.json``; missing keys have LLaMA-Factory's defaults.
+    """
+
+    name: str
+    kind: Kind
+    location: Any
+    where: str
+    formatting: str | None = None
+    columns: Mapping[str, str] | None = None
+    tags: Mapping[str, str] | None = None
+    ranking: bool = False
+    subset: str | None = None
+    split: str = "train"
+    folder: str | None = None
+    num_samples: int | None = None
+    is_described: bool = False
+
+
+def find_sources(
+    names: Sequence[str], dataset_dir: str | Info, fetch: Callable[[str], Path], bare: Mapping[str, Any], asked: str
+) -> list[DataSource]:
+    """The data sets of these names.
+
+    Args:
+        asked: the option that names them, for errors.
+        dataset_dir: a folder, ONLINE (names are hub ids), REMOTE:repo (a hub repository with a dataset_info.json), or
+            the content of such a file.
+        fetch: the dataset_info.json of a hub repository -> a local file.
+        bare: formatting, columns and tags of data sets that no entry describes.
+
+    Raises:
+        UserError: with every name that cannot be found and every entry that is wrong.
+    """
+    if dataset_dir == ONLINE:
+        kind: Kind = "ms_hub" if uses_modelscope() else "hf_hub"
+        return [DataSource(name, kind, name, f'data set "{name}"', **bare) for name in names]
+    info, where, folder = _read_info(dataset_dir, fetch)
+    sources: list[DataSource] = []
+    problems: list[Problem] = []
+    for name in names:
+        try:
+            if info is not None and name in info:
+                sources.append(_described(name, info[name], where, folder))
+            else:
+                sources.append(_bare(name, folder, info, where, bare, asked))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return sources
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _read_info(dataset_dir: str | Info, fetch: Callable[[str], Path]) -> tuple[Info | None, str, Path | None]:
+    """(entries or None, how an error names them, the folder that their files are in or None)."""
+    if isinstance(dataset_dir, Mapping):
+        return dataset_dir, "dataset_dir", None
+    if dataset_dir.startswith(REMOTE):
+        path = fetch(dataset_dir.removeprefix(REMOTE))
+        return _parsed(path), f"{dataset_dir}/{INFO_NAME}", path.parent
+    path = Path(dataset_dir) / INFO_NAME
+    return (_parsed(path) if path.is_file() else None), str(path), Path(dataset_dir)
+
+
+def _parsed(path: Path) -> Info:
+    try:
+        info = parsed_file(whole_text(path))
+    except UnreadableJson as error:
+        raise UserError(Problem(f"the JSON cannot be used: {error.msg}.", where=str(path))) from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            Problem(f"the JSON is broken: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}")
+        ) from None
+    if not isinstance(info, dict):
+        what = f"expected an object with an entry per data set. Received: {shortened(info)}"
+        raise UserError(Problem(what, where=str(path)))
+    return info
+
+
+# --- an entry ---------------------------------------------------------------------------------------------------------
+
+
+def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> DataSource:
+    where = f'{info_where}, "{name}"'
+    if not isinstance(entry, Mapping):
+        raise UserError(Problem(f"an entry must be an object. Received: {entry!r}.", where))
+    if problems := list(_entry_problems(entry, where)):
+        raise UserError(problems)
+    kind, location = _place(entry, where, folder)
+    described = {
+        key: entry[key]
+        for key in ("subset", "folder", "num_samples", "formatting", "columns", "tags", "ranking")
+        if key in entry
+    }
+    return DataSource(name, kind, location, where, split=entry.get("split") or "train", is_described=True, **described)
+
+
+def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
+    for key in map(str, entry):
+        if key not in _KEYS:
+            yield Problem(
+                f'unknown key "{key}".{did_you_mean(key, _KEYS)}', where, remedy=f"Known: {', '.join(sorted(_KEYS))}."
+            )
+    for key, known in (("columns", _COLUMNS), ("tags", tuple(SHAREGPT_TAGS))):
+        given = entry.get(key)
+        if given is not None and not isinstance(given, Mapping):
+            yield Problem(f'"{key}" must be an object. Received: {given!r}.', where)
+            continue
+        for part, word in (given or {}).items():
+            if word is not None and not isinstance(word, str):
+                yield Problem(f'"{part}" in "{key}" must be text. Received: {word!r}.', where)
+            if part not in known:
+                yield Problem(
+                    f'unknown part "{part}" in "{key}".{did_you_mean(part, known)}',
+                    where,
+                    remedy=f"Known: {', '.join(known)}.",
+                )
+    number = entry.get("num_samples")
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        yield Problem(f'"num_samples" must be a whole number of at least 1. Received: {number!r}.', where)
+    for key in _TEXTS:
+        value = entry.get(key)
+        if (value == "" and key in _PLACES) or not isinstance(value, str | os.PathLike | None):
+            yield Problem(f'"{key}" must be text. Received: {value!r}.', where)
+    if not isinstance(entry.get("ranking", False), bool):
+        yield Problem(f'"ranking" must be true or false. Received: {entry["ranking"]!r}.', where)
+
+
+def _place(entry: Info, where: str, folder: Path | None) -> tuple[Kind, Any]:
+    """The place of the records; where an entry gives several, the one that LLaMA-Factory takes."""
+    given = {key: entry[key] for key in _PLACES if entry.get(key) is not None}
+    if "ms_hub_url" in given and (uses_modelscope() or "hf_hub_url" not in given):
+        return "ms_hub", given["ms_hub_url"]
+    if "hf_hub_url" in given:
+        return "hf_hub", given["hf_hub_url"]
+    if "script_url" in given:
+        raise UserError(loading_script(given["script_url"], where))
+    if "cloud_file_name" in given:
+        return "cloud", given["cloud_file_name"]
+    if "records" in given and folder is None:
+        return "records", given["records"]
+    if "file_name" in given:
+        return "file", _inside(folder, given["file_name"], where)
+    raise UserError(
+        Problem(
+            f"the entry says nowhere where its records are. Found: {', '.join(entry) or 'nothing'}.",
+            where,
+            remedy='Give "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".',
+        )
+    )
+
+
+def _inside(folder: Path | None, file_name: str, where: str) -> Path:
+    """The file of an entry. It must be in the folder, so that a description that came with data opens no other file."""
+    if folder is None:
+        path = Path(file_name)
+    else:
+        path = Path(os.path.normpath(folder / file_name))
+        if not path.is_relative_to(os.path.normpath(folder)):
+            raise UserError(
+                Problem(
+                    f'"file_name" must stay inside "{folder}". Received: {file_name}',
+                    where,
+                    remedy="Move or link the file into that folder, or give its path as the data set: dataset: <path>",
+                )
+            )
+    if not path.exists():
+        raise UserError(missing_file(path, where))
+    return path
+
+
+# --- a bare path ------------------------------------------------------------------------------------------------------
+
+
+def _bare(
+    name: str, folder: Path | None, info: Info | None, where: str, bare: Mapping[str, Any], asked: str
+) -> DataSource:  # fmt: skip
+    """A name without an entry: a file or folder, as seen from here or from ``dataset_dir``."""
+    for path in (Path(name), *([folder / name] if folder is not None else [])):
+        if path.exists():
+            return DataSource(name, "file", path, str(path), **bare)
+    if Path(name).suffix.lower() in READERS:
+        missing = missing_file(Path(name))
+        raise UserError(replace(missing, what=f'"{asked}": {missing.what}'))
+    raise UserError(_undefined(name, folder, info, where, asked))
+
+
+def _undefined(name: str, folder: Path | None, info: Info | None, where: str, asked: str) -> Problem:
+    hub = " For a data set of a hub, set dataset_dir: ONLINE." if "/" in name else ""
+    names = list(info or ())
+    files = (
+        [f.name for f in sorted(folder.iterdir()) if f.suffix.lower() in READERS] if folder and folder.is_dir() else []
+    )
+    candidates = [*names, *(f for f in files if f != INFO_NAME)]
+    guess = did_you_mean(name, candidates, limit=3) or did_you_mean(name, [Path(c).stem for c in candidates])
+    if info is not None:
+        known = f"Defined there: {_some(names)}." if names else "It defines no data set."
+        what = f'"{asked}": "{name}" is not defined in {where}, and is no file or folder.{guess}'
+        return Problem(what, remedy=known + hub)
+    if folder is not None and not folder.is_dir():
+        what = f'the folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is no file or folder.'
+        return Problem(what, remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or give a path as dataset.{hub}")
+    there = f"In that folder: {_some(files)}." if files else ""
+    what = f'"{asked}": "{name}" is no file or folder, and {where} does not exist.{guess}'
+    return Problem(what, remedy=there + hub)
+
+
+def _some(names: Sequence[str], limit: int = 12) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

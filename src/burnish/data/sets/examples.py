@@ -1,0 +1,224 @@
+"""The examples of a run: a hash of their content, a check for answers, and sets that are too large for memory.
+
+In: records and their layout. Out: examples. ``LazyExamples`` makes an example when it is used, so faults of its record
+are found then; the error sentences are those of a set that is read as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
+
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import Example
+from burnish.data.reading.json_files import Values
+from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
+from burnish.data.sets.records import Layout
+from burnish.data.tally import Tally
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+Located: TypeAlias = tuple[Values, str, int]
+"""A record, its source as an error names it, and its number in it from 1."""
+
+EMPTY = "dropped: all its answers are empty"
+EMPTY_KEPT = "kept: an answer in it is empty"
+MARKS = ("<image>", "<video>", "<audio>")
+MARKED = "kept: {mark} in it is a word like others, since burnish shows models no pictures, films or sounds"
+
+
+def content_hash(examples: Sequence[Example]) -> str:
+    """A hash of the content of the examples, in their order; their file names do not count."""
+    if isinstance(examples, LazyExamples):
+        return examples.content_hash
+    hashed = blake2b(digest_size=16)
+    for example in examples:
+        parts = [example.system, example.tools, example.text, example.prompt, example.completion]
+        for turn in example.messages:
+            parts += (turn.role, turn.content, str(turn.train), str(turn.weight))
+        if example.chosen is not None or example.tag is not None:
+            parts += [repr((example.chosen, example.rejected, example.tag, example.other, example.margin))]
+        if example.extra:
+            parts.append(json.dumps(example.extra, sort_keys=True, default=str))
+        # Each part has its length before it, so that "ab" + "c" and "a" + "bc" hash differently.
+        sized = ["-" if part is None else f"{len(part)}:{part}" for part in (str(len(parts)), *parts)]
+        hashed.update("".join(sized).encode(errors="surrogatepass"))
+    return hashed.hexdigest()
+
+
+# --- sets that are not held in memory ---------------------------------------------------------------------------------
+
+
+class Table(Protocol):
+    """Random access to records: a ``RecordIndex``, or a table of the datasets library."""
+
+    path: Path  # as an error names it
+    content_hash: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Values: ...
+
+
+@dataclass(frozen=True)
+class IndexedSet:
+    """One data set whose records stay in their files.
+
+    Args:
+        chosen: the records that belong to it, numbered across all files.
+        layout: how they are read.
+    """
+
+    files: Sequence[Table]
+    chosen: Sequence[int]
+    layout: Layout
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def located(self, index: int) -> Located:
+        """The record of an example, its file, and its number in it."""
+        number = self.chosen[index]
+        for file in self.files:
+            if number < len(file):
+                return file[number], str(file.path), number + 1
+            number -= len(file)
+        raise IndexError(index)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of the files' bytes, of the layout, and of the choice of records."""
+        layout = self.layout
+        known = [sorted(layout.columns.items()), sorted(layout.tags.items()), layout.format]
+        hashed = blake2b(json.dumps([[f.content_hash for f in self.files], known]).encode(), digest_size=16)
+        hashed.update(repr(self.chosen).encode())
+        return hashed.hexdigest()
+
+
+AnySet: TypeAlias = "Sequence[Example] | IndexedSet"
+
+
+class LazyExamples(Sequence[Example]):
+    """Examples of several sets in an order, each made when it is used.
+
+    Args:
+        sets: where they are.
+        order: (N, 2) set, and row in the set, of each example.
+        on_bad_record, on_empty_target: treatment of records that break their format, or whose answers are all empty.
+    """
+
+    def __init__(
+        self, sets: Sequence[AnySet], order: ndarray[Any, Any], on_bad_record: str = "raise",
+        on_empty_target: str = "drop",
+    ) -> None:  # fmt: skip
+        self.sets, self.order = sets, order
+        self.on_bad_record, self.on_empty_target = on_bad_record, on_empty_target
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def take(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+        """Make these examples, None where a record gives none; dropped records are counted.
+
+        Raises:
+            UserError: with all records among these that break their format or have no answer, where that is not
+                allowed.
+        """
+        bad: Bad = []
+        found = [self._example(index, tally, bad) for index in indices]
+        if bad and self.on_bad_record != "drop":
+            raise UserError(bad_records(bad, are_all=False))
+        return with_answers(found, self.on_empty_target, tally)
+
+    def _example(self, index: int, tally: Tally, bad: Bad) -> Example | None:
+        which, row = self.order[index]
+        found: AnySet = self.sets[int(which)]
+        if not isinstance(found, IndexedSet):
+            return found[int(row)]
+        return next(converted([found.located(int(row))], found.layout, tally, self.on_bad_record, bad))
+
+    def held(self, tally: Tally) -> list[Example]:
+        """Make all examples, in memory, without those that a record does not give."""
+        return [example for example in self.take(range(len(self)), tally) if example is not None]
+
+    def chosen(self, indices: Sequence[int]) -> LazyExamples:
+        """The examples at ``indices``, in that order."""
+        return LazyExamples(self.sets, self.order[indices], self.on_bad_record, self.on_empty_target)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        """Make one example, or those of a slice. Raises IndexError for a single record that gives none."""
+        if isinstance(index, slice):
+            some = self.take(range(*index.indices(len(self))), Tally())
+            return [example for example in some if example is not None]
+        example = self.take([range(len(self))[index]], Tally())[0]
+        if example is None:
+            raise IndexError(f"example {index} gives nothing to learn")
+        return example
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Changes with the content of the files, how it is read, and the order."""
+        known = [s.content_hash if isinstance(s, IndexedSet) else content_hash(s) for s in self.sets]
+        known += [self.on_bad_record, self.on_empty_target]
+        return blake2b(json.dumps(known).encode() + self.order.tobytes(), digest_size=16).hexdigest()
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally: Tally) -> list[Example | None]:
+    """The examples, None in place of those that have nothing to learn. Examples without any answer are counted later,
+    by the template.
+
+    Raises:
+        UserError: for those that have nothing to learn, under "raise".
+    """
+    kept: list[Example | None] = []
+    empty: list[Example] = []
+    for example in examples:
+        answers = _answers(example) if example is not None else []
+        is_empty = bool(answers) and on_empty_target != "keep" and not any(answer.strip() for answer in answers)
+        if example is not None and is_empty:
+            tally.add(EMPTY, example)
+            empty.append(example)
+        elif example is not None:
+            if not all(answer.strip() for answer in answers):
+                tally.add(EMPTY_KEPT, example)
+            for mark in _marks_in(example):
+                tally.add(MARKED.format(mark=mark), example)
+        kept.append(None if is_empty else example)
+    if empty and on_empty_target == "raise":
+        raise UserError(empty_problem(empty, are_all=len(empty) == len(examples)))
+    return kept
+
+
+def _marks_in(example: Example) -> list[str]:
+    """The marks of images, videos and sounds in a conversation."""
+    return [mark for mark in MARKS if any(mark in turn.content for turn in example.messages)]
+
+
+def _answers(example: Example) -> list[str]:
+    if example.chosen is not None:
+        return []  # a pair with an empty answer is a bad record
+    if example.completion is not None:
+        return [example.completion]
+    return [turn.content for turn in example.messages if turn.role in ("assistant", "function")]
+
+
+def empty_problem(empty: Sequence[Example], are_all: bool) -> Problem:
+    """The problem that the answers of ``empty`` are all empty."""
+    others = same_in([example.number for example in empty[1:]])
+    what = "the assistant turn is empty, so nothing would be learned from it."
+    remedy = "Fill in the answers, or set on_empty_target: drop."
+    if are_all:
+        remedy = "Every record is like that: is it the right column that is read as the answer?"
+    return Problem(f"{what} {others}".strip(), where=place(empty[0].source, empty[0].number), remedy=remedy)

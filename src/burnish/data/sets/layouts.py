@@ -1,0 +1,316 @@
+"""The layout of a data set: as described with LLaMA-Factory's keys, or recognised from its first records.
+
+In: format, columns and tags as given, and the first records. Out: a ``Layout``, checked against those records, so that
+a name which does not fit is one problem and not one per record. Refused: columns that are not there, records that fit
+no format or several, preferences where single answers are learned and the other way round, and media.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.data.reading.json_files import Values
+from burnish.data.sets.formats import FORMATS
+from burnish.data.sets.preferences import Kind, verdict_words
+from burnish.data.sets.records import Layout, listed
+
+if TYPE_CHECKING:
+    from burnish.data.sets.dataset_info import DataSource
+
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
+_PAIR = ("chosen", "rejected")
+_VERDICTS = ("kto_tag", "label")
+_KINDS: Mapping[str, Kind] = {"rm": "pairs", "dpo": "pairs", "kto": "verdicts"}
+
+
+def kind_of(stage: str) -> Kind:
+    """The kind of records that a stage learns from."""
+    return _KINDS.get(stage, "answers")
+
+
+def layout_of(source: DataSource, records: Sequence[Values], where: str, stage: str = "sft") -> Layout:
+    """The layout for the records of a data set, from its description and its first records.
+
+    Where an entry of ``dataset_info.json`` names no columns, LLaMA-Factory's names are taken, and nothing else is read;
+    such an entry is also refused if there is a column of images or other media. Without a description the format is
+    recognised, and optional columns are read if they are there.
+
+    Args:
+        stage: what is learned from the records: single answers, pairs of them, or verdicts on one.
+    Raises:
+        UserError: where the records do not fit.
+    """
+    if kind_of(stage) != "answers":
+        return _preferred(source, records, where, stage)
+    preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
+    if preferred:
+        raise UserError(preference_problem(source.name, preferred, stage))
+    is_default = source.is_described and (source.formatting is not None or _has_required("alpaca", records))
+    if source.columns is not None or is_default:
+        layout = named_layout(source.formatting or "alpaca", source.columns, source.tags)
+        if source.columns is None:
+            layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
+        _check(layout, records, where, is_given=source.columns is not None)
+        return layout
+    return _recognised(records, where, source)
+
+
+def named_layout(
+    name: str, columns: Mapping[str, str | None] | None = None, tags: Mapping[str, str | None] | None = None
+) -> Layout:
+    """The layout of the format ``name``. Where ``columns`` are given, a part that they do not name has no column."""
+    traits = FORMATS.get(name).traits
+    given = {part: column for part, column in (traits["columns"] if columns is None else columns).items() if column}
+    spoken = {tag: word for tag, word in (tags or {}).items() if word}
+    parts = {part: column for part, column in given.items() if part not in MEDIA}
+    media = tuple(column for part, column in given.items() if part in MEDIA)
+    required = frozenset(parts.keys() - traits.get("optional", {}).keys())
+    return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media)
+
+
+def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool) -> None:
+    """Hold a layout against the first records of its data set.
+
+    Args:
+        is_given: the columns were named by the user: then even an optional one must be in some record.
+
+    Raises:
+        UserError: with the columns that were found and those that were expected.
+    """
+    found = _columns_of(records)
+    first = next(iter(FORMATS.get(layout.format).traits["columns"]))
+    if first not in layout.columns:
+        raise UserError(
+            Problem(
+                f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.',
+                where=where,
+            )
+        )
+    missing = [column for part, column in layout.columns.items() if part in layout.required and column not in found]
+    if missing:
+        raise UserError(missing_columns(layout, missing, records, where))
+    if is_given:
+        layout.awaited.update(layout.columns.values())
+    _note_unused(layout, found)
+
+
+def _columns_of(records: Iterable[Values]) -> list[str]:
+    return list(dict.fromkeys(column for values in records for column in values))
+
+
+def _note_unused(layout: Layout, found: Iterable[str]) -> None:
+    """Note a column that the format would read under this name, and that the data set does not name."""
+    known = {**FORMATS.get(layout.format).traits.get("optional", {}), **{column: column for column in MEDIA}}
+    for part, column in known.items():
+        if column in found and part not in layout.columns and column not in layout.media:
+            layout.notes[f'the column "{column}" is not used: "columns" has no "{part}"'] = None
+
+
+def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Values], where: str) -> Problem:
+    """The problem that the columns of the records are not those of the layout."""
+    found = _columns_of(records)
+    guesses = "".join(did_you_mean(column, found) for column in islice(missing, 1))
+    proposal = proposed_columns(found) if layout.format == "alpaca" else {}
+    others = [name for name in FORMATS.names() if name != layout.format and _has_required(name, records)]
+    remedy = f'Name them: "columns": {json.dumps(proposal)}' if proposal else ""
+    if others:
+        remedy = f'They look like the format {others[0]}: "formatting": "{others[0]}".'
+    return Problem(
+        f"the records have no column {_quoted(missing)}. Found: {listed(found)}.{guesses}",
+        where=where,
+        why=f"Expected for the format {layout.format}: {listed(layout.columns.values())}.",
+        remedy=remedy,
+    )
+
+
+def _has_required(name: str, records: Sequence[Values]) -> bool:
+    """Return whether the required columns of a format, under their usual names, are in the first records."""
+    layout = named_layout(name)
+    return all(any(layout.columns[part] in values for values in records) for part in layout.required)
+
+
+def _recognised(records: Sequence[Values], where: str, source: DataSource) -> Layout:
+    """Recognise the layout from the first record of a known shape; only of the source's format, if it names one."""
+    for values in records:
+        known = (member for member in FORMATS if not member.traits.get("holds_pairs"))
+        claims = {member.name: columns for member in known if (columns := _claim(member.traits, values))}
+        if source.formatting is not None:
+            claims = {name: columns for name, columns in claims.items() if name == source.formatting}
+        elif claims and is_preference(values):
+            raise UserError(preference_problem(source.name, values, "sft", next(iter(claims))))
+        if len(claims) > 1:
+            claims.pop("text", None)  # beside other columns, "text" holds the same content again, rendered
+        if len(claims) > 1:
+            raise UserError(_ambiguous(where, values, claims))
+        for name, columns in claims.items():
+            return _with_optional(name, columns, source.tags, records)
+    if source.formatting is not None:
+        layout = named_layout(source.formatting, None, source.tags)
+        _check(layout, records, where, is_given=False)
+        return layout
+    preference = next(filter(is_preference, records), None)
+    if preference:
+        raise UserError(preference_problem(source.name, preference, "sft"))
+    raise UserError(_unknown(where, records, source.is_described))
+
+
+def _claim(traits: Mapping[str, Any], values: Values) -> Mapping[str, str] | None:
+    if "finds" in traits:
+        found: Mapping[str, str] | None = traits["finds"](values)
+        return found
+    optional = traits.get("optional", {})
+    needed = {part: column for part, column in traits["columns"].items() if part not in optional}
+    return needed if all(column in values for column in needed.values()) else None
+
+
+def _with_optional(
+    name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values]
+) -> Layout:
+    """The layout with all optional columns, which any record may have, and a note of what was recognised."""
+    traits, found = FORMATS.get(name).traits, _columns_of(records)
+    optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
+    layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)
+    unused = [column for column in found if column not in (*layout.columns.values(), *layout.media)]
+    rest = f"; not used: {listed(unused)}" if unused else ""
+    read = [column for column in layout.columns.values() if column in found]
+    layout.notes[f"read as {name} ({listed(read)}){rest}"] = None
+    return layout
+
+
+def is_preference(values: Values) -> bool:
+    """Return whether a record holds two answers to choose from, or a verdict on one."""
+    return set(_PAIR) <= values.keys() or any(isinstance(values.get(column), bool) for column in _VERDICTS)
+
+
+def preference_problem(name: str, columns: Iterable[str], stage: str, readable_as: str = "") -> Problem:
+    """Args: readable_as: the format in which the conversations can be learned as they are."""
+    found = listed(columns)
+    if "chosen" not in found and "rejected" not in found and "ranking" not in found:
+        what, remedy = "verdicts", "To learn all answers leave its tag out; to learn from the verdicts, stage: kto."
+    else:
+        what = "pairs"
+        remedy = (
+            f"To learn the chosen answers set stage: {stage} and columns: {{response: chosen}}; to compare, stage: dpo."
+        )
+    if readable_as:
+        remedy += f" To learn its conversations as they are, set formatting: {readable_as}."
+    return Problem(f"dataset {name} holds {what} ({found}).", remedy=remedy)
+
+
+# --- preferences ------------------------------------------------------------------------------------------------------
+
+
+def _preferred(source: DataSource, records: Sequence[Values], where: str, stage: str) -> Layout:
+    """The layout of a set whose records hold two answers, or a verdict on one."""
+    found = _columns_of(records)
+    columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
+    has_pairs, has_verdicts = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
+    if not has_pairs and not (kind_of(stage) == "verdicts" and has_verdicts):
+        raise UserError(_no_preference(source, stage, has_verdicts))
+    if has_pairs:
+        columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
+    layout = named_layout(_preferred_format(source, records), columns, source.tags)
+    if source.columns is None:
+        optional = {"margin", *FORMATS.get(layout.format).traits.get("optional", {})}
+        layout = replace(layout, required=layout.required - optional)
+        layout.notes[f"read as {layout.format} ({listed(c for c in layout.columns.values() if c in found)})"] = None
+    _check(layout, records, where, is_given=source.columns is not None)
+    if "kto_tag" in layout.columns:
+        layout.verdicts = verdict_words(records, layout.columns["kto_tag"])
+        if layout.verdicts:
+            layout.notes[f'"{layout.columns["kto_tag"]}" is read as {_verdicts_in_words(layout.verdicts)}'] = None
+    return layout
+
+
+def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
+    """The format of the columns beside the answers or the verdict."""
+    first = records[0]
+    for name in ("sharegpt", "openai"):
+        if FORMATS.get(name).traits["finds"](first):
+            return source.formatting or name
+    usual = "preference" if set(_PAIR) <= first.keys() else "prompt_completion"
+    is_alpaca = source.columns is not None or "instruction" in first
+    return source.formatting or ("alpaca" if is_alpaca else usual)
+
+
+def _preferred_columns(source: DataSource, records: Sequence[Values], found: Sequence[str]) -> dict[str, str]:
+    """The columns of a set that names none: those of its format by their usual names, as far as they are there."""
+    traits = FORMATS.get(_preferred_format(source, records)).traits
+    own = traits["finds"](records[0]) if "finds" in traits else None
+    usual = {**traits["columns"], **traits.get("optional", {}), **(own or {})}
+    tag = next((column for column in _VERDICTS if column in found), None)
+    named = {**usual, **{part: part for part in (*_PAIR, "margin")}, **({"kto_tag": tag} if tag else {})}
+    return {part: column for part, column in named.items() if column in found}
+
+
+def _no_preference(source: DataSource, stage: str, has_verdicts: bool) -> Problem:
+    if kind_of(stage) == "verdicts":
+        return Problem(
+            f'dataset {source.name} has no verdict ("kto_tag"), and no "chosen" and "rejected"; stage: kto learns from '
+            "answers that are tagged true or false.",
+            remedy="Name the column: columns: {kto_tag: label}. For answers without a verdict use stage: sft.",
+        )
+    remedy = "For single answers with a tag use stage: kto, without one stage: sft."
+    if has_verdicts:
+        remedy = "It has a tag on single answers: use stage: kto."
+    return Problem(
+        f'dataset {source.name} has no "chosen" and "rejected"; stage: {stage} learns from pairs.', remedy=remedy
+    )
+
+
+def _verdicts_in_words(verdicts: Mapping[Any, bool]) -> str:
+    """``1 for true, 0 for false``"""
+    words = {value: next(word for word, said in verdicts.items() if said is value) for value in (True, False)}
+    return f"{json.dumps(words[True])} for true, {json.dumps(words[False])} for false"
+
+
+def _ambiguous(where: str, values: Values, claims: Mapping[str, Mapping[str, str]]) -> Problem:
+    readings = "; ".join(f"{name} ({listed(columns.values())})" for name, columns in claims.items())
+    return Problem(
+        f"the records can be read in more than one way: {readings}. Found: {listed(values)}.",
+        where=where,
+        remedy=f"Choose one, for example formatting: {next(iter(claims))}",
+    )
+
+
+def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Problem:
+    found = _columns_of(records)
+    known = "; ".join(f"{name}: {_needed(name)}" for name in FORMATS.names())
+    proposal = json.dumps(proposed_columns(found) or {"prompt": "...", "response": "..."})
+    remedy = f"Say which is which: formatting: alpaca, columns: {proposal}"
+    if is_described:
+        remedy = f'Say in the entry which is which: "formatting": "alpaca", "columns": {proposal}'
+    return Problem(f"no known format fits the columns. Found: {listed(found)}.", where, f"Known: {known}.", remedy)
+
+
+def _needed(name: str) -> str:
+    layout = named_layout(name)
+    return " and ".join(layout.columns[part] for part in layout.columns if part in layout.required)
+
+
+_SYNONYMS = {
+    "prompt": ("instruction", "prompt", "question", "query", "user", "problem", "input", "source"),
+    "response": ("output", "response", "answer", "completion", "assistant", "solution", "reply", "target"),
+    "system": ("system",),
+}
+
+
+def proposed_columns(found: Iterable[str]) -> dict[str, str]:
+    """Guess from their names the columns of question and answer; empty where there is no good guess."""
+    left, proposal = list(found), {}
+    for part, words in _SYNONYMS.items():
+        column = next((c for word in words for c in left if word in c.lower()), None)
+        if column is not None:
+            proposal[part] = column
+            left.remove(column)
+    return proposal if {"prompt", "response"} <= proposal.keys() else {}
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

@@ -1,0 +1,208 @@
+"""Preferences of a record: two answers to one prompt, or a verdict on one answer.
+
+In: a record under a layout that names ``chosen`` and ``rejected``, or ``kto_tag``, and the example that its other
+columns make. Out: that example with its answers, or with its verdict. Refused, as a ``BadRecord``: answers that are
+missing, empty or equal, that come from somebody who does not answer, and verdicts that are neither true nor false.
+
+LLaMA-Factory writes a prompt and two answers; TRL writes that, or two whole conversations (or texts) that begin alike.
+Their common beginning is the prompt: message by message, and in texts up to the last blank, so that no word is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, Literal, TypeAlias
+
+from burnish.core.types import Answer, Example, Message
+from burnish.data.reading.json_files import Values, shortened
+from burnish.data.sets.records import BadRecord, Record, as_text, as_turns
+from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, message_of
+
+Kind: TypeAlias = Literal["answers", "pairs", "verdicts"]
+"""The kind of records of a stage: answers (sft, pt), pairs of them (rm, dpo), verdicts on one (kto)."""
+
+ANSWERING = ("assistant", "function")
+_WORDS = {"true": True, "false": False}
+_SAME = "chosen and rejected are the same; nothing can be learned from it."
+
+
+def judged(record: Record, example: Example) -> Example:
+    """``example`` with the answers of a pair, or with a verdict, where the layout has columns for them."""
+    columns = record.layout.columns
+    if "chosen" in columns:
+        return _pair(record, example)
+    if "kto_tag" in columns:
+        return replace(example, tag=_verdict(record))
+    return example
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def _pair(record: Record, example: Example) -> Example:
+    chosen, rejected = (_answer(record, part) for part in ("chosen", "rejected"))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise BadRecord('"chosen" and "rejected" must be both text or both messages.')
+    example = replace(example, margin=_margin(record))
+    prompt = example.prompt or None
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _texts(example, prompt, chosen, rejected)
+    assert not isinstance(chosen, str)
+    assert not isinstance(rejected, str)
+    return _conversations(record, example, chosen, rejected)
+
+
+def _answer(record: Record, part: str) -> Answer:
+    """The text, the message or the messages in a column."""
+    value, column = record.value(part), record.layout.columns[part]
+    turns = [value] if isinstance(value, dict) else as_turns(value)
+    if turns is not None:
+        return tuple(_message(record, turn, f"{column}[{place}]") for place, turn in enumerate(turns))
+    if not isinstance(value, str):
+        raise BadRecord(f'"{column}" must be text, a message or a list of messages. Received: {shortened(value)}')
+    return as_text(value, column)
+
+
+def _message(record: Record, turn: Mapping[str, Any], place: str) -> Message:
+    """A message in the words of its layout, or in those of the format that it is written in."""
+    layout = record.layout
+    if layout.tags.get("role_tag") not in turn:
+        tags = SHAREGPT_TAGS if "from" in turn else OPENAI_TAGS
+        layout = replace(layout, tags=tags)
+    return message_of(layout, turn, place)
+
+
+def _texts(example: Example, prompt: str | None, chosen: str, rejected: str) -> Example:
+    """Answers that are texts: behind a text, or behind the messages of a conversation."""
+    if example.messages:
+        answers = ((Message("assistant", chosen),), (Message("assistant", rejected),))
+        return _checked(example, *answers)
+    if prompt is None:
+        common = chosen[: _shared(chosen, rejected)]
+        if common in (chosen, rejected):
+            raise BadRecord(_SAME if chosen == rejected else "one answer is the beginning of the other one.")
+        prompt = common[: max(common.rfind(" "), common.rfind("\n"), 0)]
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    return _checked(replace(example, prompt=prompt), chosen, rejected)
+
+
+def _conversations(
+    record: Record, example: Example, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
+) -> Example:
+    """Answers that are messages. Where they begin alike, that is the prompt, whatever a column says besides."""
+    shared = _shared(chosen, rejected)
+    if chosen == rejected:
+        raise BadRecord(_SAME, reason="its answers are the same")
+    before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    for part, answer in (("chosen", chosen), ("rejected", rejected)):
+        column = record.layout.columns[part]
+        if not answer:
+            raise BadRecord(f'"{column}" ends where the other answer begins: it holds no answer of its own.')
+        _check_speaker(record, column, answer[-1])
+    if before and before[0].role == "system":
+        example, before = replace(example, system=before[0].content), before[1:]
+    messages = example.messages if _ends(example.messages, before) else (*example.messages, *before)
+    if not messages:
+        what = f'"{record.layout.columns["chosen"]}" must be a message or a list that begins like "rejected".'
+        raise BadRecord(what)
+    return _checked(replace(example, messages=messages, prompt=None), chosen, rejected)
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of characters, or messages, that both begin with."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+
+
+def _ends(messages: Sequence[Message], before: Sequence[Message]) -> bool:
+    """Return whether the messages that the answers have in common repeat the prompt's messages."""
+    return bool(before) and tuple(messages[-len(before) :]) == tuple(before)
+
+
+def _check_speaker(record: Record, column: str, last: Message) -> None:
+    if last.role in ANSWERING:
+        return
+    tags = record.layout.tags
+    spoken: dict[str, str] = {role: word for word in tags.values() if (role := record.layout.roles.get(word))}
+    answering = " or ".join(f'"{spoken.get(role, role)}"' for role in ANSWERING)
+    raise BadRecord(
+        f'"{column}" is from "{spoken.get(last.role, last.role)}"; an answer comes from {answering}.',
+        reason="an answer is from somebody who does not answer",
+    )
+
+
+def _checked(example: Example, chosen: Answer, rejected: Answer) -> Example:
+    if chosen == rejected:
+        raise BadRecord(_SAME, reason="its answers are the same")
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        spoken = answer if isinstance(answer, str) else answer[-1].content
+        if not spoken.strip():
+            raise BadRecord(f'"{name}" is empty.', reason="an answer of it is empty")
+    return replace(example, chosen=chosen, rejected=rejected)
+
+
+def _margin(record: Record) -> float | None:
+    value = record.value("margin")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRecord(f'"{record.layout.columns["margin"]}" must be a number. Received: {shortened(value)}')
+    return float(value)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def _verdict(record: Record) -> bool:
+    value, column = record.value("kto_tag"), record.layout.columns["kto_tag"]
+    read = record.layout.verdicts.get(value) if isinstance(value, str | int) else None
+    if isinstance(value, bool):
+        return value
+    if read is None:
+        raise BadRecord(f'"{column}" must be true or false. Received: {shortened(value)}', reason="its tag is no bool")
+    return read
+
+
+def verdict_words(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
+    """The spelling of the verdicts in a column, where all of them are numbers or words: 0 and 1, "true" and "false".
+    Empty where they are JSON's true and false, or a mixture."""
+    values = [record.get(column) for record in records]
+    if values and all(isinstance(value, int) and not isinstance(value, bool) and value in (0, 1) for value in values):
+        return {0: False, 1: True}
+    if values and all(isinstance(value, str) and value.lower() in _WORDS for value in values):
+        return {word: _WORDS[word.lower()] for word in (*_WORDS, "True", "False", "TRUE", "FALSE")}
+    return {}
+
+
+def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
+    """A verdict on each answer of each pair: first on all that were chosen, then on all others, as TRL has it."""
+    for is_chosen in (True, False):
+        for example in examples:
+            answer = example.chosen if is_chosen else example.rejected
+            assert answer is not None
+            alone = replace(example, chosen=None, rejected=None, margin=None, tag=is_chosen)
+            if isinstance(answer, str):
+                yield replace(alone, completion=answer)
+            else:
+                yield replace(alone, messages=(*example.messages, *answer))
+
+
+def with_others(examples: Sequence[Example]) -> list[Example]:
+    """Each verdict with an answer to another prompt: that of the record before it whose answer is another text; the
+    first records look back to the last. Depends on the set alone, not on batches or order (KTO's baseline)."""
+    answers = [_last_answer(example) for example in examples]
+    before: list[int] = []
+    for place, answer in enumerate(answers):
+        steps = range(1, len(answers))
+        found = next((place - back for back in steps if _said(answers[place - back]) != _said(answer)), place)
+        before.append(found)
+    return [replace(example, other=answers[found]) for example, found in zip(examples, before, strict=True)]
+
+
+def _last_answer(example: Example) -> Answer:
+    return example.completion if example.completion is not None else example.messages[-1:]
+
+
+def _said(answer: Answer) -> str:
+    return answer if isinstance(answer, str) else answer[-1].content

@@ -1,0 +1,403 @@
+"""The data sets of a run: from the names in its options to examples for training and evaluation.
+
+In: ``DataOptions``, a seed. Out: ``DataSets``. In the order of LLaMA-Factory (src/llamafactory/data/loader.py): load,
+``num_samples``, ``max_samples``, convert, merge, split. What is dropped on the way is counted in the tally.
+
+Refuses, all sets at once: what ``dataset_info.py`` cannot find, ``files.py`` cannot read, ``layouts.py`` cannot tell
+and ``formats.py`` cannot convert; data sets without a record, and those whose answers are all empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.options import raise_if
+from burnish.core.types import Example
+from burnish.data.options import DataOptions, check_data
+from burnish.data.reading.files import READERS, data_files, json_in_text, read_records
+from burnish.data.reading.json_files import Values, read_json
+from burnish.data.reading.record_index import may_hold_more
+from burnish.data.reading.tables import TABLES, MappedTable
+from burnish.data.sets.dataset_info import INFO_NAME, REMOTE, DataSource, find_sources
+from burnish.data.sets.examples import (
+    AnySet,
+    IndexedSet,
+    LazyExamples,
+    Located,
+    Table,
+    content_hash,
+    empty_problem,
+    with_answers,
+)
+from burnish.data.sets.formats import convert
+from burnish.data.sets.layouts import kind_of, layout_of, missing_columns
+from burnish.data.sets.mixing import merged, sampled, split
+from burnish.data.sets.preferences import unpaired, with_others
+from burnish.data.sets.records import Layout
+from burnish.data.tally import Tally
+
+__all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
+
+PEEKED = 20
+"""Number of first records from which a layout is recognised, and against which it is checked."""
+LOOKED_AT = 1000
+"""Number of first records in which a column is looked for, for a set that stays in its files."""
+LARGE = 100_000
+"""Number of records above which a set stays in its files under encode_ahead: auto: encoding them takes seconds."""
+
+
+@dataclass
+class DataSets:
+    """The examples of a run.
+
+    Args:
+        train: the training examples.
+        eval: name -> examples; "" for the only set.
+        notes: a sentence for each choice made for the user, and for what is probably not meant.
+    """
+
+    train: Sequence[Example] = ()
+    eval: dict[str, Sequence[Example]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that changes with the content or the order of the training examples, not with the name of a file."""
+        return content_hash(self.train)
+
+
+def load_datasets(
+    options: DataOptions,
+    seed: int,
+    tally: Tally,
+    may_run_ahead: bool = False,
+    asks_hubs: bool = True,
+    stage: str = "sft",
+) -> DataSets:
+    """The training and evaluation examples that the options name.
+
+    Args:
+        seed: decides the rows of ``num_samples``, the order of interleaved sets, and the split.
+        may_run_ahead: large training sets may stay in their files (``LazyExamples``), as ``encode_ahead`` says.
+        asks_hubs: false leaves out the sets that are not on this machine: an unreachable hub takes a minute to fail.
+        stage: what is learned, which says whether records hold answers, pairs of them or verdicts.
+
+    Raises:
+        UserError: with the problems of all data sets.
+    """
+    raise_if(check_data(options))
+    loading = _Loading(options, seed, tally, asks_hubs, stage)
+    may_run_ahead = may_run_ahead and kind_of(stage) != "verdicts"  # each looks at the record before it
+    train = loading.named("dataset", may_run_ahead and (loading.stays or options.encode_ahead is not False))
+    others = loading.named("eval_dataset")
+    raise_if(loading.problems)
+
+    stays = (may_run_ahead and loading.stays) or any(isinstance(s, IndexedSet) for s in train.values())
+    merge = _lazily_merged if stays else _merge
+    sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
+    if options.val_size and train:
+        learned, held_out = split(len(sets.train), options.val_size, seed)
+        whole = sets.train
+        if isinstance(whole, LazyExamples):
+            sets.eval[""] = whole.chosen(held_out).held(tally)
+            sets.train = whole.chosen(learned)
+        else:
+            sets.eval[""] = [whole[row] for row in held_out]
+            sets.train = [whole[row] for row in learned]
+    elif options.eval_on_each_dataset:
+        sets.eval.update(others)
+    elif others:
+        sets.eval[""] = _merge(list(others.values()), options, seed)
+    if not isinstance(sets.train, LazyExamples):
+        sets.train = _answered(sets.train, options, tally)
+    sets.eval = {name: _answered(examples, options, tally) for name, examples in sets.eval.items()}
+    if kind_of(stage) == "verdicts":
+        sets.train = with_others(sets.train)
+        sets.eval = {name: with_others(examples) for name, examples in sets.eval.items()}
+    return sets
+
+
+def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -> list[Example]:
+    order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
+    return [sets[index][row] for index, row in order]
+
+
+def _lazily_merged(sets: Sequence[AnySet], options: DataOptions, seed: int) -> LazyExamples:
+    import numpy
+
+    order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
+    flat = numpy.fromiter(chain.from_iterable(order), dtype=numpy.int64)
+    return LazyExamples(sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target)
+
+
+class _Loading:
+    """Loads one data set after the other, and collects the problems of all."""
+
+    def __init__(self, options: DataOptions, seed: int, tally: Tally, asks_hubs: bool, stage: str) -> None:
+        import numpy
+
+        self.options = options
+        self.tally = tally
+        self.asks_hubs = asks_hubs
+        self.stage = stage
+        self.generator = numpy.random.RandomState(seed)
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+
+    def named(self, option: str, may_stay: bool = False) -> dict[str, Any]:
+        """Name -> examples, in the order in which the option names them; a path goes by the name of its file.
+
+        Args:
+            may_stay: a large set may stay in its files, as an ``IndexedSet``.
+        """
+        found: dict[str, AnySet] = {}
+        names = getattr(self.options, option) or []
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            self.notes.append(f'The data set "{name}" is named {names.count(name)} times; its records count as often.')
+        for source in self._sources(names, option):
+            is_path = source.kind == "file" and not source.is_described
+            name = Path(source.name).stem if is_path else source.name
+            try:
+                indexes = self._indexes(source) if may_stay else None
+                examples = self._examples(source) if indexes is None else self._indexed(source, indexes)
+                found[_unused(name, found)] = examples
+            except UserError as error:
+                self.problems += error.problems
+        return found
+
+    def _sources(self, names: Sequence[str], asked: str) -> list[DataSource]:
+        options = self.options
+        if not names or (not self.asks_hubs and str(options.dataset_dir).startswith(REMOTE)):
+            return []
+        bare = {"formatting": options.formatting, "columns": options.columns, "tags": options.tags}
+        try:
+            found = find_sources(names, options.dataset_dir, partial(_remote_info, options), bare, asked)
+        except UserError as error:
+            self.problems += error.problems
+            return []
+        return [source for source in found if self.asks_hubs or source.kind in ("file", "records")]
+
+    def _examples(self, source: DataSource) -> list[Example]:
+        records = self._chosen(source)
+        first = list(islice(records, PEEKED))
+        if not first:
+            raise UserError(Problem("the data set holds no records.", where=_named(source)))
+        layout = layout_of(source, [values for values, _, _ in first], _named(source), self.stage)
+        examples = convert(chain(first, records), layout, self.tally, self.options.on_bad_record)
+        if layout.awaited:
+            raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
+        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        if source.kind == "file":
+            self.notes += [note for path in data_files(source.location) if (note := json_in_text(path))]
+        return self._with_verdicts(examples, source) if kind_of(self.stage) == "verdicts" else examples
+
+    def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:
+        """A verdict on each answer: as it is given, or of pairs, that one is better."""
+        if not any(example.chosen is not None for example in examples):
+            return examples
+        self.notes.append(
+            f"{_named(source)}: each pair is two answers, the chosen one desirable and the other one not."
+        )
+        return list(unpaired(examples))
+
+    def _indexes(self, source: DataSource) -> Sequence[Table] | None:
+        """The records of the source, where they are to stay in its files."""
+        limits = (source.num_samples or sys.maxsize, self.options.max_samples or sys.maxsize)
+        if not self.stays and min(limits) <= LARGE:
+            return None
+        indexes = _tables(source, self.options, is_asked=self.stays)
+        num_records = min(sum(map(len, indexes or [])), *limits)
+        return indexes if num_records > (0 if self.stays else LARGE) else None
+
+    @property
+    def stays(self) -> bool:
+        """Return whether every set is to stay in its files, however small."""
+        return self.options.encode_ahead is True or bool(self.options.streaming)
+
+    def _indexed(self, source: DataSource, files: Sequence[Table]) -> IndexedSet:
+        total = sum(map(len, files))
+        chosen: Sequence[int] = range(total)
+        if source.num_samples is not None:
+            chosen = sampled(total, source.num_samples, self.generator)
+        found = IndexedSet(files, chosen[: self.options.max_samples], Layout("", {}))
+        first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
+        layout = layout_of(source, first, _named(source), self.stage)
+        never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
+        layout.notes |= {f'none of the first {LOOKED_AT:,} records has the column "{name}"': None for name in never}
+        self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
+        return replace(found, layout=layout)
+
+    def _chosen(self, source: DataSource) -> Iterator[Located]:
+        """The records of a source, sampled and limited in number as its entry and the options say."""
+        records: Iterable[Located] = _records(source, self.options)
+        if source.num_samples is not None:
+            there = list(records)
+            records = [there[row] for row in sampled(len(there), source.num_samples, self.generator)] if there else []
+        return islice(records, self.options.max_samples)
+
+
+def _unused(name: str, taken: Iterable[str]) -> str:
+    """``name``, with a number behind it where it is taken."""
+    candidates = chain([name], (f"{name}_{number}" for number in range(2, 10**6)))
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _named(source: DataSource) -> str:
+    """The name of a data set in an error about its columns: its file, and the entry that describes it."""
+    if source.kind != "file":
+        return source.where
+    return f"{source.location} ({source.where})" if source.is_described else str(source.location)
+
+
+def _answered(examples: Sequence[Example], options: DataOptions, tally: Tally) -> list[Example]:
+    """The examples that have something to learn. Raises UserError where there are examples, and none has."""
+    kept = [e for e in with_answers(examples, options.on_empty_target, tally) if e is not None]
+    if examples and not kept:
+        raise UserError(empty_problem(examples, are_all=True))
+    return kept
+
+
+# --- kinds of sources -------------------------------------------------------------------------------------------------
+
+
+def _records(source: DataSource, options: Any) -> Iterator[Located]:
+    if source.kind == "file":
+        for path in data_files(source.location):
+            yield from ((values, str(path), number) for number, values in enumerate(read_records(path), start=1))
+        return
+    label = source.name if source.kind == "records" else str(source.location)
+    found = source.location if source.kind == "records" else _REMOTE[source.kind](source, options)
+    yield from ((values, label, number) for number, values in enumerate(found, start=1))
+
+
+def _tables(source: DataSource, options: DataOptions, is_asked: bool) -> Sequence[Table] | None:
+    """Random access to the records of a source; None where it is better to read them all, or the type has none.
+
+    Args:
+        is_asked: an option asks for it. Otherwise it is done for speed, which only JSON gains, whose records are found
+            without parsing; a CSV file is parsed for it, and a Parquet file copied into the cache of datasets.
+    """
+    if source.kind == "file":
+        files = data_files(source.location)
+        is_json = all(READERS[path.suffix.lower()] is read_json for path in files)
+        return [_table(path) for path in files] if is_asked or (is_json and may_hold_more(files, LARGE)) else None
+    if is_asked and source.kind in ("hf_hub", "ms_hub"):
+        return [MappedTable(Path(source.location), _REMOTE[source.kind](source, options))]
+    if options.streaming and source.kind == "cloud":
+        raise UserError(
+            Problem(
+                f'"streaming" reads records where they lie, and "{source.location}" lies in a cloud store.',
+                where=source.where,
+                remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
+            )
+        )
+    return None
+
+
+def _table(path: Path) -> Table:
+    if path.suffix.lower() == ".parquet":
+        next(read_records(path), None)  # refuses a file that is not Parquet
+        import datasets
+
+        return MappedTable(path, datasets.Dataset.from_parquet(str(path)))
+    return TABLES[path.suffix.lower()](path)
+
+
+def _hugging_face(source: DataSource, options: Any) -> Iterable[Values]:
+    """A data set of the Hugging Face hub, or of its cache."""
+    import datasets
+
+    try:
+        loaded: Iterable[Values] = datasets.load_dataset(
+            source.location, name=source.subset, data_dir=source.folder, split=source.split,
+            cache_dir=_of_hub(options, "cache_dir"), token=_of_hub(options, "hf_hub_token"),
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(_unreachable(source, error)) from error
+    return loaded
+
+
+def _modelscope(source: DataSource, options: Any) -> Iterable[Values]:
+    """A data set of ModelScope, or of its cache."""
+    try:
+        from modelscope import MsDataset
+    except ImportError:
+        raise MissingExtraError("modelscope", f'the data set "{source.location}" of ModelScope', "modelscope") from None
+    try:
+        loaded = MsDataset.load(
+            source.location, subset_name=source.subset, data_dir=source.folder, split=source.split,
+            cache_dir=_of_hub(options, "cache_dir"), token=_of_hub(options, "ms_hub_token"),
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(_unreachable(source, error)) from error
+    records: Iterable[Values] = loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
+    return records
+
+
+def _of_hub(options: Any, name: str) -> str | None:
+    """The value of an option of the hubs; None for a caller from Python that has the options of the data only."""
+    value: str | None = getattr(options, name, None)
+    return value
+
+
+def _unreachable(source: DataSource, error: Exception) -> Problem:
+    hub = {"hf_hub": " of the Hugging Face hub", "ms_hub": " of ModelScope"}.get(source.kind, "")
+    return Problem(
+        f'the data set "{source.location}"{hub} cannot be loaded: {_first_line(error)}',
+        where=source.where,
+        remedy="Check the name and the network; without a network only what an earlier run has downloaded is there.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
+
+
+def _remote_info(options: Any, repository: str) -> Path:
+    """The dataset_info.json of a repository of the Hugging Face hub, as a local file."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(
+            hf_hub_download(
+                repository, INFO_NAME, repo_type="dataset",
+                cache_dir=_of_hub(options, "cache_dir"), token=_of_hub(options, "hf_hub_token"),
+            )
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        what = f'"{INFO_NAME}" of the hub repository "{repository}" cannot be loaded: {_first_line(error)}'
+        raise UserError(Problem(what, where="dataset_dir", remedy="Check the name and the network.")) from error
+
+
+def _cloud(source: DataSource, options: Any) -> Iterator[Values]:
+    """Files of a cloud store, by address (s3://bucket/folder/file.jsonl), read from a local copy."""
+    import fsspec  # type: ignore[import-untyped]
+
+    address = str(source.location)
+    with TemporaryDirectory() as folder:
+        try:
+            store, path = fsspec.core.url_to_fs(address)
+            store.get(path, folder, recursive=True)
+        except ImportError as error:
+            library = getattr(error.__cause__, "name", None) or "fsspec"  # the library for this kind of store
+            raise MissingExtraError(library, f'the data set "{address}"') from None
+        except (OSError, ValueError) as error:
+            raise UserError(_unreachable(source, error)) from error
+        try:
+            for file in data_files(Path(folder) / Path(path).name):
+                yield from read_records(file)
+        except UserError as error:
+            raise UserError(replace(p, where=p.where.replace(folder, address)) for p in error.problems) from None
+
+
+_REMOTE: Mapping[str, Callable[[DataSource, Any], Iterable[Values]]] = {
+    "hf_hub": _hugging_face, "ms_hub": _modelscope, "cloud": _cloud,
+}  # fmt: skip

@@ -1,0 +1,124 @@
+"""The messages of a conversation as they are in a file -> typed messages.
+
+In: a list of objects with a role and a content, under the names that the tags give; OpenAI's tool calls; ``train`` and
+``weight`` of a message. Out: messages. Refused, as a ``BadRecord`` with the place in the record: a turn without role or
+content, an unknown role, a content that is not text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from sys import float_info
+from typing import Any
+
+from burnish.core.types import Example, Message, RoleName
+from burnish.data.reading.json_files import parsed, shortened
+from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
+
+SHAREGPT_TAGS = {
+    "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
+    "observation_tag": "observation", "function_tag": "function_call", "system_tag": "system",
+}  # fmt: skip
+OPENAI_TAGS = {
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
+}  # fmt: skip
+TEXT_LOST = "cut: text beside a tool call left out, as a turn is either an answer or a call"
+
+
+def conversation(record: Record, messages: Sequence[Message]) -> Example:
+    """Make an example of messages; a system message at their beginning takes precedence over the column."""
+    has_system = bool(messages) and messages[0].role == "system"
+    return record.example(
+        messages=tuple(messages[1:] if has_system else messages),
+        system=messages[0].content if has_system else record.text_or_none("system"),
+        tools=record.json_text("tools"),
+    )
+
+
+def messages_of(record: Record, part: str) -> list[Message]:
+    """The messages in the column of ``part``."""
+    column = record.layout.columns[part]
+    return [message_of(record.layout, turn, f"{column}[{place}]") for place, turn in enumerate(record.turns(part))]
+
+
+def unlearned(message: Message) -> Message:
+    """Return the message as context that is not learned, whatever its role."""
+    return Message(message.role, message.content, train=False)
+
+
+def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
+    """One message, in the words of the layout. Args: place: as an error names it."""
+    content_key = layout.tags["content_tag"]
+    role, content = _role(layout, turn, place), turn.get(content_key)
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    if calls:
+        role, content = "function", _calls(layout, calls, content, place)
+    elif content_key not in turn:
+        raise BadRecord(f'"{place}" has no "{content_key}". Found: {listed(turn)}.')
+    elif role in ("function", "observation") and isinstance(content, dict):
+        content = json.dumps(content, ensure_ascii=False)
+    train, weight = _learned(turn, place)
+    return Message(role, as_text(content, f"{place}.{content_key}"), train, weight)
+
+
+def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:
+    key = layout.tags["role_tag"]
+    if key not in turn:
+        raise BadRecord(
+            f'"{place}" has no "{key}", which says whose turn it is. Found: {listed(turn)}.',
+            'If role and content have other names, give them as tags: {"role_tag": ..., "content_tag": ...}.',
+        )
+    word = turn[key]
+    if not isinstance(word, str) or word not in layout.roles:
+        known = [spoken for tag, spoken in layout.tags.items() if tag not in ("role_tag", "content_tag")]
+        raise BadRecord(
+            f'"{place}.{key}" must be one of {listed(known)}. Received: {shortened(word)}',
+            "If a role has another name in this file, give it as one of the tags.",
+        )
+    if word not in layout.tags.values():
+        layout.notes[f'the role "{word}" is read as {layout.roles[word]}'] = None
+    return layout.roles[word]
+
+
+def _calls(layout: Layout, calls: Any, content: Any, place: str) -> str:
+    """The content of a turn that calls tools: the JSON of its calls, after the thought that led to them.
+
+    OpenAI writes the arguments of a call as JSON in a string; templates write the object, so it is read here.
+    """
+    each = calls if isinstance(calls, list) else [calls]
+    functions = [call.get("function", call) if isinstance(call, dict) else None for call in each]
+    named = [f for f in functions if isinstance(f, dict) and f.get("name")]
+    if len(named) < len(each):
+        raise BadRecord(f'"{place}" calls a tool without a name. Received: {shortened(calls)}')
+    written = json.dumps(
+        [{"name": f["name"], "arguments": _arguments(f.get("arguments"))} for f in named], ensure_ascii=False
+    )
+    spoken = as_text(content, f"{place}.content").strip() if content else ""
+    if spoken.startswith("<think>") and spoken.endswith("</think>"):
+        return f"{spoken}\n\n{written}"
+    if spoken:
+        layout.losses.append(TEXT_LOST)
+    return written
+
+
+def _arguments(value: Any) -> Any:
+    if not isinstance(value, str):
+        return {} if value is None else value
+    try:
+        return parsed(value)
+    except json.JSONDecodeError:
+        return value  # not JSON: the template decides what to do with it
+
+
+def _learned(turn: Mapping[str, Any], place: str) -> tuple[bool | None, float]:
+    """(train, weight) of a message; a weight of 0 means, as for OpenAI, that the message is not learned."""
+    train, weight = turn.get("train"), turn.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise BadRecord(f'"{place}.train" must be true or false. Received: {shortened(train)}')
+    if weight is None:
+        return train, 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= float_info.max:
+        raise BadRecord(f'"{place}.weight" must be a finite number of at least 0. Received: {shortened(weight)}')
+    return (False, 1.0) if weight == 0 else (train, float(weight))

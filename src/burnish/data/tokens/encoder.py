@@ -1,0 +1,197 @@
+"""Text -> token ids, in which only the template can write control tokens.
+
+In: texts in which the template has put its control strings around the text of a user. Out: ids, and on request the
+positions of characters among the tokens. A whole text is tokenised at once, or word by word where the result is the
+same (``by_word/reader.py``), so the ids are those of the tokenizer's own ``apply_chat_template``.
+
+The text of a user goes through ``hide`` first: a special token spelled out in it ("<|im_end|>") is replaced by two
+private characters, which no template changes, and is tokenised as ordinary text in the end. So it can neither end a
+turn nor begin one, whatever a template does to the text. "Special" are the tokens that the tokenizer marks as special;
+those that it merely added (``<tool_call>`` in Qwen's) keep their meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from itertools import repeat
+from typing import Any
+
+from burnish.core.types import Ids
+from burnish.data.tokens.by_word import Words, any_of, lone_byte, words_of
+
+_MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; if a text holds it, it is hidden too
+_FIRST = 0xF0000  # private use: the character after the mark counts from here
+_ANCHOR = "\n"
+
+
+class Encoder:
+    """Encodes texts with one tokenizer.
+
+    Args:
+        tokenizer: any transformers tokenizer; fast ones work on a batch with all their threads.
+        keep: special tokens that an assistant's text may contain, such as those that open and close a thought.
+        template: the text that the template writes around messages. A token that the user added to the vocabulary
+            (``tokenizer.new_tokens``) may occur in data, unless the template uses it.
+        tokenize_by_word: look up words that were read before; the ids are the same without.
+    """
+
+    def __init__(
+        self, tokenizer: Any, keep: Sequence[str] = (), template: str = "", tokenize_by_word: bool = True
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tokenize_by_word = tokenize_by_word
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        own = set(tokenizer.all_special_tokens)
+        free = {token for token in getattr(tokenizer, "new_tokens", ()) if token not in template} - own
+        specials = sorted((special | own) - free, key=len, reverse=True)
+        self._tokens = special | own | free
+        self._codes = {text: _MARK + chr(_FIRST + index) for index, text in enumerate([*specials, _MARK])}
+        self._texts = {code: text for text, code in self._codes.items()}
+        self._hints = {text[0] for text in self._codes if text}
+        hidden, kept = any_of([*specials, _MARK]), any_of(list(filter(None, keep)))
+        self._hidden, self._hidden_or_kept = re.compile(hidden), re.compile(f"({kept})|{hidden}")
+        self._control = re.compile(f"({any_of(sorted(self._tokens, key=len, reverse=True))})")
+        self._shown = re.compile(f"{_MARK}.", re.DOTALL)
+
+    @property
+    def identity(self) -> str:
+        """A hash that changes whenever the ids of any text would change."""
+        return self._state[0]
+
+    @cached_property
+    def _state(self) -> tuple[str, bytes | None]:
+        """The hash of everything that ids depend on, and the ``lone_byte``; the JSON itself takes megabytes."""
+        tokenizer = self.tokenizer
+        state = (
+            self._backend().to_str()
+            if tokenizer.is_fast
+            else f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())}"
+        )
+        hashed = blake2b(f"{state} {sorted(self._texts.values())}".encode(), digest_size=16)
+        return hashed.hexdigest(), lone_byte(state)
+
+    def hide(self, text: str, *, assistant: bool = False) -> str:
+        """Hide the special tokens in a text; in an assistant's text those of ``keep`` stay."""
+        if not any(hint in text for hint in self._hints):  # takes a tenth of the time of a search for all tokens
+            return text
+        pattern = self._hidden_or_kept if assistant else self._hidden
+        return pattern.sub(lambda found: found[0] if assistant and found[1] else self._codes[found[0]], text)
+
+    def show(self, text: str) -> str:
+        """Undo ``hide``."""
+        return self._shown.sub(lambda found: self._texts[found[0]], text)
+
+    def encode(self, texts: Iterable[str]) -> dict[str, Ids]:
+        """Encode each distinct text once: word by word if possible, the others in one call of the tokenizer."""
+        ids: dict[str, Ids] = {}
+        whole = []
+        distinct = list(dict.fromkeys(texts))
+        plain = [text for text in distinct if _MARK not in text]
+        words = self._words()
+        for text, found in zip(plain, words.ids(plain) if words else repeat(None), strict=False):
+            if found is None:
+                whole.append(text)
+            else:
+                ids[text] = found
+        ids |= {text: array("i", self._around_hidden(text)) for text in distinct if _MARK in text}
+        return ids | dict(zip(whole, self._batch(whole), strict=True)) if whole else ids
+
+    def continued(self, text: str) -> list[int]:
+        """The ids of plain text that continues other text, without a space before it.
+
+        SentencePiece tokenizers put a space before the first word. So the text is tokenised after a line break, which
+        merges with nothing, and the line break is removed again.
+        """
+        anchor, ids = self.plain(_ANCHOR), self.plain(_ANCHOR + text)
+        return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.plain(text)
+
+    def plain(self, text: str) -> list[int]:
+        """The ids of text in which nothing is a special token."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def boundaries(self, text: str, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Locate character positions among the tokens of ``text``.
+
+        Returns:
+            (ended, begun) per position: the tokens before index ``ended`` end at or before the character; those from
+            index ``begun`` on start at or after it. A token that spans the position lies between the two.
+        """
+        return self.located([text], [positions])[0][1]
+
+    def located(
+        self, texts: Sequence[str], positions: Sequence[Sequence[int]]
+    ) -> list[tuple[Ids, list[tuple[int, int]]]]:
+        """The ids of each text, and the ``boundaries`` of its positions, in one call of the tokenizer."""
+        found: dict[int, tuple[Ids, list[tuple[int, int]]]] = {}
+        ordinary = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
+        if words := self._words():
+            by_words = words.located([texts[at] for at in ordinary], [positions[at] for at in ordinary])
+            found = {at: both for at, both in zip(ordinary, by_words, strict=True) if both is not None}
+        with_offsets = [at for at in ordinary if at not in found]
+        for at, encoding in zip(with_offsets, self._encodings([texts[at] for at in with_offsets]), strict=True):
+            starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
+            borders = [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions[at]]
+            found[at] = array("i", encoding.ids), borders
+        for at in set(range(len(texts))) - set(ordinary):
+            beginnings = [texts[at][:position] for position in positions[at]]
+            ids = self.encode([texts[at], *beginnings])
+            found[at] = ids[texts[at]], [shared_start(ids[beginning], ids[texts[at]]) for beginning in beginnings]
+        return [found[at] for at in range(len(texts))]
+
+    @cached_property
+    def _read_words(self) -> Words | None:
+        return words_of(self.tokenizer, lambda: self._state[1]) if self.tokenize_by_word else None
+
+    def _words(self) -> Words | None:
+        if self._read_words:
+            self._backend()  # sets it up again, because others may have changed its settings
+        return self._read_words
+
+    def _batch(self, texts: list[str]) -> list[Ids]:
+        if not self.tokenizer.is_fast:
+            return [array("i", self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        encodings = self._backend().encode_batch_fast(texts, add_special_tokens=False)
+        return [array("i", encoding.ids) for encoding in encodings]
+
+    def _encodings(self, texts: list[str]) -> list[Any]:
+        """Tokenise with offsets, which takes longer."""
+        return list(self._backend().encode_batch(texts, add_special_tokens=False)) if texts else []
+
+    def _backend(self) -> Any:
+        """The tokenizer itself, whose batch calls make none of the masks and warnings of transformers' wrapper."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        return backend
+
+    def _around_hidden(self, text: str) -> list[int]:
+        """The ids of a text with hidden special tokens: control tokens of the template and those that data may hold
+        are single ids, all text between them is ordinary."""
+        ids: list[int] = []
+        for piece in self._control.split(text):
+            if piece in self._tokens:
+                ids.append(self.tokenizer.convert_tokens_to_ids(piece))
+            elif piece:
+                shown = self.show(piece)
+                ids += self.continued(shown) if ids else self.plain(shown)
+        return ids
+
+
+def shared_start(prefix: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
+    """The extent of the ids of a text's beginning within the ids of the whole text.
+
+    Returns:
+        (ended, begun): the tokens before ``ended`` are within the beginning, those from ``begun`` on after it; a token
+        that spans its end is between the two.
+    """
+    same = 0
+    while same < min(len(prefix), len(whole)) and prefix[same] == whole[same]:
+        same += 1
+    return same, same if same == len(prefix) else min(same + 1, len(whole))

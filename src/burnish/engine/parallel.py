@@ -1,0 +1,120 @@
+"""The engine of several processes: the base of all kinds of parallelism, with the process group and its collectives.
+
+In: what ``SingleEngine`` takes, in each process, and the environment that a launcher sets (RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Out: sums over all ranks, rows of all ranks each counted once, and an update that
+all of them apply or none. The engines built on it decide how weights and gradients are distributed: ``ddp``, ``fsdp``.
+
+Number formats, clipping and the guard against NaN are those of ``SingleEngine``, so that one process computes the same
+weights to the bit. Tested on gloo and CPUs; nothing here is specific to them, but nothing has been run on several GPUs.
+"""
+
+# N rows of a rank
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from burnish.core.types import IGNORE_INDEX
+from burnish.engine.base import SingleEngine
+
+
+class ParallelEngine(SingleEngine):
+    """One of several processes.
+
+    Args:
+        options: the flat options; those of ``EngineOptions`` are read.
+    """
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.open_group()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def open_group(self) -> None:
+        """Open the process group, unless a script has opened it before."""
+        if dist.is_initialized():
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = self.options.ddp_backend or ("gloo" if self.device.type == "cpu" else None)
+        timeout = timedelta(seconds=self.options.ddp_timeout)
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # sharding with a single process
+            dist.init_process_group(
+                backend,
+                timeout=timeout,
+                store=dist.HashStore(),  # type: ignore[attr-defined]
+                rank=0,
+                world_size=1,
+            )
+
+    def leave(self) -> None:
+        """Leave the process group after a run that went well, when no process waits for another any more."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
+        """Update on all ranks or on none, because the loss can be infinite on a single rank."""
+        return super().step(optimizer, self.sum((~is_finite).float()) == 0)
+
+    def sum(self, value: Tensor) -> Tensor:
+        summed = value.detach().clone()
+        dist.all_reduce(summed)
+        return summed
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Gather the rows of all ranks, rank after rank; ranks may have different numbers of rows, or none.
+
+        Args:
+            value: (N, ...), with the same number of dimensions on every rank.
+        Returns:
+            (sum of N, ...), padded with IGNORE_INDEX where other ranks are wider.
+        """
+        shapes = self._shapes(value)
+        rows = [shape[0] for shape in shapes]
+        largest = [max(rows), *_widths([shape for shape in shapes if shape[0]] or shapes)]
+        filled = _filled(value, largest).contiguous()
+        parts = [torch.empty_like(filled) for _ in shapes]
+        dist.all_gather(parts, filled)
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Gather plain data of every rank, in the order of the ranks."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def _shapes(self, value: Tensor) -> list[list[int]]:
+        mine = torch.tensor(value.shape, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(found, mine)
+        shapes: list[list[int]] = torch.stack(found).tolist()
+        return shapes
+
+
+def _widths(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """The largest size of each dimension but the first."""
+    return [max(sizes) for sizes in list(zip(*shapes, strict=True))[1:]]
+
+
+def _filled(value: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Put ``value`` into the corner of a tensor of ``sizes``. Larger dimensions are cut; only rows that belong to no
+    rank have some."""
+    if list(value.shape) == list(sizes):
+        return value
+    filled = value.new_full(tuple(sizes), IGNORE_INDEX if value.dtype != torch.bool else False)
+    corner = tuple(slice(min(here, there)) for here, there in zip(value.shape, sizes, strict=True))
+    filled[corner] = value[corner]
+    return filled

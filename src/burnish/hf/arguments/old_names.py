@@ -1,0 +1,127 @@
+"""Earlier names of ``TrainingArguments`` that scripts still use: each is replaced by today's, with one warning.
+
+In: the keyword arguments of a call. Out: the same under today's names. An unknown name is left alone, so that the
+constructor refuses it as Python does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from burnish.hf import notes
+
+Arguments = dict[str, Any]
+
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+}
+"""Old name -> today's name."""
+
+WITHOUT_EFFECT = {
+    "save_safetensors": "weights are always written as safetensors.",
+    "half_precision_backend": "there is one, torch's autocast.",
+    "fp16_backend": "there is one, torch's autocast.",
+    "fp16_opt_level": "apex is gone; fp16 runs under torch's autocast.",
+    "use_ipex": "Intel's extension is part of torch now.",
+    "use_mps_device": "an accelerator that is there is used.",
+    "use_legacy_prediction_loop": "there is one evaluation loop.",
+    "past_index": "models return their cache themselves.",
+    "jit_mode_eval": "torch.jit is gone; torch_compile compiles.",
+    "torchdynamo": "torch_compile_backend says it.",
+    "ray_scope": "the search runs through Optuna.",
+    "mp_parameters": "SageMaker's model parallelism is not part of burnish.",
+    "sharded_ddp": "fsdp took its place.",
+    "fsdp_min_num_params": "fsdp_config says it: min_num_params.",
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config says it: transformer_layer_cls_to_wrap.",
+    "tpu_num_cores": "burnish does not run on TPUs.",
+    "tpu_metrics_debug": "burnish does not run on TPUs.",
+    "push_to_hub_organization": "it is the first half of hub_model_id.",
+}
+"""Old name -> the reason why it has no effect."""
+
+FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}
+"""Today's name -> the flags of a command line that mean it, from earlier versions."""
+
+
+def former_value(args: Any, name: str) -> Any:
+    """The value that a script gets when it reads an old name.
+
+    Raises:
+        AttributeError: where it was never one.
+    """
+    if name in RENAMED:
+        return getattr(args, RENAMED[name])
+    if name in WITHOUT_EFFECT:
+        return None
+    raise AttributeError(f"{type(args).__name__!r} object has no attribute {name!r}")
+
+
+def todays_names(given: Arguments) -> Arguments:
+    """Return ``given`` under today's names, with a warning for each old one."""
+    arguments = dict(given)
+    for name in list(arguments):
+        if name in RENAMED:
+            _warn(f"`{name}` is now `{RENAMED[name]}`.")
+            arguments.setdefault(RENAMED[name], arguments.pop(name))
+        elif name in WITHOUT_EFFECT:
+            if arguments.pop(name):
+                _warn(f"`{name}` has no effect: {WITHOUT_EFFECT[name]}")
+        elif name in _MEANING and (value := arguments.pop(name)):
+            _warn(f"`{name}` is now {_MEANING[name](value, arguments)}.")
+    return arguments
+
+
+def _warn(message: str) -> None:
+    notes.warn(message, FutureWarning, stacklevel=5)
+
+
+def _warmup_ratio(value: float, arguments: Arguments) -> str:
+    if not 0 <= value <= 1:  # as `warmup_steps` it would be a number of steps
+        raise ValueError(f"`warmup_ratio` must lie in [0, 1]. Received: {value}.")
+    if value == 1 and not arguments.get("warmup_steps"):  # which would be one step
+        arguments["warmup_ratio"] = value
+        return "`warmup_steps`, as a number below 1, or as the number of all steps, which it is for this run"
+    arguments["warmup_steps"] = arguments.get("warmup_steps") or value
+    return "`warmup_steps`, as a number below 1"
+
+
+def _group_by_length(value: bool, arguments: Arguments) -> str:
+    arguments["train_sampling_strategy"] = "group_by_length"
+    return '`train_sampling_strategy="group_by_length"`'
+
+
+def _include_inputs(value: bool, arguments: Arguments) -> str:
+    arguments["include_for_metrics"] = [*(arguments.get("include_for_metrics") or []), "inputs"]
+    return '`include_for_metrics=["inputs"]`'
+
+
+def _include_tokens(value: bool, arguments: Arguments) -> str:
+    arguments.setdefault("include_num_input_tokens_seen", True)
+    return "`include_num_input_tokens_seen`"
+
+
+def _adafactor(value: bool, arguments: Arguments) -> str:
+    arguments["optim"] = "adafactor"
+    return '`optim="adafactor"`'
+
+
+def _logging_dir(value: str, arguments: Arguments) -> str:
+    arguments["logging_dir"] = value
+    return "the environment variable TENSORBOARD_LOGGING_DIR; it is followed for this run"
+
+
+_MEANING: dict[str, Callable[[Any, Arguments], str]] = {
+    "warmup_ratio": _warmup_ratio,
+    "group_by_length": _group_by_length,
+    "include_inputs_for_metrics": _include_inputs,
+    "include_tokens_per_second": _include_tokens,
+    "adafactor": _adafactor,
+    "logging_dir": _logging_dir,
+}
+"""Old name -> a function that sets today's arguments from it, and warns how it is written now."""

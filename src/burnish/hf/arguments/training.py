@@ -1,0 +1,395 @@
+# ruff: noqa: RUF036  HfArgumentParser reads unions from left to right
+"""``TrainingArguments``: every field of transformers' class, by its name, type and default.
+
+The fields that burnish's components read are inherited from their option groups; the others, and those whose default
+or type differs, are declared here. The instance is the options object of the run: the loop, the stream, the optimizer
+receive it as it is. Names of older versions are accepted with one warning (``old_names.py``).
+
+Refuses what transformers refuses, in its words, because scripts and tests look for them (``checks.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers.debug_utils import DebugOption
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.utils import logging
+
+from burnish.core.checkpoint import CheckpointOptions
+from burnish.core.events import FlowOptions
+from burnish.core.loop import LoopOptions
+from burnish.core.options import option, raise_if, specs, union
+from burnish.core.patching import PatchOptions
+from burnish.core.schedule import CurveOptions, StepOptions, warmup_steps_of
+from burnish.data.batches.stream import StreamOptions
+from burnish.engine.base import EngineOptions, check_engine
+from burnish.engine.options import device_of
+from burnish.hf import notes
+from burnish.hf.arguments.checks import check_arguments, say_what_has_no_effect
+from burnish.hf.arguments.old_names import FLAGS, former_value, todays_names
+from burnish.hf.arguments.setters import Setters
+from burnish.hf.arguments.values import accelerator_config_of, dictionary_of, plain, take_numbers, trackers_of
+from burnish.optim.builtin import OPTIMIZERS, OptimOptions
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+_Groups: Any = union(
+    "_Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, FlowOptions, StreamOptions,
+    EngineOptions, PatchOptions, *OPTIMIZERS.option_groups(),
+)  # fmt: skip
+
+_LEVELS = (*logging.get_log_levels_dict(), "passive")
+
+
+class _AcceptsOldNames(type):
+    """Replaces old names by today's before any ``__init__`` runs, including that of a user's own subclass."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **todays_names(kwargs))
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+        return inspect.Signature(parameters[1:])
+
+
+@dataclass
+class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: ignore[misc]
+    """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
+
+    Beyond transformers': ``on_non_finite`` (treatment of a step whose loss or gradient is not finite),
+    ``needed_tokens_only``, ``save_in_background``, ``save_hf_format``, ``resume``, ``resume_despite_changes``.
+    """
+
+    if TYPE_CHECKING:  # fields of the groups that are written here; a type checker does not see into a union
+        output_dir: str | None
+        eval_steps: float | None
+        metric_for_best_model: str | None
+        greater_is_better: bool | None
+        torch_compile_backend: str | None
+
+    # --- defaults that differ from burnish's own, because a script that only changes its import expects them
+    resume: str = option("never", "Continue from output_dir without being told to: auto, never or must.")
+    resume_from_checkpoint: str | None = option(None, "For the script to hand to train(); not read by the Trainer.")
+    save_in_background: bool = option(False, "Train on while a checkpoint is written; on_save may come before its end.")
+    on_non_finite: str = option("skip", "A step that is not finite is never applied; then stop, or skip it and go on.")
+    needed_tokens_only: bool | None = option(
+        None, "Compute the tokens of a micro-batch that its loss depends on, laid flat, and no others; where nothing "
+        "is given, on a CPU, if model, loss and batch allow it. False gives the model the padded batch.",
+    )  # fmt: skip
+    save_hf_format: bool = option(False, "Checkpoints that transformers can continue too: optimizer.pt and its like.")
+
+    # --- types that differ
+    lr_scheduler_type: SchedulerType | str = option("linear", "The curve of the learning rate.")
+    lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of that curve.")  # type: ignore[type-arg]
+    default_optim = "adamw_torch_fused"  # no field: scripts read it from the class
+    optim: OptimizerNames | str = option(default_optim, "The optimizer.")
+    logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
+    eval_strategy: IntervalStrategy | str = option("no", "When to evaluate.")
+    save_strategy: SaveStrategy | str = option("steps", "When to save a checkpoint.")
+    num_processes: str = option("auto", "Read by burnish train; a script is started by torchrun.")
+    gradient_checkpointing: bool | None = option(None, "The older name of activation_checkpointing.")
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "The older name, with _kwargs.")
+    fsdp: str | None = option(None, "Shard the model over processes: full_shard, shard_grad_op.")
+    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or a JSON file; taken with it.")
+    deepspeed: dict | str | None = option(None, "ZeRO 1 and 2: a JSON file, or zero2.")  # type: ignore[type-arg]
+    accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
+
+    # --- bounds that differ: scripts use 0 for a run that learns nothing, or has no step
+    learning_rate: float = option(5e-5, "The peak of the learning rate.", ge=0, lt=math.inf)
+    num_train_epochs: float = option(3.0, "Passes over the training set.", unit="epochs", ge=0, lt=math.inf)
+
+    # --- fields that only TrainingArguments has
+    optim_target_modules: None | str | list[str] = option(None, "Layers of an optimizer that takes some (GaLore).")
+    average_tokens_across_devices: bool = option(True, "The mean of a step is over the items of all processes.")
+    label_smoothing_factor: float = option(0.0, "The share of probability spread over all labels.", ge=0, le=1)
+    activation_checkpointing: bool | None = option(None, "Keep layer inputs only; compute the rest again backwards.")
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "Its arguments.")
+    use_liger_kernel: bool = option(False, "Replace layers by Liger's kernels.")
+    liger_kernel_config: dict[str, bool] | None = option(None, "Which of them.")
+    use_cache: bool = option(False, "What model.config.use_cache is set to.")
+    neftune_noise_alpha: float | None = option(None, "Strength of the noise on embeddings in training (NEFTune).", ge=0)
+    torch_empty_cache_steps: int | None = option(None, "Steps between two calls of torch's empty_cache.")
+    auto_find_batch_size: bool = option(False, "Halve the micro-batch where memory runs out; the step stays the same.")
+    include_num_input_tokens_seen: str | bool = option("no", "Log the tokens seen: no, all, non_padding.")
+    log_level: str = option("passive", "What libraries may say on the main process.", choices=_LEVELS)
+    log_level_replica: str = option("warning", "What they may say on the others.", choices=_LEVELS)
+    log_on_each_node: bool = option(True, "The first process of every node is a main process for logs.")
+    disable_tqdm: bool | None = option(None, "Print logs instead of the progress bar.")
+    report_to: None | str | list[str] = option("none", "Trackers that receive every log.")
+    run_name: str | None = option(None, "The name of the run in a tracker.")
+    project: str = option("huggingface", "The project in Trackio.")
+    trackio_space_id: str | None = option(None, "The Space of a Trackio project.")
+    trackio_bucket_id: str | None = option(None, "The bucket of a Trackio project.")
+    trackio_static_space_id: str | None | Literal[False] = option(None, "The static Space of a Trackio project.")
+    prediction_loss_only: bool = option(False, "Evaluate the loss alone.")
+    eval_do_concat_batches: bool = option(True, "Predictions of all batches in one array; else a list of arrays.")
+    eval_use_gather_object: bool = option(False, "Gather nested objects between processes.")
+    eval_accumulation_steps: int | None = option(None, "Batches whose predictions stay on the device.", ge=1)
+    include_for_metrics: list[str] = option([], 'What compute_metrics gets besides: "inputs", "loss".')
+    batch_eval_metrics: bool = option(False, "Call compute_metrics batch by batch.")
+    save_on_each_node: bool = option(False, "Save on the first process of every node.")
+    enable_jit_checkpoint: bool = option(False, "Save and stop when the process is told to end (SIGTERM).")
+    push_to_hub: bool = option(False, "Push the model when it is saved.")
+    hub_token: str | None = option(None, "The token for it.", is_secret=True)
+    hub_private_repo: bool | None = option(None, "Whether the repository is made private.")
+    hub_model_id: str | None = option(None, "The repository; output_dir's name if not given.")
+    hub_strategy: HubStrategy | str = option("every_save", "When to push.")
+    hub_always_push: bool = option(False, "Push even where the last push goes on.")
+    hub_revision: str | None = option(None, "The branch to push to.")
+    ignore_data_skip: bool = option(False, "Continue at the start of the epoch instead of where it stood.")
+    restore_callback_states_from_checkpoint: bool = option(False, "Callbacks continue with their state.")
+    parallelism_config: Any = option(None, "accelerate's parallelism.")
+    dataloader_multiprocessing_context: str | None = option(
+        None, "How loader processes are started.", choices=("fork", "spawn", "forkserver")
+    )
+    dataloader_in_order: bool = option(True, "Batches in order although several processes make them.")
+    remove_unused_columns: bool = option(True, "Leave out the columns that the model does not take.")
+    label_names: list[str] | None = option(None, "The arguments of the model that are labels.")
+    train_sampling_strategy: str = option(
+        "random", "The order of rows.", choices=("random", "sequential", "group_by_length", "batch_rebalance")
+    )
+    length_column_name: str = option("length", "The column that holds lengths.")
+    debug: str | list[DebugOption] = option("", "underflow_overflow to watch activations.")
+    skip_memory_metrics: bool = option(True, "No memory in the metrics.")
+    do_train: bool = option(False, "For the script; not read by the Trainer.")
+    do_eval: bool = option(False, "For the script; not read by the Trainer.")
+    do_predict: bool = option(False, "For the script; not read by the Trainer.")
+    overwrite_output_dir: bool = option(False, "For the script, before it writes; not read by the Trainer.")
+    logging_dir: str | None = option(None, "The older way to say where TensorBoard's files go.")
+    local_rank: int = option(-1, "This process on its node; the launcher says it.")
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            self.output_dir = "trainer_output"
+            logger.info("No output_dir was given: trainer_output.")
+        self.output_dir = os.path.expanduser(self.output_dir)
+        self._read_json_texts()
+        take_numbers(self)
+        self._mirror_activation_checkpointing()
+        if self.disable_tqdm is None:
+            self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
+        if isinstance(self.include_num_input_tokens_seen, bool):
+            self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        self._take_enums()
+        self._derive()
+        check_arguments(self)
+        self.mixed_precision = "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+        if not isinstance(self.accelerator_config, AcceleratorConfig):
+            self.accelerator_config = accelerator_config_of(self.accelerator_config)
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
+        self.fsdp = self.fsdp or None
+        raise_if(check_engine(self))
+        say_what_has_no_effect(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return values under the names of earlier versions; Python calls it for missing attributes only."""
+        return former_value(self, name)
+
+    def _read_json_texts(self) -> None:
+        for name in _MAY_BE_JSON:
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):
+                setattr(self, name, dictionary_of(name, value))
+
+    def _mirror_activation_checkpointing(self) -> None:
+        """Keep the two names of one argument equal, so that both can be read."""
+        pairs = [("gradient_checkpointing", "activation_checkpointing"),
+                 ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")]  # fmt: skip
+        for old, new in pairs:
+            if getattr(self, new) is None and getattr(self, old) is not None:
+                notes.warn(f"`{old}` is now `{new}`.", FutureWarning, stacklevel=4)
+                setattr(self, new, getattr(self, old))
+            setattr(self, old, getattr(self, new))
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing = False
+
+    def _take_enums(self) -> None:
+        """Convert names to transformers' enumerations, which are strings too."""
+        self.eval_strategy = IntervalStrategy(self.eval_strategy)
+        self.logging_strategy = IntervalStrategy(self.logging_strategy)
+        self.save_strategy = SaveStrategy(self.save_strategy)
+        self.hub_strategy = HubStrategy(self.hub_strategy)
+        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
+        if not isinstance(self.optim, OptimizerNames):
+            OPTIMIZERS.get(self.optim)  # refuses a name that there is not
+            if self.optim in [name.value for name in OptimizerNames]:  # the others are burnish's own
+                self.optim = OptimizerNames(self.optim)
+        if not isinstance(self.debug, list):
+            self.debug = [DebugOption(name) for name in (self.debug or "").split()]
+
+    def _derive(self) -> None:
+        """Set arguments that follow from others."""
+        if self.eval_strategy != IntervalStrategy.NO:
+            self.do_eval = True
+        if self.eval_strategy == IntervalStrategy.STEPS and not self.eval_steps and self.logging_steps > 0:
+            self.eval_steps = self.logging_steps
+        follows_metric = self.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+        if (self.load_best_model_at_end or follows_metric) and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        self.report_to = trackers_of(self.report_to)
+
+    # --- what follows from the arguments ------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        lines = [f"{name}={value},\n" for name, value in sorted(self.to_dict().items())]
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    __repr__ = __str__
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of a micro-batch in this process; a process has one device."""
+        return int(self.per_device_train_batch_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        return int(self.per_device_eval_batch_size)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self)
+
+    @property
+    def n_gpu(self) -> int:
+        """1 on an accelerator, 0 on a CPU: with several GPUs there is a process for each, never one for all."""
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        if self.world_size > 1:
+            return ParallelMode.DISTRIBUTED
+        return ParallelMode.NOT_PARALLEL if self.n_gpu <= 1 else ParallelMode.NOT_DISTRIBUTED
+
+    @property
+    def should_log(self) -> bool:
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    # Further attributes that transformers' own Trainer reads, because the callbacks of W&B and DVCLive make such a
+    # Trainer with these arguments to save the model (WANDB_LOG_MODEL).
+    deepspeed_plugin = None
+    fsdp_plugin_args = None
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return self.device
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """None leaves it to the Trainer; a subclass may return true or false."""
+        return None
+
+    def get_process_log_level(self) -> int:
+        """The level for this process: that of ``log_level`` or ``log_level_replica``, "passive" for the present one."""
+        level = logging.get_log_levels_dict() | {"passive": logging.get_verbosity()}
+        return int(level[self.log_level if self.should_log else self.log_level_replica])
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        return warmup_steps_of(self, num_training_steps)
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run the ``with`` block first in the main process, so that the others find its results in a cache."""
+        if self.world_size == 1 or not torch.distributed.is_initialized():
+            yield
+            return
+        is_first = (self.local_process_index if local else self.process_index) == 0
+        if not is_first:
+            torch.distributed.barrier()
+        try:
+            yield
+        finally:
+            if is_first:
+                torch.distributed.barrier()
+
+    # --- as data ------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument as plain data; the value of a token is left out."""
+        return {
+            field.name: f"<{field.name.upper()}>" if field.name.endswith("_token") else plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.init
+        }
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Every argument as a number or a text, because some trackers store nothing else."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {k: v if type(v) in (bool, int, float, str, torch.Tensor) else str(v) for k, v in values.items()}
+
+
+_MAY_BE_JSON = (
+    "accelerator_config", "fsdp_config", "deepspeed", "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs", "lr_scheduler_kwargs",
+)  # fmt: skip
+
+
+_MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp")
+"""Flags that mean true without a value, although their fields are not plain booleans."""
+
+
+def for_argument_parser(cls: Any) -> None:
+    """Reduce each field's metadata to the keys that transformers' ``HfArgumentParser`` passes to argparse. The
+    declarations stay in ``cls.declared``."""
+    declared = dict(getattr(cls, "declared", {}))
+    for name, field in list(cls.__dataclass_fields__.items()):
+        if "unit" not in field.metadata:  # done already, in the class that declares it
+            continue
+        declared[name] = specs(cls)[name]
+        own, choices = copy.copy(field), field.metadata["choices"]
+        rest: dict[str, Any] = {"choices": list(choices)} if choices and not callable(choices) else {}
+        if name in _MAY_STAND_ALONE and field.type != "bool":
+            rest |= {"nargs": "?", "const": True}
+        if name in FLAGS:
+            rest["aliases"] = FLAGS[name]
+        own.metadata = MappingProxyType({"help": field.metadata["help"].replace("%", "%%"), **rest})
+        cls.__dataclass_fields__[name] = own
+    cls.declared = declared
+
+
+for_argument_parser(TrainingArguments)

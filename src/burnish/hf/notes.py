@@ -1,0 +1,27 @@
+"""Warnings of the Trainer classes, from the first process of a run only, since all processes would print the same."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from burnish.report.console import is_speaker
+
+_OURS = str(Path(__file__).parents[1])
+
+
+def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
+    """``warnings.warn``, with the same ``stacklevel`` as there."""
+    if is_speaker():
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def _is_for_a_person(record: logging.LogRecord) -> bool:
+    return is_speaker() or not record.pathname.startswith(_OURS)
+
+
+# A script may set the level of this logger for its own processes; burnish's warnings go through it.
+transformers_logging.get_logger("transformers.trainer").addFilter(_is_for_a_person)

@@ -1,0 +1,68 @@
+"""The Trainer's optimizer.
+
+It is burnish's (``optim/``), by transformers' names and to its values. Where a script says which class it is, or a
+subclass overrides a part of transformers' way to an optimizer, it is made that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from burnish.optim.builtin import parameter_groups
+
+
+def optimizer_of(kind: Any, arguments: dict[str, Any], model: nn.Module, groups: Any) -> Any:
+    """An optimizer of a class, or of a factory that makes it from the whole model.
+
+    Args:
+        groups: the parameters; GaLore, LOMO and layer-wise optimizers bring their own among ``arguments``.
+    """
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer):
+        made = kind()  # a factory, or a class that looks like one
+        return made(model, **arguments) if callable(made) else made
+    arguments = dict(arguments)
+    for instead in ("params", "model", "optimizer_dict"):
+        groups = arguments.pop(instead, groups)
+    return kind(groups, **arguments)
+
+
+def two_groups(model: nn.Module, decaying: Iterable[str], weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters that decay, and the others."""
+    names = set(decaying)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if name not in names], "weight_decay": 0.0},
+    ]
+
+
+def decaying_names(model: nn.Module) -> list[str]:
+    """The parameters that weight decay applies to: no biases, no norms."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for p in parameter_groups(model.named_parameters(), model, 1.0)[0]["params"]]
+
+
+def class_of_transformers(args: Any, model: nn.Module | None) -> tuple[Any, dict[str, Any]]:
+    """The class behind ``args.optim`` and its arguments, from transformers' table."""
+    from transformers import Trainer
+
+    kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    return kind, arguments
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    if optimizer is None:
+        raise ValueError("Trainer optimizer is None, please make sure you have setup the optimizer before.")
+    found: list[dict[str, Any]] = optimizer.param_groups
+    return found
+
+
+def group_with(optimizer: Any, parameter: Any) -> Any:
+    """The group that holds ``parameter``, or the parameters of all groups."""
+    groups = groups_of(optimizer)
+    holding = (group for group in groups if any(parameter is other for other in group["params"]))
+    return next(holding, [group["params"] for group in groups])

@@ -1,0 +1,64 @@
+"""The sums of ``objectives.targets`` from a model that is called as it is, wrapped or adapted: the hidden states are
+taken on their way to its head, which is handed no positions, so that no logits are made.
+"""
+
+# B rows, T tokens in a row, N learned positions, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from burnish.core.patching import Reason, hooked
+from burnish.core.types import IGNORE_INDEX, Batch
+from burnish.objectives.targets import Targets, sums_of_hidden
+from burnish.ops.cross_entropy import TokenLoss, TokenSums
+from burnish.ops.probe import Head
+
+_CAUGHT = Reason("head", "the loss is made of its hidden states, without logits")
+_CAUGHT = Reason("head", "the loss is made of its hidden states, without logits")
+
+
+def sums_without_logits(
+    model: nn.Module, inputs: Batch, targets: Targets, width: int, head: Head, rules: TokenLoss
+) -> tuple[TokenSums, Any]:
+    """The sums, and the model's output, whose logits are empty.
+
+    Args:
+        width: of the labels, which belong to the last so many positions: a learned prompt may stand before them.
+    """
+    hidden, outputs = _hidden_states(model, inputs, head)
+    return sums_of_hidden(hidden[:, -width:].flatten(0, 1)[targets.positions], head, targets, rules), outputs
+
+
+def sums_of_flat(model: nn.Module, batch: Batch, head: Head, rules: TokenLoss) -> TokenSums:
+    """The same of a flat batch, as ``data.batches.batching`` makes it."""
+    inputs = {name: value for name, value in batch.items() if name not in {"labels", "target_positions", "num_tokens"}}
+    targets = Targets.of(batch["labels"], batch["target_positions"])
+    width = batch["labels"].shape[1]
+    return sums_without_logits(model, {**inputs, "use_cache": False}, targets, width, head, rules)[0]
+
+
+def mean_of_flat(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
+    """() the plain mean loss of a flat batch over ``num_items`` (), its learned tokens where that is None."""
+    items = batch["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items is None else num_items
+    mean: Tensor = sums_of_flat(model, batch, head, TokenLoss(softcap=head.softcap)).total / items
+    return mean
+
+
+def _hidden_states(model: nn.Module, inputs: Batch, head: Head) -> tuple[Tensor, Any]:
+    """(B, T, H) what the model hands to its head, and its output.
+
+    By a hook rather than by a call of the backbone: the wrapper of an engine has to see the forward pass, and a
+    learned prompt is put in by the peft model around it.
+    """
+    caught: list[Tensor] = []
+
+    def catch(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        caught.append(given[0])
+        return (given[0][:, :0], *given[1:])
+
+    with hooked(head.linear, "forward_pre", catch, _CAUGHT):
+        outputs = model(**inputs)
+    return caught[0], outputs

@@ -1,0 +1,25 @@
+"""Dropout off, for good: where two passes over one model are compared, neither is to draw at random."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from burnish.core.patching import Reason, patch
+
+NO_DROPOUT = Reason("dropout", "two passes over one model are compared, and neither is to draw at random")
+
+
+def switch_off_dropout(model: nn.Module) -> bool:
+    """Set the probability of every dropout in ``model`` to 0: torch's modules, those of adapters too, and attention
+    that drops by a number of its own. Returns whether any was on."""
+    was_on = False
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            was_on |= module.p > 0
+            patch(module, "p", 0.0, NO_DROPOUT)
+        for name in ("attention_dropout", "dropout_p"):
+            value = vars(module).get(name)
+            if isinstance(value, float) and value > 0:
+                was_on = True
+                patch(module, name, 0.0, NO_DROPOUT)
+    return was_on

@@ -1,0 +1,137 @@
+"""Reward models as files: a value head of its own (LLaMA-Factory's), or transformers' sequence classifier.
+
+In: folders. Out: the weights of the head, under LLaMA-Factory's names, from whichever form is there; and either form
+written. Both hold one linear layer over the last hidden states; a classifier's has no bias.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.core.errors import Problem, UserError
+from burnish.models.quiet import quiet
+
+VALUE_HEAD, OLD_VALUE_HEAD = "value_head.safetensors", "value_head.bin"
+WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
+_SCORE = "score.weight"
+_WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
+
+
+def read_head(folders: Sequence[Path]) -> tuple[dict[str, Tensor], Path] | None:
+    """The head of the last of ``folders`` that has one, and its file; None where none has."""
+    for folder in reversed(folders):
+        for read in (_value_head, _old_value_head, _score):
+            found = read(folder)
+            if found is not None:
+                return found
+    return None
+
+
+def _value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
+    from safetensors.torch import load_file
+
+    file = folder / VALUE_HEAD
+    return (_checked(load_file(file), file), file) if file.is_file() else None
+
+
+def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
+    file = folder / OLD_VALUE_HEAD
+    if not file.is_file():
+        return None
+    return _checked(torch.load(file, map_location="cpu", weights_only=True), file), file
+
+
+def _checked(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+    if WEIGHT not in found:
+        raise UserError(Problem(f"it has no {WEIGHT}. Found: {', '.join(found) or 'nothing'}.", where=str(file)))
+    return dict(found)
+
+
+def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
+    """The score of a sequence classifier: in its one file, in one of its shards, or among an adapter's weights."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    files = [folder / names[_SCORE]] if _SCORE in names else [folder / name for name in _WEIGHTS]
+    for file in files:
+        if file.is_file():
+            with safe_open(file, "pt") as tensors:
+                key = next((name for name in tensors.keys() if name.endswith(_SCORE)), None)  # noqa: SIM118
+                if key is not None:
+                    return {WEIGHT: tensors.get_tensor(key).float()}, file
+    return None
+
+
+def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Args: weights: by LLaMA-Factory's names; float32."""
+    from safetensors.torch import save_file
+
+    whole = {WEIGHT: weights[WEIGHT], BIAS: weights.get(BIAS, torch.zeros(1))}
+    save_file({name: value.float().contiguous() for name, value in whole.items()}, folder / VALUE_HEAD,
+              metadata={"format": "pt"})  # fmt: skip
+
+
+def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a language model and a score as one sequence classifier, over the language model that was saved there.
+
+    Raises:
+        UserError: where transformers would read the score elsewhere: it takes the last token that is no padding.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    inner: Any = model
+    config = copy.deepcopy(inner.config)
+    config.num_labels, config.dtype = 1, inner.config.dtype
+    config.pad_token_id = pad_of_classifier(tokenizer)
+    with torch.device("meta"), quiet():
+        classifier = AutoModelForSequenceClassification.from_config(config)
+    backbone = inner.base_model.state_dict()
+    prefix = classifier.base_model_prefix
+    state = {f"{prefix}.{name}": value.detach().to(config.dtype) for name, value in backbone.items()}
+    state["score.weight"] = weights[WEIGHT].to(config.dtype)
+    classifier.load_state_dict(state, assign=True)
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    with quiet():
+        classifier.save_pretrained(folder)
+
+
+def pad_of_classifier(tokenizer: Any) -> int:
+    """A padding token that ends no answer: the tokenizer's own, or another special token.
+
+    Raises:
+        UserError: where there is none.
+    """
+    eos = tokenizer.eos_token_id
+    others = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *tokenizer.all_special_ids]
+    found = next((token for token in others if token is not None and token != eos), None)
+    if found is None:
+        raise UserError(
+            Problem(
+                "a sequence classifier is read at the last token that is no padding, and the tokenizer pads with its "
+                "end token, so the score would be read one token early.",
+                remedy="Set reward_head: value_head, or give the tokenizer a pad token of its own.",
+            )
+        )
+    return int(found)
+
+
+def add_score_to_adapter(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Make the adapter in ``folder`` one of a sequence classifier, its score among what is trained whole."""
+    from safetensors.torch import load_file, save_file
+
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = load_file(file)
+    tensors["base_model.model.score.weight"] = weights[WEIGHT].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    raw = json.loads(config.read_text(encoding="utf-8"))
+    raw |= {"task_type": "SEQ_CLS", "modules_to_save": [*(raw.get("modules_to_save") or []), "score"]}
+    config.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,133 @@
+"""Writes a model whose weights lie in parts on several processes, one file of the folder after the other.
+
+In: the model, on every process; a function that makes a part whole, which all processes call together. Out: on the
+first process, the folder that ``models/save.py`` writes of a model in one place. No process holds more than one file's
+weights beside its own part, except of models whose files have other tensors than the model in memory (experts that are
+stacked while loading): transformers turns those back all at once, on the first process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.models.quiet import quiet
+
+
+def save_gathered(
+    model: nn.Module, folder: Path, dtype: torch.dtype | None, max_shard_size: str | int,
+    whole: Callable[[Tensor], Tensor], writes: bool,
+) -> None:  # fmt: skip
+    """Write the weights of ``model``, a model of transformers; config and tokenizer are somebody else's.
+
+    Args:
+        dtype: of the floating weights in the files; None as they are.
+        writes: whether this process is the one that writes; the others only take part in gathering.
+    """
+    state = _saved_once(model)
+
+    def fetched(name: str) -> Tensor | None:
+        tensor = whole(state[name]).detach()
+        if not writes:
+            return None
+        return tensor.to("cpu", _format(tensor, dtype))
+
+    if _is_converted(model):
+        tensors = {name: fetched(name) for name in state}
+        if writes:
+            with quiet():
+                model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)  # type: ignore[operator]
+        return
+    files = _files(state, dtype, max_shard_size)
+    for name, keys in files.items():
+        shard = {key: fetched(key) for key in keys}
+        if writes:
+            _write(folder / name, shard)
+    if writes and len(files) > 1:
+        _write_index(folder, files, state, dtype)
+
+
+@contextmanager
+def trained_weights_whole(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside it the parameters that train are whole on every process: an adapter's are few."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                replaced.append((module, name, parameter))
+    try:
+        for module, name, parameter in replaced:
+            module._parameters[name] = nn.Parameter(whole(parameter).detach())
+        yield
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
+
+
+def _saved_once(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name; one that has two names under the first of them, as transformers writes it."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and name not in ignored:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def _is_converted(model: Any) -> bool:
+    """Return whether the tensors of the files differ from those of the model, by transformers' table of conversions."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _format(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the whole weight; DeepSpeed replaces it by an empty tensor, with the shape as an attribute."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _files(state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str | int) -> dict[str, list[str]]:
+    """File -> the weights in it, as transformers fills files."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    shapes: dict[str, Any] = {
+        name: torch.empty(
+            t.shape, dtype=dtype if t.is_floating_point() and dtype is not None else t.dtype, device="meta"
+        )
+        for name, t in state.items()
+    }
+    return dict(split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size).filename_to_tensors)
+
+
+def _write(path: Path, tensors: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _write_index(folder: Path, files: dict[str, list[str]], state: dict[str, Tensor], dtype: Any) -> None:
+    sizes = (
+        t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size()) for t in state.values()
+    )
+    index = {
+        "metadata": {
+            "total_parameters": sum(prod(_shape(tensor)) for tensor in state.values()),
+            "total_size": sum(sizes),
+        },
+        "weight_map": {key: name for name, keys in files.items() for key in sorted(keys)},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

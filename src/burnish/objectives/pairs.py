@@ -1,0 +1,377 @@
+"""``stage: dpo``: learning from pairs of answers, the better one named.
+
+In: pairs, a template, a causal language model, a reference. Out: rows of two sequences; micro-batches in which the two
+lie next to each other behind one prompt; per pair one of the losses of ``preference_losses``, as a sum over pairs.
+
+Nothing is a mean over a micro-batch: what couples the pairs of a step (AOT's ranks, BCO's baseline, means over tokens)
+and what the reference says are found in ``ready``, once per step, before the first gradient.
+"""
+
+# P pairs in a micro-batch, S = 2P sequences, N learned tokens
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.core.errors import UserError
+from burnish.core.modes import evaluating
+from burnish.core.types import Batch, Engine, Example, FlatRow, Loss, Metric, Row, Stateful, Sum
+from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.objectives.lm import ROUTER_WITHOUT_GRADIENT, aux_coefficient, is_reentrant, unfitted
+from burnish.objectives.preference_losses import (
+    PAIR_LOSSES,
+    Matches,
+    PairLoss,
+    Pairs,
+    Shape,
+    Side,
+    at_same_rank,
+    bco,
+    log_odds,
+    odds_ratio_loss,
+    wpo_weights,
+)
+from burnish.objectives.preference_options import PairOptions
+from burnish.objectives.reference import Following, Reference
+from burnish.objectives.sequence_logps import (
+    SequenceModel,
+    SequenceValues,
+    collate_sequences,
+    factors_beyond,
+    mean_row,
+)
+from burnish.ops.elementwise import rounding_as_trained
+from burnish.ops.probe import Fitted, Head, causal_lm, find_head, makes_some_logits
+from burnish.ops.token_logps import LogpRules
+
+
+class AnswersObjective(StageObjective):
+    """Base of learning from pairs and from verdicts: log-probabilities of answers under policy and reference.
+
+    Args:
+        options: the flat options.
+        template: examples -> rows.
+        tokenizer: what every objective is given; not read here.
+
+    Attributes:
+        reference: whoever assembles the run sets it, where ``needs_reference``.
+    """
+
+    asks_evenness = False
+    needs_reference = True
+
+    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+        self.options = options
+        self.template = template
+        self.reference: Reference | None = None
+        self.head: Head | None = None
+        self.makes_some_logits = False
+        self.collate: Collate = unfitted
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{type(self).__name__} {self.template.fingerprint}"
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """The objective's own parts of a checkpoint."""
+        return {} if self.reference is None else self.reference.parts
+
+    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+        """Take over how the model makes its logits. As ``LmObjective.fit``."""
+        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
+            raise UserError(ROUTER_WITHOUT_GRADIENT)
+        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
+        if self.head is not None or self.options.fused_loss is False:
+            return []
+        name = type(inner).__name__
+        return [f"The head of {name} is not a plain linear layer: its logits are made whole, which takes more memory."]
+
+    def allows_needed_only(self, model: nn.Module) -> bool:
+        return not aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+
+    def module(self, model: nn.Module) -> SequenceModel:
+        """The model as one that is asked for answers. ``fit`` comes first."""
+        options = self.options
+        rules = LogpRules(
+            self.head.softcap if self.head else None, options.compute_accuracy, options.compute_entropy,
+            self.asks_evenness,
+        )  # fmt: skip
+        coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
+        return SequenceModel(model, self.head, self.makes_some_logits, rules, coefficient, options)
+
+    def module_of_reference(self, model: nn.Module) -> SequenceModel:
+        """A second model as one that is asked the same."""
+        head = None if self.options.fused_loss is False else find_head(model)
+        rules = LogpRules(head.softcap if head else None)
+        return SequenceModel(model, head, head is None and makes_some_logits(model), rules, 0.0, self.options)
+
+    def weight(self, batch: Batch) -> Tensor:
+        """() pairs, or records."""
+        items: Tensor = batch["items"]
+        return items.sum()
+
+    def answered(self, module: nn.Module, batch: Batch) -> SequenceValues:
+        """What the policy says; in an evaluation too with the rounding of a step, so that an untouched model is its own
+        reference to the bit."""
+        with rounding_as_trained():
+            values: SequenceValues = module(batch)
+        return values
+
+    def step_begins(self, module: nn.Module) -> None:
+        """A step, or an evaluation, begins."""
+        if isinstance(self.reference, Following) and module.training:
+            self.reference.step_begins()
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        raise NotImplementedError
+
+    def _reference_logps(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Tensor]:
+        """(S,) of each micro-batch, under the reference."""
+        assert self.reference is not None, "the run was assembled without the reference that its loss needs"
+        with self.reference.answering(module) as answering, asking(answering, engine):
+            return [answering(batch).logps for batch in batches]
+
+
+@OBJECTIVES.register("dpo", options=PairOptions)
+class PairObjective(AnswersObjective):
+    """Pairs of answers, the better one named (DPO and its relatives)."""
+
+    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+        super().__init__(options, template, tokenizer)
+        self.losses: list[PairLoss] = [PAIR_LOSSES[name] for name in options.pref_loss]
+        self.weights: list[float] = options.pref_loss_weights or [1.0] * len(self.losses)
+        self.needs_reference = any(loss.needs_reference for loss in self.losses) or bool(options.pref_bco_weight)
+        self.averages = any(loss.averages for loss in self.losses) and not self.needs_reference
+        self.sorts = next((name for name in options.pref_loss if PAIR_LOSSES[name].sorts), None)
+        self.counts_tokens = any(loss.counts_tokens for loss in self.losses) or bool(options.cpo_alpha)
+        self.asks_evenness = options.use_weighting
+        self.baseline = RunningMean()
+        self.shape = Shape(
+            options.pref_beta, options.dpo_label_smoothing, options.simpo_gamma, options.discopop_tau,
+            options.f_divergence_type, options.f_alpha_divergence_coef, options.dpop_lambda, options.alphapo_alpha,
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        own: dict[str, Stateful] = {"bco_baseline": self.baseline} if self.options.pref_bco_weight else {}
+        return {**super().parts, **own}
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics of an evaluation."""
+        names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
+        return [*names, "logps/chosen", "logps/rejected"]
+
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[FlatRow | None]:
+        """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
+        return self.template.encode_pairs(examples, tally)
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """The micro-batch, and of its pairs ``items`` (P,), what each counts; ``reference`` (S,) where rows have it."""
+        batch = collate_sequences(collate, [answer for row in rows for answer in answers_of(row)])
+        batch["items"] = torch.ones(len(rows))
+        if self.options.ld_alpha is not None:
+            shorter = batch["lengths"].view(-1, 2).amin(-1).repeat_interleave(2)
+            batch["factors"] = factors_beyond(batch["owner"], shorter, self.options.ld_alpha)
+        if self.needs_reference and all("reference_chosen_logps" in row for row in rows):
+            given = [[row["reference_chosen_logps"], row["reference_rejected_logps"]] for row in rows]
+            batch["reference"] = torch.tensor(given).flatten()
+        return batch
+
+    def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        """Each micro-batch with what the reference says of it, and with what its loss has to know of the whole step."""
+        found: list[dict[str, Any]] = [{} for _ in batches]
+        self.step_begins(module)
+        if self.needs_reference and not all("reference" in batch for batch in batches):
+            for more, logps in zip(found, self._reference_logps(module, batches, engine), strict=True):
+                more["reference"] = logps
+        if (row := mean_row(self.head)) is not None:
+            found = [{**more, "mean_row": row} for more in found]
+        made = [{**batch, **more} for batch, more in zip(batches, found, strict=True)]
+        if self.counts_tokens:
+            made = with_token_share(made, engine)
+        if self.sorts or (self.options.pref_bco_weight and module.training):
+            made = self._with_the_step(module, made, engine)
+        if self.options.pref_bco_weight:
+            made = [{**batch, "baseline": self.baseline.value.to(engine.device)} for batch in made]
+        return made
+
+    def _with_the_step(self, module: nn.Module, batches: list[Batch], engine: Engine) -> list[Batch]:
+        """Compute the policy's log-probabilities of the step's pairs without gradient: for ranks and BCO's baseline."""
+        with asking(module, engine):
+            pairs = [self._pairs(module(batch), batch) for batch in batches]
+        if self.options.pref_bco_weight and module.training:
+            self._move_baseline(pairs, batches, engine)
+        return with_matches(pairs, batches, engine, self.sorts) if self.sorts else batches
+
+    def _move_baseline(self, pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine) -> None:
+        rewards = [
+            (self.shape.beta * (pair.chosen.ratio + pair.rejected.ratio) * batch["items"]).sum()
+            for pair, batch in zip(pairs, batches, strict=True)
+        ]
+        count = 2 * torch.stack([batch["items"].sum() for batch in batches]).sum()
+        total, number = engine.sum(torch.stack([torch.stack(rewards).sum(), count])).unbind()
+        self.baseline.add(total, number)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        values = self.answered(module, batch)
+        pairs, items = self._pairs(values, batch), batch["items"]
+        losses = sum(
+            weight * loss.of(pairs, self.shape) for weight, loss in zip(self.weights, self.losses, strict=True)
+        )
+        assert isinstance(losses, Tensor)
+        losses = self._with_additions(losses, pairs, values, batch)
+        metrics: dict[str, Metric] = {
+            name: (value * items).sum() for name, value in self._measured(pairs).items()
+        } | token_metrics(values, batch, self.options)
+        total = (losses * items).sum()
+        if values.aux is not None:
+            metrics["aux_loss"] = (values.aux * items.sum()).detach()
+            total = total + values.aux * items.sum()
+        return Loss(total, metrics)
+
+    def _pairs(self, values: SequenceValues, batch: Batch) -> Pairs:
+        """Chosen and rejected answers lie in turns."""
+        reference = batch["reference"] if self.needs_reference else torch.zeros_like(values.logps.detach())
+        chosen, rejected = (Side(values.logps[at::2], reference[at::2], batch["lengths"][at::2]) for at in (0, 1))
+        matches = None
+        if "matches_chosen" in batch:
+            matches = Matches(batch["matches_chosen"], batch["matches_rejected"])
+        return Pairs(chosen, rejected, matches, batch.get("pairs_per_token"))
+
+    def _with_additions(self, losses: Tensor, pairs: Pairs, values: SequenceValues, batch: Batch) -> Tensor:
+        options = self.options
+        if options.use_weighting:
+            means = values.evenness / batch["lengths"]
+            losses = losses * wpo_weights(means[0::2], means[1::2])
+        if options.pref_bco_weight:
+            weight = options.pref_bco_weight
+            losses = (losses + weight * bco(pairs, self.shape, batch["baseline"])) / (1 + weight)
+        if options.pref_ftx:
+            losses = losses - options.pref_ftx * pairs.chosen.mean
+        if options.cpo_alpha:
+            losses = losses + options.cpo_alpha * PAIR_LOSSES["sft"].of(pairs, self.shape)
+        return losses
+
+    def _measured(self, pairs: Pairs) -> dict[str, Tensor]:
+        """(P,) of each metric, without a gradient. A tie is no success."""
+        pairs = detached(pairs)
+        chosen, rejected = (self._shown(side) for side in (pairs.chosen, pairs.rejected))
+        rewards = [self.shape.beta * (side.ratio if self.needs_reference else self._shown(side)) for side in pairs[:2]]
+        found = {
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/accuracies": (rewards[0] > rewards[1]).float(),
+            "rewards/margins": rewards[0] - rewards[1],
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
+        if "orpo" in self.options.pref_loss:
+            ratio = odds_ratio_loss(pairs)
+            found |= {"sft_loss": -pairs.chosen.mean, "odds_ratio_loss": ratio}
+            found |= {"log_odds_ratio": -ratio, "log_odds_chosen": log_odds(pairs)}
+        if self.counts_tokens:
+            found["nll_loss"] = PAIR_LOSSES["sft"].of(pairs, self.shape)
+        return found
+
+    def _shown(self, side: Side) -> Tensor:
+        """(P,) what is logged of an answer: its sum, or for a loss of means its mean."""
+        return side.mean if self.averages else side.logps
+
+
+@contextmanager
+def asking(module: nn.Module, engine: Engine) -> Iterator[None]:
+    """Around a pass whose numbers are compared with those of a step, without a gradient."""
+    with evaluating(module), rounding_as_trained(), engine.precision():
+        yield
+
+
+# --- small parts ------------------------------------------------------------------------------------------------------
+
+
+class RunningMean:
+    """The mean of all that was added, each number counting once (BCO's baseline δ)."""
+
+    def __init__(self) -> None:
+        self.value, self.count = torch.zeros(()), torch.zeros(())
+
+    def add(self, total: Tensor, count: Tensor) -> None:
+        """Args: total: () the sum of ``count`` () more numbers."""
+        total, count = total.detach().float().cpu(), count.detach().float().cpu()
+        self.count = self.count + count
+        self.value = self.value + (total - self.value * count) / self.count.clamp(min=1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"value": self.value, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self.count = state["value"].cpu(), state["count"].cpu()
+
+
+def answers_of(row: Row) -> list[Row]:
+    """The two sequences of a pair, the chosen one first."""
+    return [
+        {"input_ids": row["chosen_input_ids"], "labels": row["chosen_labels"]},
+        {"input_ids": row["rejected_input_ids"], "labels": row["rejected_labels"]},
+    ]
+
+
+def detached(pairs: Pairs) -> Pairs:
+    chosen, rejected = (Side(*(values.detach() for values in side)) for side in (pairs.chosen, pairs.rejected))
+    return pairs._replace(chosen=chosen, rejected=rejected)
+
+
+def with_token_share(batches: Sequence[Batch], engine: Engine) -> list[Batch]:
+    """With () ``pairs_per_token``: pairs of the step over learned tokens of their chosen answers, over all ranks."""
+    counts = [torch.stack([batch["items"].sum(), (batch["lengths"][0::2] * batch["items"]).sum()]) for batch in batches]
+    pairs, tokens = engine.sum(torch.stack(counts).sum(0)).unbind()
+    return [{**batch, "pairs_per_token": pairs / tokens.clamp(min=1)} for batch in batches]
+
+
+def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine, name: str) -> list[Batch]:
+    """With (P,) ``matches_chosen`` and ``matches_rejected``: what stands at the same rank among all pairs of a step."""
+    items = torch.cat([batch["items"] for batch in batches])
+    if name == "aot":
+        values = torch.cat([pair.chosen.logps - pair.rejected.logps for pair in pairs])
+        others = torch.cat([pair.chosen.reference - pair.rejected.reference for pair in pairs])
+    else:
+        values, others = (
+            torch.cat([side.ratio for side in sides]) for sides in zip(*(p[:2] for p in pairs), strict=True)
+        )
+    gathered = engine.gather(torch.stack([values, others, items]))  # (3 for each rank, most pairs of a rank)
+    every = gathered.view(-1, 3, gathered.shape[1]).transpose(0, 1).flatten(1)
+    counts = every[2] > 0
+    one, other = (torch.zeros_like(every[0]) for _ in range(2))
+    one[counts] = at_same_rank(every[0][counts], every[1][counts])
+    other[counts] = one[counts] if name == "aot" else at_same_rank(every[1][counts], every[0][counts])
+    own = slice(engine.rank * (len(one) // engine.world_size), None)
+    sizes = [len(batch["items"]) for batch in batches]
+    ours = [torch.split(matches[own][: sum(sizes)], sizes) for matches in (one, other)]
+    return [{**batch, "matches_chosen": a, "matches_rejected": b} for batch, a, b in zip(batches, *ours, strict=True)]
+
+
+def token_metrics(values: SequenceValues, batch: Batch, options: Any) -> dict[str, Metric]:
+    """Means over the learned tokens of pairs, each with its own count."""
+    counted = batch["items"].repeat_interleave(2)  # (S,)
+    sides = {"chosen": slice(0, None, 2), "rejected": slice(1, None, 2)}
+    found: dict[str, Metric] = {}
+    if "mean_row" in batch:
+        for name, side in sides.items():
+            count = (batch["lengths"] * counted)[side].sum()
+            found[f"logits/{name}"] = Sum((values.mean_logits * counted)[side].sum(), count)
+    if options.compute_entropy:
+        found["entropy"] = Sum((values.entropy * counted).sum(), (batch["lengths"] * counted).sum())
+    if options.compute_accuracy:
+        chosen = sides["chosen"]
+        found["mean_token_accuracy"] = Sum(
+            (values.correct * counted)[chosen].sum(), (batch["lengths"] * counted)[chosen].sum()
+        )
+    return found

@@ -1,0 +1,417 @@
+"""The losses of preference learning, as functions of log-probabilities and nothing else.
+
+In: per pair (or record) the log-probabilities of the answers under the policy and the reference, and their lengths.
+Out: one loss per pair, in nats, with a gradient to the policy's log-probabilities. Nothing here knows models, batches,
+options or steps: what couples the pairs of a step (AOT's ranks, KTO's baseline, BCO's) comes in as numbers.
+
+Letters: y+ the chosen answer, y- the rejected one; L(y) the sum over the learned tokens of log p(token) under the
+policy, R(y) the same under the reference, r(y) = L(y) - R(y), |y| learned tokens, L̄ = L / |y|, σ the logistic
+function, β ``beta``, s ``label_smoothing``, Δ = r(y+) - r(y-).
+"""
+
+# P pairs
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_STEEPEST = 80.0
+"""Exponents are clamped here: e^80 is near the end of float32."""
+
+
+class Side(NamedTuple):
+    """One answer of every pair."""
+
+    logps: Tensor  # (P,) L(y), in nats
+    reference: Tensor  # (P,) R(y), without a gradient; not read by losses that need none
+    lengths: Tensor  # (P,) |y|, at least 1
+
+    @property
+    def ratio(self) -> Tensor:
+        """(P,) r(y)"""
+        return self.logps - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """(P,) L̄(y)"""
+        return self.logps / self.lengths
+
+
+class Matches(NamedTuple):
+    """Values at the same rank of the step, for the losses that sort its pairs. Constants: no gradient."""
+
+    chosen: Tensor  # (P,) for aot the sorted R(y+) - R(y-); for aot_unpaired the sorted r(y-)
+    rejected: Tensor  # (P,) for aot_unpaired the sorted r(y+); for aot not read
+
+
+class Pairs(NamedTuple):
+    chosen: Side
+    rejected: Side
+    matches: Matches | None = None  # None: these pairs are the whole step
+    pairs_per_token: Tensor | None = None  # () pairs / chosen tokens, of the step; None: of these pairs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that shape a loss.
+
+    Args:
+        beta: how far the policy may go from the reference; for ipo its τ, for orpo its λ.
+        label_smoothing: the share of pairs whose answers are taken to be swapped.
+        gamma: the margin that simpo asks for.
+        discopop_tau: the temperature of discopop.
+        divergence: what stands in the place of r: reverse_kl, forward_kl, js_divergence, alpha_divergence.
+        divergence_alpha: the coefficient of alpha_divergence.
+        dpop_lambda: the weight of dpop's penalty.
+        alphapo: AlphaPO's α on log-probabilities of losses without a reference; 0 leaves them.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = 0.5
+    discopop_tau: float = 0.05
+    divergence: str = "reverse_kl"
+    divergence_alpha: float = 0.5
+    dpop_lambda: float = 50.0
+    alphapo: float = 0.0
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """A loss of pairs.
+
+    Args:
+        of: the loss of each pair (P,).
+        needs_reference: whether R(y) is read.
+        averages: whether it compares means over tokens, so that rewards are β L̄.
+        smooths: whether it has label smoothing.
+        diverges: whether r may be another divergence.
+        sorts: whether the pairs of a step are coupled by their ranks.
+        counts_tokens: whether it is a mean over tokens of the step.
+    """
+
+    of: Callable[[Pairs, Shape], Tensor]
+    needs_reference: bool = True
+    averages: bool = False
+    smooths: bool = False
+    diverges: bool = False
+    sorts: bool = False
+    counts_tokens: bool = False
+
+
+# --- with a reference -------------------------------------------------------------------------------------------------
+
+
+def sigmoid(pairs: Pairs, shape: Shape) -> Tensor:
+    """-(1-s) ln σ(βΔ) - s ln σ(-βΔ).  DPO, Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; s as in cDPO,
+    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf"""
+    return _smoothed(shape.beta * _delta(pairs, shape), shape.label_smoothing)
+
+
+def hinge(pairs: Pairs, shape: Shape) -> Tensor:
+    """max(0, 1 - βΔ).  RSO, Liu et al. 2023, eq. 12, https://arxiv.org/abs/2309.06657"""
+    return F.relu(1 - shape.beta * _delta(pairs, shape))
+
+
+def ipo(pairs: Pairs, shape: Shape) -> Tensor:
+    """(r(y+)/|y+| - r(y-)/|y-| - 1/(2β))².  IPO, Azar et al. 2023, eq. 17, https://arxiv.org/abs/2310.12036; means over
+    tokens as its authors confirmed for TRL; β is their τ."""
+    return (_mean_delta(pairs, shape) - 1 / (2 * shape.beta)).square()
+
+
+def sigmoid_norm(pairs: Pairs, shape: Shape) -> Tensor:
+    """-ln σ(β (r(y+)/|y+| - r(y-)/|y-|)): length-normalised DPO, Tülu 3, Lambert et al. 2024,
+    https://arxiv.org/abs/2411.15124"""
+    return -F.logsigmoid(shape.beta * _mean_delta(pairs, shape))
+
+
+def robust(pairs: Pairs, shape: Shape) -> Tensor:
+    """[-(1-s) ln σ(βΔ) + s ln σ(-βΔ)] / (1 - 2s), unbiased under a share s of swapped pairs.  rDPO, Chowdhury et al.
+    2024, https://arxiv.org/abs/2403.00409"""
+    x, s = shape.beta * _delta(pairs, shape), shape.label_smoothing
+    return (-(1 - s) * F.logsigmoid(x) + s * F.logsigmoid(-x)) / (1 - 2 * s)
+
+
+def exo_pair(pairs: Pairs, shape: Shape) -> Tensor:
+    """q ln(q/(1-s)) + (1-q) ln((1-q)/s) with q = σ(βΔ): the reverse KL to the smoothed labels.  EXO, Ji et al. 2024,
+    eq. 16, https://arxiv.org/abs/2402.00856"""
+    x, s = shape.beta * _delta(pairs, shape), torch.tensor(shape.label_smoothing)
+    towards = x.sigmoid() * (F.logsigmoid(x) - torch.log1p(-s))
+    return towards + (-x).sigmoid() * (F.logsigmoid(-x) - torch.log(s))
+
+
+def nca_pair(pairs: Pairs, shape: Shape) -> Tensor:
+    """-ln σ(βr+) - ½ ln σ(-βr+) - ½ ln σ(-βr-).  NCA, Chen et al. 2024, https://arxiv.org/abs/2402.05369"""
+    chosen, rejected = _rewards(pairs, shape)
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def bco_pair(pairs: Pairs, shape: Shape) -> Tensor:
+    """-ln σ(βr+) - ln σ(-βr-): BCO without a baseline, as TRL 1.16 has it (``bco`` has one)."""
+    chosen, rejected = _rewards(pairs, shape)
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def sppo_hard(pairs: Pairs, shape: Shape) -> Tensor:
+    """(r+ - 1/(2β))² + (r- + 1/(2β))².  SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675"""
+    wanted = 1 / (2 * shape.beta)
+    return (pairs.chosen.ratio - wanted).square() + (pairs.rejected.ratio + wanted).square()
+
+
+def apo_zero(pairs: Pairs, shape: Shape) -> Tensor:
+    """1 - σ(βr+) + σ(βr-), where chosen answers are better than the model.  APO, D'Oosterlinck et al. 2024, eq. 7,
+    https://arxiv.org/abs/2408.06266"""
+    chosen, rejected = _rewards(pairs, shape)
+    return 1 - chosen.sigmoid() + rejected.sigmoid()
+
+
+def apo_down(pairs: Pairs, shape: Shape) -> Tensor:
+    """σ(βr+) + 1 - σ(βΔ), where the model is better than its chosen answers.  APO, eq. 8"""
+    chosen, rejected = _rewards(pairs, shape)
+    return chosen.sigmoid() + 1 - (chosen - rejected).sigmoid()
+
+
+def discopop(pairs: Pairs, shape: Shape) -> Tensor:
+    """-(1-m) ln σ(u) + m e^-u with u = βΔ, m = σ(u/τ).  DiscoPOP, Lu et al. 2024, https://arxiv.org/abs/2406.08414"""
+    u = shape.beta * _delta(pairs, shape)
+    modulation = (u / shape.discopop_tau).sigmoid()
+    return -(1 - modulation) * F.logsigmoid(u) + modulation * (-u).exp()
+
+
+def aot(pairs: Pairs, shape: Shape) -> Tensor:
+    """``sigmoid`` of what stands at the same rank: the sorted L(y+) - L(y-) minus the sorted R(y+) - R(y-).  AOT,
+    Melnyk et al. 2024, https://arxiv.org/abs/2406.05882"""
+    matches = pairs.matches or matches_of(pairs, "aot")
+    own = pairs.chosen.logps - pairs.rejected.logps
+    return _smoothed(shape.beta * (own - matches.chosen), shape.label_smoothing)
+
+
+def aot_unpaired(pairs: Pairs, shape: Shape) -> Tensor:
+    """``sigmoid`` of the sorted r(y+) minus the sorted r(y-).  AOT, the unpaired variant.
+
+    The pair at hand holds two numbers that stand in two comparisons of the step. Its loss is that of its chosen
+    answer's; that of its rejected answer is counted there, and gives its gradient here.
+    """
+    matches = pairs.matches or matches_of(pairs, "aot_unpaired")
+    of_chosen = _smoothed(shape.beta * (pairs.chosen.ratio - matches.chosen), shape.label_smoothing)
+    of_rejected = _smoothed(shape.beta * (matches.rejected - pairs.rejected.ratio), shape.label_smoothing)
+    return of_chosen + of_rejected - of_rejected.detach()
+
+
+def dpop(pairs: Pairs, shape: Shape) -> Tensor:
+    """-ln σ(β (Δ - λ max(0, -r(y+)))), which keeps chosen answers from becoming less likely.  DPO-Positive, Pal et al.
+    2024, https://arxiv.org/abs/2402.13228"""
+    falls = F.relu(-pairs.chosen.ratio)
+    return _smoothed(shape.beta * (_delta(pairs, shape) - shape.dpop_lambda * falls), shape.label_smoothing)
+
+
+# --- without one ------------------------------------------------------------------------------------------------------
+
+
+def sft(pairs: Pairs, shape: Shape) -> Tensor:
+    """-log p over the chosen tokens: a mean over the tokens of the step, of which each pair has a part."""
+    share = pairs.pairs_per_token
+    if share is None:
+        share = len(pairs.chosen.lengths) / pairs.chosen.lengths.sum()
+    return -pairs.chosen.logps * share
+
+
+def orpo(pairs: Pairs, shape: Shape) -> Tensor:
+    """-L̄(y+) - β ln σ(log odds).  ORPO, Hong et al. 2024, eq. 4 to 7, https://arxiv.org/abs/2403.07691; λ = β"""
+    return -pairs.chosen.mean + shape.beta * odds_ratio_loss(pairs)
+
+
+def orpo_ratio(pairs: Pairs, shape: Shape) -> Tensor:
+    """-β ln σ(log odds) alone, beside a language model's loss that is made elsewhere."""
+    return shape.beta * odds_ratio_loss(pairs)
+
+
+def odds_ratio_loss(pairs: Pairs) -> Tensor:
+    """(P,) -ln σ(log odds)"""
+    return -F.logsigmoid(log_odds(pairs))
+
+
+def log_odds(pairs: Pairs) -> Tensor:
+    """(P,) ln of odds(y+) / odds(y-), with odds = p / (1 - p) and p = e^L̄."""
+    chosen, rejected = pairs.chosen.mean, pairs.rejected.mean
+    return (chosen - _log_of_rest(chosen)) - (rejected - _log_of_rest(rejected))
+
+
+def simpo(pairs: Pairs, shape: Shape) -> Tensor:
+    """-ln σ(β (L̄+ - L̄-) - γ).  SimPO, Meng et al. 2024, eq. 6, https://arxiv.org/abs/2405.14734; s as in ``sigmoid``"""
+    chosen, rejected = (_alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
+    return _smoothed(shape.beta * (chosen - rejected) - shape.gamma, shape.label_smoothing)
+
+
+def cpo(pairs: Pairs, shape: Shape) -> Tensor:
+    """``sigmoid`` without a reference.  CPO, Xu et al. 2024, https://arxiv.org/abs/2401.08417"""
+    chosen, rejected = (_alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
+    return _smoothed(shape.beta * (chosen - rejected), shape.label_smoothing)
+
+
+def cpo_hinge(pairs: Pairs, shape: Shape) -> Tensor:
+    """max(0, 1 - β (L+ - L-)).  SLiC, Zhao et al. 2023, https://arxiv.org/abs/2305.10425"""
+    chosen, rejected = (_alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
+    return F.relu(1 - shape.beta * (chosen - rejected))
+
+
+def cpo_ipo(pairs: Pairs, shape: Shape) -> Tensor:
+    """(L̄+ - L̄- - 1/(2β))²: ``ipo`` without a reference."""
+    chosen, rejected = (_alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
+    return (chosen - rejected - 1 / (2 * shape.beta)).square()
+
+
+PAIR_LOSSES: Mapping[str, PairLoss] = {
+    "sigmoid": PairLoss(sigmoid, smooths=True, diverges=True),
+    "hinge": PairLoss(hinge, diverges=True),
+    "ipo": PairLoss(ipo, diverges=True),
+    "sigmoid_norm": PairLoss(sigmoid_norm, diverges=True),
+    "robust": PairLoss(robust, smooths=True, diverges=True),
+    "exo_pair": PairLoss(exo_pair, smooths=True, diverges=True),
+    "nca_pair": PairLoss(nca_pair),
+    "bco_pair": PairLoss(bco_pair),
+    "sppo_hard": PairLoss(sppo_hard),
+    "apo_zero": PairLoss(apo_zero),
+    "apo_down": PairLoss(apo_down),
+    "discopop": PairLoss(discopop, diverges=True),
+    "aot": PairLoss(aot, smooths=True, sorts=True),
+    "aot_unpaired": PairLoss(aot_unpaired, smooths=True, sorts=True),
+    "dpop": PairLoss(dpop, smooths=True, diverges=True),
+    "sft": PairLoss(sft, needs_reference=False, diverges=True, counts_tokens=True),
+    "orpo": PairLoss(orpo, needs_reference=False, averages=True),
+    "simpo": PairLoss(simpo, needs_reference=False, averages=True, smooths=True),
+    "cpo": PairLoss(cpo, needs_reference=False, smooths=True),
+    "cpo_hinge": PairLoss(cpo_hinge, needs_reference=False),
+    "cpo_ipo": PairLoss(cpo_ipo, needs_reference=False, averages=True),
+}
+"""The losses by the names of LLaMA-Factory and TRL, where one of them has it."""
+
+
+# --- what may be added to a loss of pairs -----------------------------------------------------------------------------
+
+
+def bco(pairs: Pairs, shape: Shape, baseline: Tensor) -> Tensor:
+    """(P,) -ln σ(βr+ - δ) - ln σ(-(βr- - δ)).  BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656
+
+    Args:
+        baseline: () δ, the running mean of the rewards of both sides.
+    """
+    chosen, rejected = _rewards(pairs, shape)
+    return -F.logsigmoid(chosen - baseline) - F.logsigmoid(baseline - rejected)
+
+
+def wpo_weights(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """(P,) w(y+) w(y-), how likely the policy is to write such a pair; at most 1, and without a gradient.
+
+    Args:
+        chosen, rejected: (P,) the mean over tokens of log π(token) - ln Σ_v π(v)².
+    Source: Zhou et al. 2024, eq. 2, https://arxiv.org/abs/2406.11827
+    """
+    return (chosen + rejected).detach().exp().clamp(max=1)
+
+
+def matches_of(pairs: Pairs, name: str) -> Matches:
+    """Values at the same rank, where ``pairs`` are all pairs of the step."""
+    chosen, rejected = pairs.chosen, pairs.rejected
+    if name == "aot":
+        of_policy = (chosen.logps - rejected.logps).detach()
+        counterpart = at_same_rank(of_policy, (chosen.reference - rejected.reference).detach())
+        return Matches(counterpart, counterpart)
+    up, down = chosen.ratio.detach(), rejected.ratio.detach()
+    return Matches(at_same_rank(up, down), at_same_rank(down, up))
+
+
+def at_same_rank(values: Tensor, others: Tensor) -> Tensor:
+    """For each of ``values`` (P,), the one of ``others`` (P,) that has the same rank when both are sorted."""
+    found = torch.empty_like(others)
+    found[values.argsort(stable=True)] = others.sort(stable=True).values
+    return found
+
+
+# --- single answers ---------------------------------------------------------------------------------------------------
+
+
+def kto(ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float, weights: tuple[float, float]) -> Tensor:
+    """w_d (1 - σ(β (r - z))) for a desirable answer, w_u (1 - σ(β (z - r))) for another.  KTO, Ethayarajh et al. 2024,
+    eq. 7, https://arxiv.org/abs/2402.01306; with z = 0 TRL's apo_zero_unpaired.
+
+    Args:
+        ratio: (P,) r(y) of records. is_desirable: (P,) bool.
+        baseline: () z, at least 0, without a gradient.
+        weights: w_d and w_u.
+    """
+    sign = torch.where(is_desirable, 1.0, -1.0)
+    weight = torch.where(is_desirable, weights[0], weights[1])
+    return weight * (1 - (beta * sign * (ratio - baseline)).sigmoid())
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, centring: float = 0.0) -> Tensor:
+    """-ln σ(score(y+) - score(y-) - margin) + c (score(y+) + score(y-))².  InstructGPT, Ouyang et al. 2022, eq. 1,
+    https://arxiv.org/abs/2203.02155; margin: Llama 2, eq. 2, https://arxiv.org/abs/2307.09288; c keeps the mean of all
+    scores near 0: Eisenstein et al. 2023, eq. 2, https://arxiv.org/abs/2312.09244
+
+    Args:
+        chosen, rejected: (P,) scores. margin: (P,) how far apart they should be; None is 0.
+    """
+    apart = chosen - rejected if margin is None else chosen - rejected - margin
+    losses = -F.logsigmoid(apart)
+    return losses + centring * (chosen + rejected).square() if centring else losses
+
+
+# --- small words used above -------------------------------------------------------------------------------------------
+
+
+def _smoothed(x: Tensor, label_smoothing: float) -> Tensor:
+    """(P,) -(1-s) ln σ(x) - s ln σ(-x)"""
+    losses = -F.logsigmoid(x)
+    if not label_smoothing:
+        return losses
+    return (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-x)
+
+
+def _delta(pairs: Pairs, shape: Shape) -> Tensor:
+    return divergence(pairs.chosen.ratio, shape) - divergence(pairs.rejected.ratio, shape)
+
+
+def _mean_delta(pairs: Pairs, shape: Shape) -> Tensor:
+    chosen, rejected = (divergence(side.ratio, shape) / side.lengths for side in (pairs.chosen, pairs.rejected))
+    return chosen - rejected
+
+
+def _rewards(pairs: Pairs, shape: Shape) -> tuple[Tensor, Tensor]:
+    return shape.beta * pairs.chosen.ratio, shape.beta * pairs.rejected.ratio
+
+
+def divergence(ratio: Tensor, shape: Shape) -> Tensor:
+    """f'(e^r), which replaces r for a divergence f other than the reverse KL. f-DPO, Wang et al. 2023, table 1,
+    https://arxiv.org/abs/2309.16240"""
+    alpha = shape.divergence_alpha
+    if shape.divergence == "forward_kl":
+        return 1 - (-ratio).clamp(max=_STEEPEST).exp()
+    if shape.divergence == "js_divergence":
+        return F.logsigmoid(ratio) + torch.log(torch.tensor(2.0))
+    if shape.divergence == "alpha_divergence" and alpha != 1:
+        return (((alpha - 1) * ratio).clamp(max=_STEEPEST).exp() - 1) / (alpha - 1)
+    return ratio
+
+
+def _alphapo(logps: Tensor, shape: Shape) -> Tensor:
+    """(1 - e^(-αL)) / α.  AlphaPO, Gupta et al. 2025, https://arxiv.org/abs/2501.03884"""
+    if not shape.alphapo:
+        return logps
+    return (1 - (-shape.alphapo * logps).clamp(max=_STEEPEST).exp()) / shape.alphapo
+
+
+def _log_of_rest(logp: Tensor) -> Tensor:
+    """ln(1 - e^x) for x < 0, and at 0 that of a number close by: log1p(-exp(x)) is -inf there, with a gradient of NaN.
+    Mächler 2012, https://cran.r-project.org/package=Rmpfr/vignettes/log1mexp-note.pdf"""
+    below = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+    near = torch.log(-torch.expm1(below))
+    far = torch.log1p(-below.clamp(max=-0.5).exp())
+    return torch.where(below > -0.6931472, near, far)

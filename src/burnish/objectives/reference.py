@@ -1,0 +1,124 @@
+"""The reference with which the policy is compared, as an objective uses it.
+
+A reference is a context, in which a module computes what the reference does. Whoever assembles a run makes one: the
+base model under a new adapter, the weights from which training started, a second frozen model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.core.types import Stateful
+
+
+class Reference(Protocol):
+    """Attributes: parts: what of it belongs into a checkpoint."""
+
+    parts: Mapping[str, Stateful]
+
+    def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Inside it the module that gives the reference's numbers. Args: module: the policy, as the engine has it."""
+        ...
+
+
+class AdapterOff:
+    """The model without its adapter, where that is how the run began.
+
+    Args:
+        adapter: switches itself off (``ModelAdapter.reference``).
+        model: as the adapter attached itself to it.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, adapter: Any, model: nn.Module) -> None:
+        self.adapter, self.model = adapter, model
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        with self.adapter.reference(self.model):
+            yield module
+
+
+class StartOfRun:
+    """The weights that training began with, put in the place of those that train: of a whole model a copy, of an
+    adapter that is continued its size only. They follow from what the run loads at its start, so a resumed run has
+    the same.
+
+    Args:
+        model: as it is about to be trained, in the format in which it is.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, model: nn.Module) -> None:
+        self.held = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        trained = {name: parameter.data for name, (parameter, _) in self.held.items()}
+        try:
+            for parameter, value in self.held.values():
+                parameter.data = value
+            yield module
+        finally:
+            for name, (parameter, _) in self.held.items():
+                parameter.data = trained[name]
+
+    def values(self) -> Mapping[str, tuple[nn.Parameter, Tensor]]:
+        """Name -> (the policy's, the reference's)."""
+        return self.held
+
+
+class SecondModel:
+    """A model of its own, frozen.
+
+    Args:
+        module: with the same questions and answers as the policy's.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module.requires_grad_(False).eval()
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        yield self.module
+
+
+class Following:
+    """A reference that moves towards the policy every so many steps: ρ <- α π + (1 - α) ρ.  TR-DPO, Gorbatovski et al.
+    2024, eq. 5, https://arxiv.org/abs/2404.09656
+
+    It changes while the run goes on, so it is a part of the checkpoint.
+    """
+
+    def __init__(self, start: StartOfRun, every: int, share: float) -> None:
+        self.start, self.every, self.share = start, every, share
+        self.steps = 0
+        self.parts: Mapping[str, Stateful] = {"reference": self}
+
+    def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+        return self.start.answering(module)
+
+    def step_begins(self) -> None:
+        """A step of training is about to begin; after every so many of them the reference moves."""
+        if self.steps and self.steps % self.every == 0:
+            with torch.no_grad():
+                for parameter, value in self.start.values().values():
+                    value.lerp_(parameter, self.share)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "weights": {name: value for name, (_, value) in self.start.values().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = int(state["steps"])
+        for name, (_, value) in self.start.values().items():
+            value.copy_(state["weights"][name])

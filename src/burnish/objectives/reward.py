@@ -1,0 +1,227 @@
+"""``stage: rm``: a model that gives answers a score, learned from pairs.
+
+In: pairs, a language model. Out: a score per answer, read at the last token of its row by one linear layer over the
+last hidden states; per pair the loss of Bradley and Terry, as a sum over pairs. The head of the language model is not
+asked: no logits are made. No dropout stands before the score.
+
+The score is read by length, at the last real token of a sequence, never by looking for padding: where the padding token
+is the end token, that look ends one token early.
+"""
+
+# P pairs in a micro-batch, S = 2P sequences, H hidden size
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.core.options import option
+from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Metric, Row, Sum
+from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.objectives.lm import unfitted
+from burnish.objectives.logits import NOT_FOR_THE_MODEL, target_positions
+from burnish.objectives.pairs import answers_of
+from burnish.objectives.preference_losses import bradley_terry
+from burnish.ops.probe import Fitted, causal_lm
+
+WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
+"""LLaMA-Factory's names in ``value_head.safetensors``."""
+
+
+@dataclass
+class RewardOptions:
+    """Learning a reward model."""
+
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
+    )
+    reward_head: str | None = option(
+        None, "What is saved: the language model with a value head in a file of its own (value_head), or one sequence "
+        "classifier of transformers (score); as the model came, and value_head for a new one, if not given.",
+        choices=("value_head", "score"),
+    )  # fmt: skip
+
+
+class ValueHead(nn.Module):
+    """One number of the hidden states of a token: a linear layer in float32.
+
+    Args:
+        width: H.
+        has_bias: a sequence classifier of transformers has none.
+    """
+
+    def __init__(self, width: int, has_bias: bool = True) -> None:
+        super().__init__()
+        self.summary = nn.Linear(width, 1, bias=has_bias, dtype=torch.float32)
+        with torch.no_grad():
+            # A new score of a row of normed hidden states is of the order of 1 (Stiennon et al. 2020, appendix B.1).
+            self.summary.weight.normal_(0.0, 1 / (width + 1) ** 0.5)
+            if has_bias:
+                self.summary.bias.zero_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N,) float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores: Tensor = self.summary(hidden.float()).squeeze(-1)
+        return scores
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the head, by their names in its file."""
+        bias = {} if self.summary.bias is None else {BIAS: self.summary.bias}
+        return {WEIGHT: self.summary.weight, **bias}
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Args: weights: as ``weights`` gives them; where a bias is missing it is zero."""
+        with torch.no_grad():
+            self.summary.weight.copy_(weights[WEIGHT].reshape(1, -1))
+            if self.summary.bias is not None:
+                given = weights.get(BIAS)
+                self.summary.bias.zero_() if given is None else self.summary.bias.copy_(given.reshape(1))
+
+
+class ScoringModel(nn.Module):
+    """A language model without its head, and a score.
+
+    Args:
+        model: of transformers, adapted or not.
+        head: (N, H) -> (N,).
+    """
+
+    def __init__(self, model: nn.Module, head: ValueHead) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(S,) the score of each sequence."""
+        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
+        backbone = causal_lm(self.model).base_model
+        hidden: Tensor = backbone(**inputs, use_cache=False)[0]
+        scores: Tensor = self.head(hidden.flatten(0, 1).index_select(0, batch["target_positions"]))
+        return torch.zeros_like(scores).index_add(0, batch["owner"], scores)
+
+
+@OBJECTIVES.register("rm", options=RewardOptions)
+class RewardObjective(StageObjective):
+    """Scores of answers, from pairs of them (a reward model)."""
+
+    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+        self.options = options
+        self.template = template
+        self.head: ValueHead | None = None
+        self.came_as_score = False  # the head was a sequence classifier's; whoever assembles the run says so
+        self.collate: Collate = unfitted
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{type(self).__name__} {self.template.fingerprint}"
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that an evaluation reports for a set."""
+        return ["loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward"]
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        return {} if self.head is None else {"value_head": HeadState(self.head)}
+
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[FlatRow | None]:
+        """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
+        return self.template.encode_pairs(examples, tally)
+
+    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+        """As ``LmObjective.fit``."""
+        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        if self.head is None:
+            width = inner.get_input_embeddings().weight.shape[1]
+            width = getattr(inner.config.get_text_config(), "hidden_size", width)
+            self.head = ValueHead(width, has_bias=self.options.reward_head != "score")
+        output = inner.get_output_embeddings()
+        if output is not None and output.weight is not inner.get_input_embeddings().weight:
+            output.requires_grad_(False)  # it is not asked, so nothing would move it
+        return []
+
+    def allows_needed_only(self, model: nn.Module) -> bool:
+        return True
+
+    def module(self, model: nn.Module) -> ScoringModel:
+        """The model and its score as one module. ``fit`` comes first."""
+        assert self.head is not None
+        self.head.to(next(model.parameters()).device)
+        return ScoringModel(model, self.head)
+
+    def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        assert self.head is not None
+        return ((f"v_head.{name}", parameter) for name, parameter in self.head.named_parameters())
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """The micro-batch, and of its pairs ``items`` (P,) and ``margin`` (P,)."""
+        batch = collate_scored(collate, [answer for row in rows for answer in answers_of(row)])
+        margins = torch.tensor([row.get("margin", 0.0) for row in rows])
+        return {**batch, "items": torch.ones(len(rows)), "margin": margins}
+
+    def weight(self, batch: Batch) -> Tensor:
+        """() pairs."""
+        items: Tensor = batch["items"]
+        return items.sum()
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        scores: Tensor = module(batch)
+        chosen, rejected, items = scores[0::2], scores[1::2], batch["items"]
+        centring = self.options.center_rewards_coefficient or 0.0
+        losses = bradley_terry(chosen, rejected, batch["margin"], centring)
+        measured = {"accuracy": (chosen > rejected).float(), "margin": (chosen - rejected).detach()}
+        metrics: dict[str, Metric] = {name: (value * items).sum() for name, value in measured.items()}
+        return Loss((losses * items).sum(), metrics | _rewards(scores.detach(), items), outputs=scores.detach())
+
+
+def _rewards(scores: Tensor, items: Tensor) -> dict[str, Metric]:
+    """The mean, the least and the greatest score of all answers."""
+    counted = items.repeat_interleave(2)
+    count, there = counted.sum(), counted > 0
+    least = torch.where(there, scores, torch.inf).amin()
+    most = torch.where(there, scores, -torch.inf).amax()
+    return {
+        "mean_reward": Sum((scores * counted).sum(), count),
+        "min_reward": Sum(least, count, "min"),
+        "max_reward": Sum(most, count, "max"),
+    }
+
+
+class HeadState:
+    """The value head as a part of a checkpoint."""
+
+    def __init__(self, head: ValueHead) -> None:
+        self.head = head
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.head.weights()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.head.take(state)
+
+
+def collate_scored(collate: Collate, sequences: Sequence[Row]) -> Batch:
+    """A micro-batch whose target positions are the last tokens of its sequences.
+
+    A token is laid behind each sequence and is the only one that is learned: what is asked of a batch, to keep all
+    tokens on which something depends and to say where they are, is then asked of the token before it.
+
+    Returns: as ``collate``, and target_positions: (S,), owner: (S,).
+    """
+    marked: list[Row] = [
+        {
+            "input_ids": [*row["input_ids"], row["input_ids"][-1]],
+            "labels": [IGNORE_INDEX] * len(row["input_ids"]) + [0],
+            "sequence": [at] * (len(row["input_ids"]) + 1),
+        }
+        for at, row in enumerate(sequences)
+    ]
+    batch = collate(marked)
+    positions = target_positions(batch["labels"])
+    owner = batch.pop("sequence").flatten()[positions + 1]
+    return {**batch, "target_positions": positions, "owner": owner}

@@ -1,0 +1,104 @@
+"""Causal attention within one long sequence on a CPU in 16 bits, a block of queries at a time.
+
+In:  queries, keys and values of one sequence; it may have keys before that of the first query, to which all queries
+attend. Out: the weighted values. Only the scores of one block are in memory at a time, and none are kept: the backward
+pass computes a block's weights again, from queries and keys.
+
+    P = softmax(scale * Q Kᵀ),  O = P V
+    dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - rowsum(dP * P)),  dQ = scale * dS K,  dK = scale * dSᵀ Q
+
+(Dao et al. 2022, appendix B, https://arxiv.org/abs/2205.14135). A block of queries is multiplied with the keys up to
+its own end, so that little more than the half that a causal mask leaves is computed, in matrix products of oneDNN.
+torch's fused kernel for a CPU multiplies small tiles, at a fraction of that rate.
+"""
+
+# L tokens, M keys (M - L of them before the first token), H query heads, K key heads, G = H / K,
+# D size of a query and a key, E size of a value
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ROWS, _FEWEST, _MOST = 512, 96, 256
+"""Rows of a block's products (heads that share a key are stacked), and least and most queries of a block: few, so that
+the scores stay in the processor's cache and little is computed beyond the diagonal, but enough for an efficient
+product. Blocks have whole vectors, since torch's softmax computes the last few numbers of a row one by one."""
+
+VECTOR = 32
+"""Numbers of 16 bits in the widest vector of a processor."""
+
+
+def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention: of each token to itself and those before it.
+
+    Args:
+        query: (H, L, D); key: (K, M, D); value: (K, M, E), of one dtype.
+        scale: the factor of a product of query and key.
+    Returns:
+        (H, L, E)
+    """
+    mixed: Tensor = _Blockwise.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        groups, length, width = len(query) // len(key), query.shape[1], value.shape[2]
+        mixed = query.new_empty(len(query), length, width)
+        for rows, seen in _blocks(length, key.shape[1] - length, groups):
+            weights = _weights(_folded(query[:, rows], groups), key[:, seen], scale, rows)
+            mixed[:, rows] = torch.bmm(weights, value[:, seen]).view(len(query), -1, width)
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        groups, length = len(query) // len(key), query.shape[1]
+        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        # Sums over blocks are computed in float32.
+        grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32) for x in (key, value))
+        for rows, seen in _blocks(length, key.shape[1] - length, groups):
+            q, upstream = (_folded(x[:, rows], groups) for x in (query, grad))
+            weights = _weights(q, key[:, seen], ctx.scale, rows)
+            grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), upstream)
+            slope = torch.bmm(upstream, value[:, seen].transpose(1, 2))
+            slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)  # dS, summed in float32
+            grad_query[:, rows] = times(slope, key[:, seen], ctx.scale).view(len(query), -1, query.shape[2])
+            grad_key[:, seen] += times(slope.transpose(1, 2), q, ctx.scale)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None
+
+
+def _blocks(length: int, before: int, groups: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries of each block, and the keys up to the last of them."""
+    height = min(_MOST, max(_FEWEST, _ROWS // groups // VECTOR * VECTOR))
+    ends = ((begin, min(begin + height, length)) for begin in range(0, length, height))
+    return ((slice(begin, end), slice(before + end)) for begin, end in ends)
+
+
+def _folded(x: Tensor, groups: int) -> Tensor:
+    """(H, n, D) -> (K, G n, D): stack the heads that share a key."""
+    heads, height, size = x.shape
+    return x.reshape(heads // groups, groups * height, size)
+
+
+def _weights(q: Tensor, key: Tensor, scale: float, rows: slice) -> Tensor:
+    """(K, G n, m) the attention weights of a block's queries (K, G n, D) on the keys (K, m, D) up to its end."""
+    height, width = rows.stop - rows.start, key.shape[1]
+    scores = times(q, key.transpose(1, 2), scale)
+    ahead = torch.ones(height, height, dtype=torch.bool).triu(1)
+    scores.view(len(key), -1, height, width)[..., width - height :].masked_fill_(ahead, float("-inf"))
+    return torch.softmax(scores, -1)
+
+
+def times(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``scale * a b`` of batches of matrices, rounded once."""
+    return torch.baddbmm(a.new_zeros(1, 1, 1), a, b, beta=0, alpha=scale)

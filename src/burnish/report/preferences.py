@@ -1,0 +1,41 @@
+"""A remark on a run of preferences: chosen answers become less likely while the margin grows.
+
+It is what the loss asks for, a distance and not a height, and what people ask about most (LLaMA-Factory #7643, #6153,
+TRL #1311). It is said once, with what helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.core.events import TrainerCallback
+from burnish.core.state import TrainerControl, TrainerState
+from burnish.report.console import note
+
+_IN_A_ROW = 3
+"""Logs that have to agree: one alone is noise."""
+SENTENCE = (
+    "The rewards of chosen answers fall while the margin grows: the model moves away from both answers, from the "
+    "rejected ones further. Where logps/chosen falls far, set pref_ftx: 0.1, pref_loss: dpop, or a lower learning_rate."
+)
+
+
+class ChosenFallsCallback(TrainerCallback):
+    """Says once that chosen rewards are below zero and falling while margins grow."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, float] = {}
+        self._times = 0
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if not logs:
+            return
+        if "rewards/chosen" not in logs or "rewards/margins" not in logs or self._times >= _IN_A_ROW:
+            return
+        before, self._before = self._before, dict(logs)
+        falls = logs["rewards/chosen"] < min(0.0, before.get("rewards/chosen", 0.0))
+        grows = logs["rewards/margins"] > max(0.0, before.get("rewards/margins", 0.0))
+        self._times = self._times + 1 if falls and grows else 0
+        if self._times == _IN_A_ROW and state.is_world_process_zero:
+            note(SENTENCE)

@@ -1,0 +1,245 @@
+"""``burnish api PATH``: from the first word to the exit status. Read top to bottom:
+
+options     what is wrong with them is said before anything is opened
+listen      the socket is open, and answers 503, before the model is loaded
+begin       the model, the engine, the four lines that say where it is
+drain       at a signal: what is under way is finished, and then told
+
+No library of models is imported before the socket is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from burnish.app.config import COMMAND_LINE, CONFIG_SUFFIXES, merge, read_arguments
+from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.options import Given, build, raise_if
+from burnish.serve.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
+
+if TYPE_CHECKING:
+    import socket
+
+    from burnish.infer.loading import Answerer
+    from burnish.infer.types import Engine
+    from burnish.serve.app import State
+
+log = logging.getLogger("burnish.api")
+OWN = frozenset(field.name for field in fields(ApiOptions))
+_LAST_WORDS_S = 2.0
+"""For the last events of streams, once their answers have been ended."""
+
+
+def api(words: Sequence[str]) -> int:
+    """The command. Returns 128 + the signal that ended it.
+
+    Raises:
+        UserError: for options, a socket or a model that cannot be had.
+    """
+    words = with_adapters(words)
+    options = read_options(words)
+    try:
+        from burnish.serve.app import State
+        from burnish.wire.guards import new_key
+        from burnish.wire.sockets import listen, listen_unix
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name), "burnish api", "serve") from error
+    key = options.api_key or (new_key() if needs_key(options) else None)
+    found = (
+        listen_unix(options.api_socket)
+        if options.api_socket
+        else listen(options.api_host, options.api_port, "api_port")
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("burnish").setLevel(logging.INFO)
+    state = State()
+    try:
+        status = asyncio.run(_serve(words, options, state, key, found))
+    finally:
+        if options.api_socket:
+            os.unlink(options.api_socket)
+    if state.phase == "loading":  # a thread is in the middle of it, and would be torn down with the libraries it uses
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def read_options(words: Sequence[str]) -> ApiOptions:
+    """The server's own options, without loading what reads the model's.
+
+    Raises:
+        UserError: with all that is wrong.
+    """
+    has_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+    others = words[1:] if has_path and not words[0].endswith(CONFIG_SUFFIXES) else words
+    file, flags = read_arguments(list(others))
+    given: Mapping[str, Given] = {name: item for name, item in merge(file, flags, {}).items() if name in OWN}
+    problems = problems_of_key(given, COMMAND_LINE)
+    options, wrong = build(ApiOptions, {**given, **from_environment(given)})
+    raise_if([*problems, *wrong, *check_api(options)])
+    assert isinstance(options, ApiOptions)
+    return options
+
+
+def with_adapters(words: Sequence[str]) -> list[str]:
+    """``--adapter sql=saves/sql`` as often as there are adapters, as the one option that it is."""
+    left, named = [], {}
+    rest = iter(words)
+    for word in rest:
+        if word != "--adapter":
+            left.append(word)
+            continue
+        name, equals, folder = next(rest, "").partition("=")
+        if not (name and equals and folder):
+            raise UserError(Problem(f'--adapter takes name=folder. Received: "{name}".'))
+        named[name] = folder
+    return [*left, "--served_adapters", json.dumps(named)] if named else left
+
+
+async def _serve(words: Sequence[str], options: ApiOptions, state: State, key: str | None, found: socket.socket) -> int:
+    from burnish.serve.app import application
+    from burnish.wire.serving import serve
+
+    async def begin() -> None:
+        answerer, engine = await in_thread(lambda: load(words, options, state))
+        _open(answerer, engine, options, state)
+        for line in opening_lines(answerer, engine, options, key, found):
+            print(line, flush=True)
+        while engine.facts().is_alive or state.phase == "draining":
+            await asyncio.sleep(1.0)
+        state.phase = "failed"
+        raise RuntimeError(f"The engine has ended: {getattr(engine, 'failure', None)}")
+
+    return await serve(application(options, state, key), found, begin, lambda: drain(options, state))
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Await what a thread of its own does, which nobody waits for when the process ends."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if not told.done():
+            told.set_exception(error) if error is not None else told.set_result(result)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # whoever awaits it must see it, whatever it is
+            failure = error
+        loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name="burnish-loading", daemon=True).start()
+    return await told
+
+
+def load(words: Sequence[str], options: ApiOptions, state: State) -> tuple[Answerer, Engine]:
+    """The model and its engine. Called in a thread: imports and weights take seconds."""
+    from burnish.app.serving import serving_of
+    from burnish.infer.loading import engine_of, load_answerer
+
+    state.share = 0.1
+    serving = serving_of(words, own=tuple(OWN))
+    state.share = 0.3
+    answerer = load_answerer(serving.options, serving.name)
+    for sentence in (*serving.notes, *answerer.notes):
+        log.info(sentence)
+    state.share = 0.9
+    return answerer, engine_of(answerer, options.api_max_waiting)
+
+
+def _open(answerer: Answerer, engine: Engine, options: ApiOptions, state: State) -> None:
+    """From here on requests are answered."""
+    from burnish.serve.answering import Mailbox
+    from burnish.serve.completions import Desk
+    from burnish.serve.served import ServedModel
+
+    name = options.api_model_name or answerer.name
+    state.versions = _versions(engine)
+    print_of_weights = _weights(answerer)
+    served = ServedModel(
+        answerer, engine, name, options.api_aliases, options.api_reasoning,
+        json.dumps([state.versions, print_of_weights, list(answerer.adapters)]),
+    )  # fmt: skip
+    mailbox = Mailbox(asyncio.get_running_loop())
+    state.desk = Desk(served, mailbox, options.api_max_tokens, options.api_timeout, set())
+    state.models = served.models()
+    state.phase, state.share = "ready", 1.0
+
+
+def _weights(answerer: Answerer) -> str:
+    """A text that tells these weights from others, in their dtype and on their device."""
+    from burnish.models.fingerprint import base_fingerprint
+
+    model = answerer.model
+    parameter = next(model.parameters()) if model is not None else None
+    place = f"{parameter.dtype} {parameter.device.type}" if parameter is not None else "elsewhere"
+    return (
+        f"{base_fingerprint(answerer.options)} {answerer.name} {answerer.notes} {place}"  # notes name what was merged
+    )
+
+
+def _versions(engine: Engine) -> dict[str, str]:
+    from importlib.metadata import version
+
+    from burnish import __version__
+
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"burnish": __version__, **libraries, "engine": engine.facts().way}
+
+
+def opening_lines(
+    answerer: Answerer, engine: Engine, options: ApiOptions, key: str | None, found: socket.socket
+) -> list[str]:
+    """Models, engine and memory, address, and how to call it."""
+    from burnish.wire.sockets import shown_address
+
+    facts, name = engine.facts(), options.api_model_name or answerer.name
+    adapters = f", adapters {', '.join(answerer.adapters)}" if answerer.adapters else ""
+    memory = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in facts.memory_bytes.items())
+    address = shown_address(found)
+    shown_key = "" if key is None else ' -H "Authorization: Bearer $API_KEY"'
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    made = f", key {key} (made for this start; set API_KEY to choose one)" if key and not options.api_key else ""
+    socket_word = f"--unix-socket {address} http://localhost" if options.api_socket else address
+    return [
+        f"model    {name}{adapters}",
+        f"engine   {facts.seats} answers at once, {facts.context:,} tokens each; {memory}",
+        f"address  {address}{made}",
+        f"try      curl {socket_word}/v1/chat/completions -H 'Content-Type: application/json'{shown_key} -d '{body}'",
+    ]
+
+
+async def drain(options: ApiOptions, state: State) -> None:
+    """No new work; what is under way has ``api_drain`` seconds, and then hears that it is over."""
+    from burnish.serve.answering import DRAINING
+
+    desk, phase = state.desk, state.phase
+    if desk is None:
+        return
+    state.phase = "draining" if phase != "failed" else phase
+    await _until(lambda: not desk.under_way, options.api_drain)
+    for answer in list(desk.under_way):
+        answer.fail(DRAINING)
+    await _until(lambda: not desk.under_way, _LAST_WORDS_S / 2)
+    closing: Awaitable[Any] = in_thread(desk.served.engine.close)
+    try:
+        await asyncio.wait_for(closing, _LAST_WORDS_S / 2)
+    except TimeoutError:
+        log.warning("The engine is in the middle of a step, and is not waited for.")
+
+
+async def _until(is_true: Callable[[], bool], seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while not is_true() and loop.time() < until:
+        await asyncio.sleep(0.02)

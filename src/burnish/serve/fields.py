@@ -1,0 +1,183 @@
+"""The fields of a JSON body, read one by one, each with its type and bounds; everything that is wrong is kept.
+
+    fields = Fields(body)
+    temperature = fields.number("temperature", ge=0, le=2)
+    fields.raise_all()
+
+A field that is absent or null has the value None, or the default that is named. A field that is wrong has it too, and
+adds a problem. ``unknown`` is what nobody asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from burnish.wire.bodies import kind_of
+from burnish.wire.errors import Refusal
+
+MOST_SAID = 8
+"""Problems in one message; the rest is counted."""
+
+
+class Fields:
+    """One object of a body.
+
+    Args:
+        values: the object.
+        path: where it stands in the body, ``messages[3]``; "" for the body itself.
+        problems: of the whole body; shared by the objects within it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "", problems: list[Refusal] | None = None) -> None:
+        self.values, self.path = values, path
+        self.problems: list[Refusal] = [] if problems is None else problems
+        self.asked: set[str] = set()
+
+    def name_of(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def raw(self, name: str) -> Any:
+        self.asked.add(name)
+        return self.values.get(name)
+
+    @property
+    def unknown(self) -> list[str]:
+        return [name for name in self.values if name not in self.asked]
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def text(self, name: str, required: bool = False) -> str | None:
+        value = self.raw(name)
+        if value is None:
+            if required:
+                self.missing(name)
+            return None
+        if not isinstance(value, str):
+            self.wrong_type(name, "text", value)
+            return None
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.raw(name)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.wrong_type(name, "true or false", value)
+        return default
+
+    def integer(self, name: str, ge: int | None = None, le: int | None = None) -> int | None:
+        value = self.raw(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON has one kind of number: 1.0 is 1
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            within: int | None = self._within(name, value, ge, le)
+            return within
+        self.wrong_type(name, "a whole number", value)
+        return None
+
+    def number(
+        self, name: str, ge: float | None = None, le: float | None = None, gt: float | None = None
+    ) -> float | None:
+        value = self.raw(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.wrong_type(name, "a number", value)
+            return None
+        if gt is not None and value <= gt:
+            self.wrong(name, f"must be greater than {gt:g}", value)
+            return None
+        within = self._within(name, value, ge, le)
+        return None if within is None else float(within)
+
+    def _within(self, name: str, value: Any, least: float | None, most: float | None) -> Any:
+        if value is None or ((least is None or value >= least) and (most is None or value <= most)):
+            return value
+        words = f"between {least:g} and {most:g}" if least is not None and most is not None else (
+            f"at least {least:g}" if least is not None else f"at most {most:g}"
+        )  # fmt: skip
+        self.wrong(name, f"must be {words}", value)
+        return None
+
+    def one_of(self, name: str, choices: Sequence[str]) -> str | None:
+        value = self.text(name)
+        if value is None or value in choices:
+            return value
+        self.wrong(name, f"must be one of {', '.join(choices)}", value)
+        return None
+
+    def items(self, name: str, most: int, required: bool = False) -> list[Any] | None:
+        value = self.raw(name)
+        if value is None:
+            if required:
+                self.missing(name)
+            return None
+        if not isinstance(value, list):
+            self.wrong_type(name, "a list", value)
+            return None
+        if len(value) > most or (required and not value):
+            words = f"must have 1 to {most:,} entries" if required else f"may have {most:,} entries"
+            self.wrong(name, words, f"{len(value):,} entries")
+            return None
+        return value
+
+    def object(self, name: str) -> Mapping[str, Any] | None:
+        value = self.raw(name)
+        if value is None or isinstance(value, dict):
+            return value
+        self.wrong_type(name, "an object", value)
+        return None
+
+    def within(self, name: str, required: bool = False) -> Fields | None:
+        """The object of that name, to be read in its turn."""
+        if self.values.get(name) is None and required:
+            self.missing(name)
+        value = self.object(name)
+        return None if value is None else Fields(value, self.name_of(name), self.problems)
+
+    def each(self, name: str, items: Iterable[Any] | None) -> list[Fields]:
+        """The objects of a list, to be read in their turn."""
+        found = []
+        for index, item in enumerate(items or ()):
+            place = f"{name}[{index}]"
+            if isinstance(item, dict):
+                found.append(Fields(item, self.name_of(place), self.problems))
+            else:
+                self.wrong_type(place, "an object", item)
+        return found
+
+    # --- problems -----------------------------------------------------------------------------------------------------
+
+    def missing(self, name: str) -> None:
+        self.add("missing_required_parameter", name, "is required, and is not there.")
+
+    def wrong_type(self, name: str, expected: str, value: Any) -> None:
+        self.add("invalid_type", name, f"must be {expected}. Received: {kind_of(value)}.")
+
+    def wrong(self, name: str, expected: str, value: Any) -> None:
+        self.add("invalid_value", name, f"{expected}. Received: {_shown(value)}.")
+
+    def unsupported(self, name: str, remedy: str) -> None:
+        self.add("unsupported_parameter", name, f"is not supported here. {remedy}")
+
+    def add(self, code: str, name: str, rest: str, status: int = 400) -> None:
+        """A problem whose sentence begins with the field's name."""
+        path = self.name_of(name)
+        self.problems.append(Refusal(status, code, f'"{path}" {rest}', param=path))
+
+    def raise_all(self) -> None:
+        """Raise one refusal that says all problems, or return."""
+        if self.problems:
+            _raise(self.problems)
+
+
+def _raise(problems: Sequence[Refusal]) -> NoReturn:
+    first, sentences = problems[0], [problem.message for problem in problems[:MOST_SAID]]
+    if len(problems) > MOST_SAID:
+        sentences.append(f"And {len(problems) - MOST_SAID} more.")
+    raise Refusal(first.status, first.code, " ".join(sentences), param=first.param)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return f'"{text[:80]}"' if isinstance(value, str) and not text[:1].isdigit() else text[:80]

@@ -1,0 +1,7 @@
+"""``burnish chat``: a conversation at a terminal.
+
+chat.py          from the first word to the exit status
+talk.py          the conversation, and what each typed line does
+partners.py      who answers: the engine in this process, or a server with OpenAI's API
+screen.py        what is read from and written to the terminal
+"""

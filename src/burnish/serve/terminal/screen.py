@@ -1,0 +1,144 @@
+"""What is read from a terminal and written to it: lines with a history, text whose control characters are visible.
+
+A model cannot move the cursor, change the title or write to the clipboard: an escape in its text is shown as ``␛``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TextIO
+
+_COLOURS: Final = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_HISTORY_LINES = 1000
+_FENCE = "```"
+_QUOTES = '"""'
+
+
+def visible(text: str) -> str:
+    """``text`` with its control characters as pictures; line breaks and tabs stay."""
+    return "".join(_picture(letter) for letter in text)
+
+
+def _picture(letter: str) -> str:
+    code = ord(letter)
+    if letter in "\n\t":
+        return letter
+    if code < 32:
+        return chr(0x2400 + code)
+    if code == 127:
+        return "␡"
+    return "�" if 128 <= code < 160 or letter in "\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069" else letter
+
+
+class Screen:
+    """A terminal, or what stands in for one.
+
+    Args:
+        history: the file of lines that were typed; None keeps none.
+    """
+
+    def __init__(self, history: Path | None = None, out: TextIO | None = None) -> None:
+        self.out = out or sys.stdout
+        self.has_colours = self.out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._history = history
+        self._in_fence = False
+        self._line = ""
+        if sys.stdin.isatty():
+            self._begin_history()
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def say(self, text: str = "", colour: str = "", end: str = "\n") -> None:
+        self.out.write(self.coloured(visible(text), colour) + end)
+        self.out.flush()
+
+    def coloured(self, text: str, colour: str) -> str:
+        if not (colour and text and self.has_colours):
+            return text
+        return f"\033[{_COLOURS[colour]}m{text}\033[0m"
+
+    def stream(self, text: str, colour: str = "") -> None:
+        """A piece of an answer, as it comes. Fences of code are the only markup that is coloured."""
+        if colour or not self.has_colours:
+            self.say(text, colour, end="")
+            return
+        for part in visible(text).splitlines(keepends=True):
+            self._line += part
+            is_code = self._in_fence or self._line.lstrip().startswith(_FENCE)
+            self.out.write(self.coloured(part, "cyan") if is_code else part)
+            if part.endswith("\n"):
+                self._in_fence ^= self._line.lstrip().startswith(_FENCE)
+                self._line = ""
+        self.out.flush()
+
+    def end_stream(self) -> None:
+        self._in_fence, self._line = False, ""
+        self.say()
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def ask(self, prompt: str, begun: str = "") -> str:
+        """A message of one or several lines: a backslash at the end goes on, three quotes open and close.
+
+        Args:
+            begun: what stands on the line already.
+        Raises:
+            EOFError: at the end of the input.
+            KeyboardInterrupt: for Ctrl-C.
+        """
+        line = self._read(prompt, begun)
+        if line.strip().startswith(_QUOTES):
+            return self._quoted(line.strip().removeprefix(_QUOTES))
+        lines = []
+        while line.endswith("\\"):
+            lines.append(line[:-1])
+            line = self._read("... ")
+        return "\n".join([*lines, line])
+
+    def _quoted(self, line: str) -> str:
+        lines = []
+        while not line.rstrip().endswith(_QUOTES):
+            lines.append(line)
+            line = self._read("... ")
+        return "\n".join([*lines, line.rstrip().removesuffix(_QUOTES)]).strip("\n")
+
+    def _read(self, prompt: str, begun: str = "") -> str:
+        if not begun or not sys.stdin.isatty():
+            return input(prompt)
+        import readline
+
+        readline.set_startup_hook(lambda: readline.insert_text(begun.replace("\n", " ")))
+        try:
+            return input(prompt)
+        finally:
+            readline.set_startup_hook()
+
+    def _begin_history(self) -> None:
+        try:
+            import readline
+        except ImportError:  # Windows has none
+            return
+        if self._history is not None:
+            with suppress(OSError):
+                readline.read_history_file(self._history)
+        readline.set_history_length(_HISTORY_LINES)
+
+    def keep_history(self) -> None:
+        """Write the lines that were typed, for this user alone."""
+        if self._history is None or not sys.stdin.isatty():
+            return
+        with suppress(ImportError, OSError):
+            import readline
+
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            self._history.touch(mode=0o600)
+            self._history.chmod(0o600)
+            readline.write_history_file(self._history)
+
+
+def history_file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "burnish" / "chat_history"

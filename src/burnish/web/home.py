@@ -1,0 +1,84 @@
+"""The page's own folder: its key, presets, conversations, sockets. Nothing in it is needed to find runs.
+
+In: ``$BURNISH_HOME``, else ``$XDG_STATE_HOME/burnish``. Everything is for its owner alone, and written whole or not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from pathlib import Path
+from typing import IO, Any
+
+from burnish.core.errors import Problem, UserError
+from burnish.wire.guards import new_key
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Home:
+    """The folder ``web`` within the state folder.
+
+    Raises:
+        UserError: where another page uses it.
+    """
+
+    def __init__(self, given: str | None = None) -> None:
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        base = given or os.environ.get("BURNISH_HOME") or f"{state}/burnish"
+        self.folder = Path(base).expanduser() / "web"
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.chmod(self.folder, 0o700)
+        for name in ("presets", "chats"):
+            (self.folder / name).mkdir(exist_ok=True, mode=0o700)
+        self._lock: IO[str] | None = None
+
+    def hold(self, address: str) -> None:
+        """One page per folder; a second one says where the first is."""
+        path = self.folder / "lock"
+        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            said = lock.read().strip()
+            what = f"A page runs already{f' at {said}' if said else ''}, with the same state in {self.folder}."
+            raise UserError(Problem(what, remedy="Use that one, or give this one another web_home.")) from error
+        lock.truncate(0)
+        lock.write(address)
+        lock.flush()
+        self._lock = lock
+
+    def key(self) -> str:
+        """The key that was made at the first start, and is kept."""
+        path = self.folder / "key"
+        if path.is_file() and len(found := path.read_text(encoding="ascii").strip()) >= 16:
+            return found
+        key = new_key()
+        self.write("key", key + "\n")
+        return key
+
+    def write(self, name: str, text: str) -> None:
+        target = self.folder / name
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+
+    def read(self, name: str) -> Any:
+        """JSON that was written here; None where there is none."""
+        try:
+            return json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(path.stem for path in (self.folder / kind).iterdir() if not path.name.startswith("."))
+
+
+def safe_name(text: str) -> str | None:
+    """A name that is one file of ours and nothing else."""
+    return text if _NAME.fullmatch(text) else None

@@ -1,0 +1,55 @@
+"""Layout of the form: options in its boxes and their order, options that a page may not set, options that name places.
+
+This is a list and nothing else: what an option is, its declaration says, and every option not named here is on the form
+all the same, under "all options".
+"""
+
+from __future__ import annotations
+
+BOXES: dict[str, tuple[str, ...]] = {
+    "model": ("model_name_or_path", "adapter_name_or_path", "template", "quantization_bit"),
+    "data": ("dataset", "dataset_dir", "eval_dataset", "val_size", "cutoff_len", "max_samples"),
+    "method": ("stage", "finetuning_type", "lora_rank", "lora_alpha", "lora_target", "use_badam"),
+    "training": (
+        "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "lr_scheduler_type", "bf16", "logging_steps", "save_steps", "eval_strategy", "eval_steps",
+    ),
+    "folder": ("output_dir",),
+}  # fmt: skip
+DEPENDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "lora_rank": ("finetuning_type", ("lora",)),
+    "lora_alpha": ("finetuning_type", ("lora",)),
+    "lora_target": ("finetuning_type", ("lora",)),
+    "quantization_bit": ("finetuning_type", ("lora",)),
+    "use_badam": ("finetuning_type", ("full",)),
+    "eval_steps": ("eval_strategy", ("steps",)),
+}
+"""Option -> the one it belongs to, and the values with which it is shown."""
+RISKY: dict[str, str] = {
+    "trust_remote_code": "it runs code that a model brings",
+    "push_to_hub": "it uploads to a hub in the name of whoever started the page",
+    "hub_token": "a key does not belong into a form",
+    "hf_hub_token": "a key does not belong into a form",
+    "ms_hub_token": "a key does not belong into a form",
+    "deepspeed": "its file can name programs",
+    "report_to": "it sends figures to other machines",
+    "infer_executable": "it names a program",
+    "infer_url": "it sends texts to another machine",
+}
+"""What a page may not set unless ``web_allow`` names it, and why."""
+PLACES: tuple[str, ...] = (
+    "output_dir", "dataset_dir", "logging_dir", "cache_dir", "tokenized_path", "export_dir", "model_name_or_path",
+    "adapter_name_or_path", "new_special_tokens_config", "resume_from_checkpoint", "eval_dataset", "dataset",
+    "template", "peft_config", "fsdp_config", "served_adapters", "media_dir", "save_dir",
+)  # fmt: skip
+"""Options whose text may be a path; each must lie below a root, and a hub's name does."""
+PRESETS: dict[str, dict[str, object]] = {
+    "LoRA": {"finetuning_type": "lora", "learning_rate": 1e-4, "num_train_epochs": 3, "lora_rank": 8},
+    "QLoRA": {"finetuning_type": "lora", "quantization_bit": 4, "learning_rate": 1e-4, "num_train_epochs": 3},
+    "full": {"finetuning_type": "full", "learning_rate": 1e-5, "num_train_epochs": 3},
+    "BAdam": {"finetuning_type": "full", "use_badam": True, "learning_rate": 5e-5, "num_train_epochs": 3},
+    "a minute on a CPU": {
+        "finetuning_type": "lora", "max_steps": 20, "cutoff_len": 256, "per_device_train_batch_size": 2,
+        "logging_steps": 1, "learning_rate": 1e-4,
+    },
+}  # fmt: skip

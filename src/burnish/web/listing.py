@@ -1,0 +1,63 @@
+"""``burnish runs [FOLDER]``: the list of runs as text, from the same reader as the page."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from burnish.core.errors import Problem, UserError
+from burnish.report.console import answer
+from burnish.report.pace import short_number, short_time
+from burnish.web.runs import Found, find
+
+_HEAD = ("name", "state", "step", "loss", "eval", "tokens/s", "left", "started", "folder")
+
+
+def runs(words: Sequence[str]) -> int:
+    """The command: a table, or with ``--json`` a JSON object per line."""
+    as_json = "--json" in words
+    folders = [word for word in words if word != "--json"]
+    if options := [word for word in folders if word.startswith("-") or "=" in word]:
+        raise UserError(Problem(f"burnish runs takes folders and --json. Received: {options[0]}."))
+    roots = [Path(folder).expanduser() for folder in folders or ["."]]
+    if missing := [root for root in roots if not root.is_dir()]:
+        raise UserError(Problem(f'There is no folder "{missing[0]}".'))
+    found = find(roots)
+    if as_json:
+        for run in found:
+            answer(json.dumps(facts(run), ensure_ascii=False))
+        return 0
+    if not found:
+        answer(f"No run was found below {', '.join(map(str, roots))}.")
+        return 0
+    rows = [_HEAD, *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for row in rows:
+        answer("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for run in found:
+        if run.state in ("failed", "died"):
+            answer(f"{run.name}: {' '.join(part for part in (run.sentence, run.remedy) if part)}")
+    return 0
+
+
+def _row(run: Found) -> tuple[str, ...]:
+    return (
+        run.name[:40], run.state if run.maker == "burnish" else f"{run.state} ({run.maker})",
+        f"{run.step}/{run.total}" if run.total else str(run.step),
+        "-" if run.loss is None else f"{run.loss:.4f}", "-" if run.eval_loss is None else f"{run.eval_loss:.4f}",
+        "-" if run.tokens_per_s is None else short_number(run.tokens_per_s),
+        short_time(run.left_s) if run.is_alive and run.left_s is not None else "-",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)), str(run.folder),
+    )  # fmt: skip
+
+
+def facts(run: Found) -> dict[str, Any]:
+    """A run as JSON."""
+    names = (
+        "id", "name", "maker", "state", "step", "total", "epoch", "loss", "eval_loss", "tokens_per_s", "left_s",
+        "started", "changed", "sentence", "remedy", "checkpoint", "best",
+    )  # fmt: skip
+    return {**{name: getattr(run, name) for name in names}, "folder": str(run.folder)}

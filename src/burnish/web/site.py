@@ -1,0 +1,63 @@
+"""State behind the page: roots, its own folder, runs as they were found a moment ago, starter, planner, engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from burnish.web.engines import Engines
+from burnish.web.home import Home
+from burnish.web.options import WebOptions
+from burnish.web.places import Places
+from burnish.web.planner import Planner
+from burnish.web.runs import Found, find, read
+from burnish.web.starting import Starter
+from burnish.wire.errors import Refusal
+
+FRESH_S = 1.5
+
+
+class Site:
+    """Everything of one page."""
+
+    def __init__(self, options: WebOptions, home: Home) -> None:
+        self.options, self.home = options, home
+        self.places = Places(options.web_roots)
+        self.starter = Starter(self.places, home, options.web_allow)
+        self.planner = Planner(self.places.first, home.folder / "planner.log")
+        self.engines = Engines(home, self.starter)
+        self._found: list[Found] = []
+        self._found_s = -FRESH_S
+        self._finding = asyncio.Lock()
+
+    async def found(self, fresh_s: float = FRESH_S) -> list[Found]:
+        """The runs below the roots, as they were some moments ago at most."""
+        async with self._finding:
+            if time.monotonic() - self._found_s > fresh_s:
+                self._found = await asyncio.to_thread(find, self.places.roots)
+                self._found_s = time.monotonic()
+        return self._found
+
+    async def run(self, identity: str) -> Found:
+        """A run as it is now.
+
+        Raises:
+            Refusal: 404.
+        """
+        for attempt in (60.0, 0.0):  # a list of a minute ago knows most of them
+            for known in await self.found(attempt):
+                if known.id == identity and (run := await asyncio.to_thread(read, known.folder)) is not None:
+                    return run
+        raise Refusal(404, "no_run", "There is no such run; it may have been moved or removed.")
+
+    async def look_after(self) -> None:
+        """As long as the page lives: the queue goes on, children are taken note of, idle engines end."""
+        while True:
+            await asyncio.sleep(2.0)
+            self.starter.reap()
+            self.engines.end_idle()
+            if self.starter.queued():
+                try:
+                    self.starter.next_of_queue(await self.found())
+                except Refusal:  # its folder is in use now; the run is out of the queue, and was never begun
+                    continue

@@ -1,0 +1,205 @@
+"""Runs that a visitor starts, stops and queues: each is ``burnish train`` on a file in its folder, and goes on alone.
+
+In: values of the form, checked. Out: a process, or a place in the queue. The values go into a YAML file whose path we
+made; no text of a visitor is ever part of a command.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.core.secrets import has_secret_name
+from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
+from burnish.web.follow import CONSOLE
+from burnish.web.home import Home
+from burnish.web.layout import PLACES, RISKY
+from burnish.web.places import Places
+from burnish.web.runs import Found, id_of, is_alive, read, read_object
+from burnish.wire.child import start, tell
+from burnish.wire.errors import Refusal
+
+QUEUE = "queue.json"
+
+
+class Starter:
+    """Starts and stops runs.
+
+    Args:
+        allow: risky options that may be set all the same.
+    """
+
+    def __init__(self, places: Places, home: Home, allow: Iterable[str]) -> None:
+        self.places, self.home, self.allow = places, home, frozenset(allow)
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    # --- what may be asked --------------------------------------------------------------------------------------------
+
+    def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values, if a page may set them all.
+
+        Raises:
+            Refusal: 422, with the option.
+        """
+        for name, value in values.items():
+            if name in RISKY and name not in self.allow and value not in (None, "", False, "false", "none", []):
+                message = (
+                    f'"{name}" may not be set from a page: {RISKY[name]}. burnish webui web_allow={name} frees it.'
+                )
+                raise Refusal(422, "not_allowed", message, param=name)
+            if has_secret_name(name) and name not in self.allow:
+                raise Refusal(422, "not_allowed", f'"{name}" is a key, and does not belong into a form.', param=name)
+            if name in PLACES:
+                for text in _texts(value):
+                    self.places.within(text, name)
+            if not isinstance(value, str | int | float | bool | list | dict | None):
+                raise Refusal(422, "invalid_value", f'"{name}" has no value that YAML could hold.', param=name)
+        return dict(values)
+
+    def folder_of(self, values: Mapping[str, Any]) -> Path:
+        text = values.get("output_dir")
+        if not isinstance(text, str) or not text:
+            raise Refusal(422, "missing", '"output_dir" must name the folder of the run.', param="output_dir")
+        folder = self.places.within(text, "output_dir")
+        if folder in self.places.roots:
+            raise Refusal(422, "outside", '"output_dir" must be a folder of its own.', param="output_dir")
+        return folder
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def begin(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None = None) -> Path:
+        """Start a run, in its folder as chosen: ``new``, ``continue`` or ``anew``.
+
+        Raises:
+            Refusal: 409 where the folder is in use, or holds something and the choice is ``new``.
+        """
+        given = self.checked(values)
+        folder = self.folder_of(given)
+        self._check_folder(folder, folder_choice)
+        given["overwrite_output_dir"] = folder_choice == "anew"
+        if not given["overwrite_output_dir"]:
+            del given["overwrite_output_dir"]
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / GIVEN
+        file.write_text(given_yaml(given, {}), encoding="utf-8")
+        self._launch(folder, devices)
+        return folder
+
+    def _check_folder(self, folder: Path, choice: str) -> None:
+        if is_alive(read_object(folder / LAUNCH)):
+            message = "A run is writing into this folder. Choose another, or wait."
+            raise Refusal(409, "folder_in_use", message, param="output_dir")
+        holds = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+        if holds and choice == "new":
+            message = f'"{self.places.shown(folder)}" holds a run already: continue it, begin it anew, or take another.'
+            raise Refusal(409, "folder_not_empty", message, param="output_dir")
+
+    def again(self, run: Found) -> None:
+        """Continue a run from its own file.
+
+        Raises:
+            Refusal: 409 where it still runs, or has no file.
+        """
+        if run.is_alive:
+            raise Refusal(409, "running", "The run goes on already.")
+        if not (run.folder / GIVEN).is_file():
+            raise Refusal(409, "no_file", "This run left no run.yaml, so it cannot be continued from here.")
+        self._launch(run.folder, None)
+
+    def _launch(self, folder: Path, devices: list[int] | None) -> None:
+        (folder / OUTCOME).unlink(missing_ok=True)
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+        words = ["train", str(folder / GIVEN)]
+        child = start(words, self._place_of(folder), folder / CONSOLE, chosen)
+        self._children.append(child)
+        launch = launched([], child.pid, ["burnish", *words])
+        (folder / LAUNCH).write_text(json.dumps(launch, indent=1) + "\n", encoding="utf-8")
+
+    def _place_of(self, folder: Path) -> Path:
+        """Folder in which the run was started before, if below a root: relative paths in its file start there."""
+        before = read_object(folder / LAUNCH).get("folder")
+        if isinstance(before, str) and any(Path(before).resolve().is_relative_to(root) for root in self.places.roots):
+            return Path(before)
+        return self.places.first
+
+    def started(self, words: list[str], output: Path) -> subprocess.Popen[bytes]:
+        """Another command, such as an export or an engine."""
+        child = start(words, self.places.first, output)
+        self._children.append(child)
+        return child
+
+    def reap(self) -> None:
+        """Take note of children that have ended, or they would stay as zombies."""
+        self._children = [child for child in self._children if child.poll() is None]
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def stop(self, run: Found, how: str) -> None:
+        """``save``: the step is finished and saved. ``now``: at once, and steps since the last checkpoint are lost.
+
+        Raises:
+            Refusal: 409 where the process cannot be proven to be that run's.
+        """
+        number = signal.SIGTERM if how == "save" else signal.SIGKILL
+        if not tell(run.launch, number, is_alive):
+            raise Refusal(409, "not_running", "No process of this run is alive on this machine.")
+        if how != "save":
+            ending = {"state": "stopped", "exit_code": 137, "sentence": f"Stopped at once, at step {run.step}.",
+                      "remedy": "Continue it from its last checkpoint."}  # fmt: skip
+            write_outcome(run.folder, ending, run.step)
+
+    # --- the queue ----------------------------------------------------------------------------------------------------
+
+    def queued(self) -> list[dict[str, Any]]:
+        found = self.home.read(QUEUE)
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+    def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
+        """Start a run when no other that was started here runs any more."""
+        given = self.checked(values)
+        self._check_folder(self.folder_of(given), folder_choice)
+        queue = self.queued()
+        number = max((int(one["number"]) for one in queue), default=0) + 1
+        one = {"number": number, "values": given, "folder": folder_choice, "devices": devices, "time": time.time()}
+        self.home.write(QUEUE, json.dumps([*queue, one]))
+        return number
+
+    def unqueue(self, number: int) -> bool:
+        queue = self.queued()
+        left = [one for one in queue if one["number"] != number]
+        self.home.write(QUEUE, json.dumps(left))
+        return len(left) < len(queue)
+
+    def next_of_queue(self, runs: Iterable[Found]) -> Path | None:
+        """Start the first of the queue, if nothing runs."""
+        queue = self.queued()
+        if not queue or any(run.is_alive and run.state != "elsewhere" for run in runs):
+            return None
+        first = queue[0]
+        self.unqueue(first["number"])
+        return self.begin(first["values"], first["folder"], first.get("devices"))
+
+
+def free_folder(folder: Path) -> Path:
+    """``first-2`` where ``first`` is taken."""
+    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2)))
+    return next(path for path in names if not path.exists())
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value] if value else []
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in _texts(item)]
+    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
+
+
+def id_of_folder(folder: Path) -> str:
+    run = read(folder)
+    return run.id if run is not None else id_of(folder)

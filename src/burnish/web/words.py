@@ -1,0 +1,41 @@
+"""The page's words, a file per language, and which language a visitor reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "words"
+LANGUAGES = ("en", "zh")
+
+
+@cache
+def words_of(language: str) -> Mapping[str, str]:
+    found: dict[str, str] = json.loads((FOLDER / f"{language}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def translator(language: str) -> Callable[..., str]:
+    """``t("step_of", step=3, total=10)``"""
+    words = words_of(language)
+
+    def t(key: str, **values: object) -> str:
+        text = words[key]
+        for name, value in values.items():
+            text = text.replace("{" + name + "}", str(value))
+        return text
+
+    return t
+
+
+def language_of(cookie: str, accepted: str) -> str:
+    """The cookie's, else the first that the browser asks for and we have."""
+    if cookie in LANGUAGES:
+        return cookie
+    for part in accepted.lower().split(","):
+        name = part.split(";")[0].strip()[:2]
+        if name in LANGUAGES:
+            return name
+    return LANGUAGES[0]

@@ -1,0 +1,34 @@
+"""Names and addresses of hosts, and which of them only this machine can reach."""
+
+from __future__ import annotations
+
+import ipaddress
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a server that is bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # another name: what it stands for may change
+
+
+def host_name(host: str) -> str:
+    """``localhost:8000`` -> ``localhost``, ``[::1]:8000`` -> ``::1``"""
+    text = host.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] if text.count(":") == 1 else text
+
+
+def is_address(name: str) -> bool:
+    """Return whether it is a literal address, which nobody can point elsewhere."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,136 @@
+"""Chromium of the system's packages, driven by Playwright; without either the tests are skipped aloud, and fail where
+``BURNISH_BROWSER=required`` says that they must run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+USUAL = re.compile(r"status of 4|net::ERR_(CONNECTION|INCOMPLETE|EMPTY)")
+"""What a console says of a request that was refused, or whose server was killed: that is what a test is about."""
+IS_THERE = bool(CHROMIUM) and find_spec("playwright") is not None and find_spec("starlette") is not None
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    if not IS_THERE:
+        why = "no Chromium, no playwright or no starlette is installed: the page was not looked at in a browser"
+        if os.environ.get("BURNISH_BROWSER") == "required":
+            pytest.fail(why)
+        pytest.skip(why)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Server:
+    """``burnish webui`` as a process of its own, over a folder."""
+
+    root: Path
+    home: Path
+    child: subprocess.Popen[str] | None = None
+    link: str = ""
+
+    @property
+    def address(self) -> str:
+        return self.link.partition("/sign-in")[0]
+
+    def start(self, port: int = 0) -> Server:
+        import burnish
+
+        environment = {
+            **os.environ, "PYTHONPATH": str(Path(burnish.__file__).parents[1]), "BURNISH_HOME": str(self.home),
+            "BURNISH_CACHE": str(self.home / "cache"), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        words = [sys.executable, "-m", "burnish", "webui", f"web_port={port}"]
+        self.child = subprocess.Popen(words, cwd=self.root, env=environment, stdout=subprocess.PIPE, text=True)
+        assert self.child.stdout is not None
+        self.link = self.child.stdout.readline().split()[1]
+        return self
+
+    def kill(self) -> None:
+        assert self.child is not None
+        self.child.kill()
+        self.child.wait(10)
+
+    def end(self) -> None:
+        if self.child is not None and self.child.poll() is None:
+            self.child.terminate()
+            self.child.wait(20)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    import burnish
+
+    root = tmp_path / "root"
+    (root / "saves").mkdir(parents=True)
+    demo = Path(burnish.__file__).parent / "demo"
+    shutil.copytree(demo / "model", root / "model")
+    shutil.copytree(demo / "data", root / "data")
+    found = Server(root, tmp_path / "home").start()
+    yield found
+    found.end()
+    _end_runs(root)
+
+
+def _end_runs(root: Path) -> None:
+    """Runs outlive the page; those of a test end with it."""
+    import signal
+
+    from burnish.web.runs import find, is_alive
+    from burnish.wire.child import tell
+
+    for run in find([root]):
+        if run.is_alive:
+            tell(run.launch, signal.SIGKILL, is_alive)
+
+
+@pytest.fixture
+def visitor(chromium: Any, server: Server) -> Iterator[Any]:
+    """A page that has signed in by the link; it fails the test for errors in its console and for foreign requests."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "console",
+        lambda said: errors.append(said.text) if said.type == "error" and not USUAL.search(said.text) else None,
+    )
+    page.on(
+        "request",
+        lambda asked: (
+            errors.append(asked.url) if not asked.url.startswith((server.address, "data:", "blob:")) else None
+        ),
+    )
+    page.goto(server.link)
+    page.wait_for_url("**/runs")
+    yield page
+    context.close()
+    assert not errors
+
+
+def wait_for(condition: Any, seconds: float = 90.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.1)

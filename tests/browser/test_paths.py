@@ -1,0 +1,201 @@
+"""The page as a person uses it: from the link to a trained model that answers, in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from browser.conftest import wait_for
+
+pytestmark = [pytest.mark.run, pytest.mark.slow]
+
+PICTURES = Path(__file__).parents[2] / "docs" / "web"
+"""Where the pictures of the documentation are made, with BURNISH_PICTURES=1."""
+VALUES = {
+    "model_name_or_path": "model", "dataset": "demo_train", "dataset_dir": "data", "cutoff_len": "128",
+    "per_device_train_batch_size": "8", "max_steps": "60", "logging_steps": "2", "learning_rate": "5e-4",
+    "save_steps": "20", "val_size": "0.02", "eval_steps": "20",
+}  # fmt: skip
+
+
+def picture(page, name: str) -> None:
+    if os.environ.get("BURNISH_PICTURES"):
+        PICTURES.mkdir(exist_ok=True)
+        page.screenshot(path=str(PICTURES / f"{name}.png"))
+
+
+def fill(page, **changes: str) -> None:
+    page.wait_for_selector("#box-model")
+    page.select_option("#box-finetuning_type", "full")
+    page.select_option("#box-eval_strategy", "steps")
+    for name, value in {**VALUES, **changes}.items():
+        page.fill(f"#box-{name}", value)
+
+
+def state(page) -> str:
+    return page.inner_text("#state")
+
+
+def test_wrong_key_typed_key_and_a_cookie_that_is_gone(visitor, server) -> None:
+    visitor.context.clear_cookies()
+    visitor.goto(f"{server.address}/new")
+    visitor.wait_for_url("**/sign-in?to=new")
+    picture(visitor, "sign-in")
+    visitor.fill("#key", "wrong")
+    visitor.click("button.main")
+    visitor.get_by_text("That is not the key").wait_for()
+    assert visitor.evaluate("document.activeElement.id") == "key"
+    visitor.fill("#key", server.link.partition("key=")[2])
+    visitor.keyboard.press("Enter")
+    visitor.wait_for_url("**/new")
+
+
+def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor, server) -> None:
+    page, address = visitor, server.address
+    port = int(address.rpartition(":")[2])
+    page.goto(f"{address}/new")
+    fill(page)
+    page.wait_for_selector("#start:not([disabled])")
+    assert "60 steps" in page.inner_text("#plan")
+    assert "<|im_end|>" in page.inner_text("#sample mark")
+    assert "max_steps: 60" in page.inner_text("#yaml")
+    page.evaluate("scrollTo(0, 0)")
+    picture(page, "new")
+    page.click("#start")
+    page.wait_for_url(re.compile(r"/runs/[0-9a-f]{12}$"))
+    page.locator(".chart canvas").first.wait_for()
+    page.reload()
+    page.locator(".chart canvas").first.wait_for()
+    server.kill()  # the run goes on
+    server.start(port)
+    page.goto(page.url)
+    page.locator(".chart canvas").first.wait_for()
+    if page.is_visible("#stop"):
+        page.click("#stop")
+        wait_for(lambda: state(page) in ("stopped", "done"))
+    if state(page) == "stopped":
+        page.click("#again")
+    wait_for(lambda: state(page) == "done", 240)
+    assert "step 60 of 60" in page.inner_text("#where")
+    log = (server.root / "saves/first/trainer_log.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["current_steps"] for line in log if '"loss"' in line]
+    assert steps == sorted(set(steps))
+    picture(page, "run")
+    page.click("#theme")
+    picture(page, "run-dark" if page.evaluate("document.documentElement.dataset.theme") == "dark" else "run-light")
+    page.click("#theme")
+    run = page.url.rpartition("/")[2]
+    page.goto(f"{address}/talk?target={run}")
+    page.locator("#engine-states", has_text="first ✓").wait_for()
+    page.select_option("select[data-side='1']", "path:model")
+    page.locator("#engine-states", has_text="model ✓").wait_for()
+    page.fill("#max_tokens", "24") if page.is_visible("#max_tokens") else None
+    page.fill("#message", "opposite: hot")
+    page.keyboard.press("Control+Enter")
+    for side in (0, 1):
+        page.locator(f".side[data-side='{side}'] .figures", has_text="a second").wait_for()
+    picture(page, "talk")
+    page.goto(f"{address}/export?target={run}")
+    page.click("#export button.main")
+    page.locator("#export-lines code", has_text="burnish api").wait_for()
+    shutil.copytree(server.root / "saves/first", server.root / "saves/second")
+    page.goto(f"{address}/runs")
+    page.locator("tr[data-run]").nth(1).wait_for()
+    picture(page, "runs")
+    for box in page.locator("tr[data-run] input").all():
+        box.check()
+    page.click("#compare")
+    page.locator(".chart canvas").first.wait_for()
+    picture(page, "compare")
+    page.click("#language")
+    page.get_by_text("比较").first.wait_for()
+    page.goto(f"{address}/runs")
+    picture(page, "runs-zh")
+
+
+def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    fill(visitor, max_steps="many")
+    field = visitor.locator("#box-model ~ * [data-option=max_steps], [data-option=max_steps]").first
+    field.locator(".problem", has_text="must be a whole number").wait_for()
+    assert visitor.get_attribute("#box-max_steps", "aria-invalid") == "true"
+    assert visitor.is_disabled("#start")
+    visitor.fill("#box-max_steps", "3")
+    visitor.wait_for_selector("#start:not([disabled])")
+    visitor.fill("#box-output_dir", "../outside")
+    visitor.locator("[data-option=output_dir] .problem", has_text="must name a place below").first.wait_for()
+    assert visitor.is_disabled("#start")
+
+
+def test_hostile_texts_are_seen_and_do_nothing(visitor, server) -> None:
+    from web.conftest import make_runs
+
+    shutil.rmtree(server.root / "saves")
+    make_runs(server.root)
+    dialogs = []
+    visitor.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    visitor.goto(f"{server.address}/runs")
+    visitor.get_by_text("<script>alert(1)</script>").wait_for()
+    visitor.get_by_role("link", name="<img src=x onerror=alert(1)>").click()
+    visitor.locator("#sentence", has_text="<script>alert(1)</script>").wait_for()
+    visitor.goto(f"{server.address}/runs")
+    visitor.get_by_role("link", name="first", exact=True).click()
+    visitor.click("#tab-log")
+    visitor.locator("#log-text", has_text="<img src=x onerror=alert(1)>").wait_for()
+    assert dialogs == []
+
+
+def test_the_whole_page_fits_a_narrow_window_and_is_gone_through_by_keyboard(visitor, server) -> None:
+    for width in (360, 1280):
+        visitor.set_viewport_size({"width": width, "height": 720})
+        for path in ("runs", "new", "compare", "talk", "export", "settings"):
+            visitor.goto(f"{server.address}/{path}")
+            visitor.wait_for_load_state("networkidle") if path in ("settings", "export") else None
+            wide = visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+            assert not wide, (path, width)
+    visitor.goto(f"{server.address}/runs")
+    visitor.keyboard.press("Tab")
+    assert visitor.evaluate("document.activeElement.className") == "skip"
+    seen = set()
+    for _ in range(14):
+        visitor.keyboard.press("Tab")
+        seen.add(visitor.evaluate("document.activeElement.textContent.trim()"))
+    assert {"New", "Runs", "Compare", "Talk", "Export"} <= seen
+
+
+def test_without_script_runs_and_numbers_are_read(chromium, server) -> None:
+    from web.conftest import make_runs
+
+    shutil.rmtree(server.root / "saves")
+    make_runs(server.root)
+    context = chromium.new_context(java_script_enabled=False, locale="en-US")
+    page = context.new_page()
+    page.goto(f"{server.address}/runs")
+    page.fill("#key", server.link.partition("key=")[2])
+    page.click("button.main")
+    page.get_by_role("link", name="first", exact=True).click()
+    page.get_by_text("Loss 3 to 0.075 over 40 steps").wait_for()
+    context.close()
+
+
+def test_many_windows_follow_one_run_and_all_load(visitor, server) -> None:
+    from web.conftest import make_runs
+
+    shutil.rmtree(server.root / "saves")
+    make_runs(server.root)
+    visitor.goto(f"{server.address}/runs")
+    visitor.get_by_role("link", name="first", exact=True).click()
+    visitor.locator(".chart canvas").first.wait_for()
+    windows = [visitor, *(visitor.context.new_page() for _ in range(7))]
+    for window in windows[1:]:
+        window.goto(visitor.url)
+        window.locator(".chart canvas").first.wait_for()
+    with (server.root / "saves/first/trainer_log.jsonl").open("a") as file:
+        file.write('{"current_steps": 77, "total_steps": 77, "loss": 0.5}\n')
+    for window in windows:
+        window.locator("#summary", has_text="over 77 steps").wait_for()

@@ -1,0 +1,159 @@
+"""What an objective may do besides a loss: look at a whole step, make groups of a group, count metrics by themselves,
+train modules of its own. Each through the loop."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import toy
+from burnish.core.loop import evaluate, train
+from burnish.core.meter import Totals
+from burnish.core.modes import evaluating
+from burnish.core.types import Loss, Sum
+from toy import Regression, RegressionObjective, make_run, same, weights
+
+
+def trained(folder, objective, **given):
+    run, options = make_run(folder, **{"dropout": 0.0, **given})
+    run.objective = objective
+    output = train(run, options)
+    return run, output
+
+
+class Centred(RegressionObjective):
+    """Errors are measured from half their mean over the whole step, which no micro-batch knows by itself."""
+
+    def ready(self, module, batches, engine):
+        with evaluating(module):
+            assert not module.training
+            errors = [module(batch["input_ids"]) - batch["labels"] for batch in batches]
+        mean = torch.cat(errors).mean()
+        return [{**batch, "labels": batch["labels"] + mean / 2} for batch in batches]
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
+def test_a_mean_over_the_step_is_the_same_however_the_step_is_cut(tmp_path, batch_size, accumulation):
+    given = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "max_steps": 4}
+    run, _ = trained(tmp_path / "cut", Centred(), **given)
+    whole, _ = trained(tmp_path / "whole", Centred(), per_device_train_batch_size=4, max_steps=4)
+    other, _ = trained(tmp_path / "plain", RegressionObjective(), per_device_train_batch_size=4, max_steps=4)
+    for name, weight in weights(whole).items():
+        assert torch.allclose(weight, weights(run)[name], atol=1e-6)
+    assert not same(weights(whole), weights(other))
+
+
+class Twice(RegressionObjective):
+    """Trains on each group two times, as a rollout trains more than once on the answers that it drew."""
+
+    def expand(self, run, group):
+        yield dataclasses.replace(group, cursor=None)
+        yield group
+
+
+def test_a_group_that_becomes_two_is_two_steps_and_the_stream_moves_after_the_second(tmp_path):
+    places = []
+
+    class Seen(Twice):
+        def loss(self, model, batch):
+            places.append(run.stream.state_dict()["position"])
+            return super().loss(model, batch)
+
+    run, options = make_run(tmp_path, num_rows=8, max_steps=6, dropout=0.0)
+    run.objective = Seen()
+    train(run, options)
+    assert run.state.global_step == 6
+    assert places == sorted(places)
+    assert [places.count(place) for place in dict.fromkeys(places)] == [2, 2, 2]
+
+
+class Counting(RegressionObjective):
+    """Metrics with counts of their own: over rows whose label is positive, and the ends of all errors."""
+
+    def loss(self, model, batch):
+        error = model(batch["input_ids"]) - batch["labels"]
+        positive = batch["labels"] > 0
+        one = torch.ones(())
+        sums = {
+            "positive_error": Sum((error.abs() * positive).sum(), positive.sum().float()),
+            "smallest": Sum(error.amin(), one, "min"),
+            "largest": Sum(error.amax(), one, "max"),
+            "latest": Sum(error[-1], one, "last"),
+            "abs_error": error.abs().sum(),
+        }
+        return Loss(error.square().sum(), sums)
+
+
+def test_metrics_bring_their_own_counts_or_are_not_divided_at_all(tmp_path):
+    run, _ = make_run(tmp_path, dropout=0.0, eval_rows=7, per_device_eval_batch_size=3)
+    run.objective = Counting()
+    with evaluating(run.model):
+        rows = toy.rows(7, seed=9)
+        labels = torch.stack([label for _, label in rows])
+        errors = run.model(torch.stack([inputs for inputs, _ in rows])) - labels
+    metrics = evaluate(run, run.eval_sets[""], "eval")
+    expected = {
+        "eval_positive_error": errors[labels > 0].abs().mean(), "eval_smallest": errors.amin(),
+        "eval_largest": errors.amax(), "eval_abs_error": errors.abs().mean(), "eval_loss": errors.square().mean(),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value.item(), abs=1e-6), name
+
+
+def test_metrics_between_two_logs_are_those_of_all_their_micro_batches(tmp_path):
+    run, _ = trained(tmp_path, Counting(), logging_steps=4, max_steps=4, gradient_accumulation_steps=2)
+    logged = next(entry for entry in run.state.log_history if "loss" in entry)
+    assert logged["smallest"] < logged["latest"] < logged["largest"]
+    assert logged["positive_error"] > 0
+    assert logged["positive_error"] != logged["abs_error"]
+
+
+def test_a_metric_that_counted_nothing_is_left_out(tmp_path):
+    totals, (run, _) = Totals(), make_run(tmp_path)
+    nothing = {"never": Sum(torch.zeros(()), torch.zeros(())), "none": Sum(torch.zeros(()), torch.zeros(()), "min")}
+    totals.add(Loss(torch.ones(()), nothing), torch.ones(()))
+    assert totals.means(run.engine) == {"loss": 1.0}
+
+
+def test_open_metrics_of_every_kind_go_through_a_checkpoint(tmp_path):
+    whole, _ = trained(tmp_path / "a", Counting(), logging_steps=4, max_steps=4)
+    cut, options = make_run(tmp_path / "b", [toy.StopAt(2)], dropout=0.0, logging_steps=4, max_steps=4)
+    cut.objective = Counting()
+    train(cut, options)
+    from burnish.core.checkpoint import load
+
+    again, options = make_run(tmp_path / "b", dropout=0.0, logging_steps=4, max_steps=4)
+    again.objective = Counting()
+    load(tmp_path / "b" / "checkpoint-2", again.parts)
+    train(again, options)
+    logs = [next(e for e in run.state.log_history if "loss" in e and e["step"] == 4) for run in (whole, again)]
+    assert toy.without_times(logs[:1]) == toy.without_times(logs[1:])
+
+
+class WithHead(nn.Module):
+    """A model and a head of the objective's own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.head = model, nn.Linear(1, 1)
+
+    def forward(self, inputs):
+        return self.head(self.model(inputs)[:, None]).squeeze(-1)
+
+
+def test_a_module_of_the_objective_is_trained_saved_and_loaded(tmp_path):
+    from burnish.core.checkpoint import load
+
+    class Headed(RegressionObjective):
+        def module(self, model):
+            return WithHead(model)
+
+    torch.manual_seed(0)
+    run, options = make_run(tmp_path, [toy.StopAt(3)], model=Headed().module(Regression(0.0)))
+    before = weights(run)
+    train(run, options)
+    assert not torch.equal(before["head.weight"], weights(run)["head.weight"])
+    again, _ = make_run(tmp_path, model=Headed().module(Regression(0.0)))
+    load(tmp_path / "checkpoint-3", again.parts)
+    assert same(weights(run), weights(again))

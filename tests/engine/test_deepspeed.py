@@ -1,0 +1,103 @@
+"""DeepSpeed's settings as transformers fills them. Runs under ZeRO are in ``test_distributed.py``."""
+
+import json
+import os
+import time
+
+import pytest
+
+from burnish.app.plan import RunOptions
+from burnish.core.errors import UserError
+from burnish.engine.deepspeed import raise_if_locked
+from burnish.engine.deepspeed_settings import NAMES, filled, named
+from burnish.engine.options import check_engine, engine_name, engine_notes
+
+
+def problems(**given):
+    return [
+        str(problem) for problem in check_engine(RunOptions(use_cpu=True, **given)) if "library" not in str(problem)
+    ]
+
+
+def test_auto_is_filled_as_transformers_fills_it():
+    asked = RunOptions(
+        use_cpu=True,
+        deepspeed=named("zero3"),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=4,
+        max_grad_norm=0.5,
+        bf16=True,
+    )
+    settings = filled(asked, hidden_size=100, world_size=2)
+    assert settings["train_micro_batch_size_per_gpu"] == 3
+    assert settings["gradient_clipping"] == 0.5
+    assert settings["bf16"] == {"enabled": True}
+    assert settings["fp16"] == {"enabled": False}
+    zero = settings["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (10_000, 9_000)
+    assert zero["stage3_param_persistence_threshold"] == 1_000
+    assert "auto" not in json.dumps(settings)
+
+
+def test_what_is_written_in_a_file_is_kept(tmp_path):
+    own = {
+        **named("zero2"),
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "round_robin_gradients": True},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(own))
+    settings = filled(RunOptions(use_cpu=True, deepspeed=str(tmp_path / "ds.json")), hidden_size=100, world_size=2)
+    assert settings["zero_optimization"] == own["zero_optimization"]
+    assert settings["zero_allow_untested_optimizer"] is True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_are_known_by_name(name):
+    asked = RunOptions(use_cpu=True, deepspeed=name)
+    assert not problems(deepspeed=name)
+    assert engine_name(asked) == ("single" if name == "zero0" else "deepspeed")
+    zero = filled(asked, 64, 2, on_cpu=True)["zero_optimization"]
+    assert zero["stage"] == int(name[4])
+    assert ("offload_optimizer" in zero) is name.endswith("offload")
+    assert any("stage 0" in note for note in engine_notes(asked)) is (name == "zero0")
+
+
+def test_settings_that_would_change_the_numbers_are_refused(tmp_path):
+    (tmp_path / "zero.json").write_text('{"optimizer": {"type": "Lamb"}, "bf16": {"enabled": true}}')
+    (tmp_path / "torn.json").write_text('{"optimizer": ')
+    (tmp_path / "twice.json").write_text('{"bf16": {"enabled": true, "enabled": false}}')
+    (tmp_path / "list.json").write_text('[{"bf16": true}]')
+    optimizer, bf16 = problems(deepspeed=str(tmp_path / "zero.json"))
+    assert '"optimizer"' in optimizer
+    assert 'the option "bf16" is false' in bf16
+    assert not problems(deepspeed={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    assert '"optimizer"' in problems(deepspeed={"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
+    assert '"autotuning"' in problems(deepspeed={"autotuning": {"enabled": True}})[0]
+    assert "CPU alone" in problems(deepspeed={"zero_optimization": {"offload_param": {"device": "nvme"}}})[0]
+    assert "not JSON" in problems(deepspeed=str(tmp_path / "torn.json"))[0]
+    assert 'gives "enabled" twice' in problems(deepspeed=str(tmp_path / "twice.json"))[0]
+    assert "holds no object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
+    missing = problems(deepspeed=str(tmp_path / "zerO.json"))[0]
+    assert "does not exist" in missing
+    assert "zero.json" in missing
+    assert 'Did you mean "zero2"' in problems(deepspeed="zero22")[0]
+    assert "two ways to shard" in problems(deepspeed="zero2", fsdp=True)[0]
+
+
+def test_what_accelerate_was_told_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    assert engine_name(RunOptions(use_cpu=True)) == "deepspeed"
+    assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 3
+    (tmp_path / "ds.json").write_text(json.dumps(named("zero1")))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 1
+
+
+def test_a_lock_that_a_killed_compilation_left_is_named(tmp_path):
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm_op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    raise_if_locked(tmp_path)
+    os.utime(lock, (time.time() - 600,) * 2)
+    with pytest.raises(UserError, match="began 10 minutes ago"):
+        raise_if_locked(tmp_path)

@@ -1,0 +1,129 @@
+"""Runs of four processes, from their command line to their last file: the weights of one process, whatever shards them.
+
+make test-distributed                          # DeepSpeed's where it is installed
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from small_run import as_words, make_user
+from test_train_run import weights_in
+
+pytestmark = pytest.mark.distributed
+
+# What LLaMA-Factory's examples of ZeRO say, key by key.
+BUCKETS = {"allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_scatter": True,
+           "reduce_bucket_size": 5e8, "contiguous_gradients": True, "round_robin_gradients": True}  # fmt: skip
+THIRD = {"overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+         "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+         "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+         "stage3_gather_16bit_weights_on_model_save": True}  # fmt: skip
+LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+
+
+def settings_of(zero):
+    return {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
+                 "hysteresis": 2, "min_loss_scale": 1},
+        "bf16": {"enabled": "auto"}, "zero_optimization": zero,
+    }  # fmt: skip
+
+
+ENGINES = {
+    "ddp": {},
+    "fsdp": {"fsdp": "full_shard"},
+    "hybrid": {"fsdp": "hybrid_shard", "fsdp_config": '{"dp_replicate_size": 2}'},
+    "offload": {"fsdp": "full_shard offload"},
+    "zero1": {"deepspeed": "zero1"},
+    "zero2": {"deepspeed": json.dumps(settings_of({"stage": 2, **BUCKETS}))},
+    "zero3": {"deepspeed": json.dumps(settings_of({"stage": 3, **THIRD}))},
+    "zero3 offload": {"deepspeed": "zero3_offload"},
+}
+KINDS = {"full": {}, "lora": LORA}
+
+
+def train(given, place, python=sys.executable, **more):
+    command = [python, "-m", "burnish", "train", *as_words({**given, **more, "output_dir": str(place)})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process makes, and its options for four."""
+    folder = tmp_path_factory.mktemp("alone")
+    given = make_user(
+        folder, max_steps=4, save_steps=2, plot_loss=False, per_device_train_batch_size=4, gradient_accumulation_steps=2
+    )
+    os.environ["BURNISH_CACHE"] = str(folder / "cache")
+    for kind, options in KINDS.items():
+        train({**given, **options}, folder / kind)
+    return folder, {**given, "per_device_train_batch_size": 1, "num_processes": 4}
+
+
+def assert_same(ours, theirs):
+    ours, theirs = weights_in(ours), weights_in(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():  # sums over ranks are added in another order
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_four_processes_end_in_the_weights_of_one_and_their_checkpoint_goes_on_alone(engine, kind, alone, tmp_path):
+    if engine.startswith("zero") and not HAS_DEEPSPEED:
+        pytest.skip("DeepSpeed is not installed")
+    folder, four = alone
+    train({**four, **ENGINES[engine], **KINDS[kind]}, tmp_path / "four")
+    assert_same(tmp_path / "four", folder / kind)
+    shutil.copytree(tmp_path / "four" / "checkpoint-2", tmp_path / "then one" / "checkpoint-2")
+    one = {**four, "per_device_train_batch_size": 4, "num_processes": 1}
+    train({**one, **KINDS[kind]}, tmp_path / "then one")
+    assert_same(tmp_path / "then one", folder / kind)
+
+
+@needs_deepspeed
+def test_a_run_goes_from_zero3_to_fsdp_to_one_process(alone, tmp_path):
+    folder, four = alone
+    train({**four, "save_steps": 1, **ENGINES["zero3"]}, tmp_path / "zero3")
+    shutil.copytree(tmp_path / "zero3" / "checkpoint-1", tmp_path / "fsdp" / "checkpoint-1")
+    train({**four, "save_steps": 1, "num_processes": 2, **ENGINES["fsdp"]}, tmp_path / "fsdp")
+    shutil.copytree(tmp_path / "fsdp" / "checkpoint-3", tmp_path / "one" / "checkpoint-3")
+    train({**four, "per_device_train_batch_size": 4, "num_processes": 1}, tmp_path / "one")
+    assert_same(tmp_path / "one", folder / "full")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.4, 0.9, 1.6])
+def test_a_rank_that_is_killed_leaves_whole_checkpoints_only_and_the_run_goes_on(seconds, alone, tmp_path):
+    folder, four = alone
+    given = {**four, "save_steps": 1, "num_processes": 2, "per_device_train_batch_size": 2, **ENGINES["fsdp"]}
+    given["output_dir"] = str(tmp_path / "out")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "burnish", "train", *as_words(given)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    until = time.monotonic() + 120
+    while not (tmp_path / "out").is_dir() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(seconds)
+    ranks = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, text=True).stdout.split()
+    if ranks and running.poll() is None:
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+    began = time.monotonic()
+    running.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    train({name: value for name, value in given.items() if name != "output_dir"}, tmp_path / "out")
+    assert_same(tmp_path / "out", folder / "full")

@@ -1,0 +1,76 @@
+"""What goes wrong in one of several processes is one fault of the run, found early and said once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish.app import launch as launching
+from burnish.app.agreement import raise_unless_same
+from burnish.app.launch import launch
+from burnish.app.plan import Plan, RunOptions
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+
+
+class Two:
+    """An engine that hears of the other process what a test says of it."""
+
+    world_size = 2
+
+    def __init__(self, **other):
+        self.other = other
+
+    def gather_objects(self, value):
+        _, mine = value
+        return [value, ("elsewhere", {**mine, **self.other})]
+
+
+def test_a_process_that_would_do_something_else_is_refused_with_the_difference():
+    plan = Plan(RunOptions(seed=7))
+    raise_unless_same(plan, {"data": "abc"}, 5, Two())
+    with pytest.raises(UserError, match="process 1 on elsewhere") as refused:
+        raise_unless_same(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
+    said = str(refused.value)
+    for words in ("seed is 8, there 7", 'data is "abd", there "abc"', 'torch is "2.0"'):
+        assert words in said
+
+
+def test_a_secret_that_differs_is_not_shown():
+    with pytest.raises(UserError, match="hf_hub_token differs") as refused:
+        raise_unless_same(Plan(RunOptions(hf_hub_token="hf_SECRET")), {}, 5, Two(hf_hub_token="other"))
+    assert "SECRET" not in str(refused.value)
+
+
+STANDS_STILL = """
+import os, time
+from burnish.app.stall import StallWatch
+watch = StallWatch(0.5)
+watch.on_train_begin(None, None, None)
+def waits_for_ever():
+    time.sleep(600)
+waits_for_ever()
+"""
+
+
+def test_a_run_that_stands_still_ends_with_the_stacks_of_its_processes(monkeypatch, capfd):
+    monkeypatch.setattr(launching, "PROGRAM", ("-c", STANDS_STILL))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    given = {"num_processes": Given(2), "use_cpu": Given(True), "stall_timeout_s": Given("0.5")}
+    assert launch([], given) == 1
+    said = capfd.readouterr().err
+    assert "stood still for longer than stall_timeout_s" in said
+    assert said.count("in waits_for_ever") == 2
+    assert "Process 0 of 2" in said
+    assert "Process 1 of 2" in said
+
+
+def test_a_run_that_ended_is_not_watched_any_more():
+    script = STANDS_STILL[: STANDS_STILL.index("def waits")] + "watch.on_train_end(None, None, None)\ntime.sleep(1.2)\n"
+    source = str(Path(launching.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": source}, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,173 @@
+"""Sharded over two processes, a run is the run of one to rounding; its checkpoints are read by any number of them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
+from burnish.cli import main
+from burnish.engine.fsdp import follow
+from burnish.engine.fsdp_settings import FsdpSettings, fsdp_notes, fsdp_settings
+from burnish.engine.options import EngineOptions, check_engine, engine_name, engine_notes
+from small_run import as_words, make_user
+from test_train_run import weights_in
+from two_processes import in_two_processes
+
+KINDS = {
+    "full": {},
+    "lora": {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"},
+    "checkpointed": {"gradient_checkpointing": True, "max_grad_norm": 0.05},
+}
+
+
+def run_all(commands):
+    for words in commands:
+        assert main(words) == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    given = make_user(folder, max_steps=6, save_steps=3, plot_loss=False, val_size=0.2, eval_strategy="epoch")
+    two = {**given, "per_device_train_batch_size": 1, "ddp_backend": "gloo", "fsdp": "full_shard"}
+
+    def words(given, place):
+        return ["train", *as_words({**given, "output_dir": str(folder / place)})]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CACHE", str(folder / "cache"))
+        run_all([words({**given, **options}, f"one/{kind}") for kind, options in KINDS.items()])
+        keep_first_half(folder / "one/full", folder / "one then two")
+        in_two_processes(
+            run_all,
+            [
+                *(words({**two, **options}, f"two/{kind}") for kind, options in KINDS.items()),
+                words(two, "one then two"),
+            ],
+        )  # fmt: skip
+        for kind in ("full", "lora"):
+            keep_first_half(folder / "two" / kind, folder / f"two then one {kind}")
+            run_all([words({**given, **KINDS[kind]}, f"two then one {kind}")])
+    return folder
+
+
+def keep_first_half(run, target):
+    target.mkdir()
+    shutil.copytree(run / "checkpoint-3", target / "checkpoint-3")
+
+
+def same(ours, theirs):
+    ours, theirs = weights_in(ours), weights_in(theirs)
+    for name, weight in theirs.items():  # sums over ranks are added in another order
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
+    assert ours.keys() == theirs.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_that_share_a_model_end_in_the_weights_of_one(folder, kind):
+    same(folder / "two" / kind, folder / "one" / kind)
+    first, second = (json.loads((folder / n / kind / "eval_results.json").read_text()) for n in ("one", "two"))
+    assert first["eval_loss"] == pytest.approx(second["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "alone"),
+    [("one then two", "one/full"), ("two then one full", "one/full"), ("two then one lora", "one/lora")],
+)
+def test_a_run_goes_on_with_another_number_of_processes_and_another_engine(folder, mixed, alone):
+    assert "checkpoint-3" in (folder / mixed / "run.log").read_text()
+    same(folder / mixed, folder / alone)
+
+
+def test_each_process_writes_its_part_and_an_index_says_where_it_is(folder):
+    checkpoint = folder / "two/full/checkpoint-6"
+    for stem in ("model", "optimizer"):
+        assert not (checkpoint / f"{stem}.safetensors").exists()
+        index = json.loads((checkpoint / f"{stem}.shards.json").read_text())["tensors"]
+        files = {name for entry in index.values() for name, _, _ in entry["pieces"]}
+        assert files == {f"{stem}-0000{rank}-of-00002.safetensors" for rank in (1, 2)}
+        assert files <= json.loads((checkpoint / "manifest.json").read_text())["files"].keys()
+    sizes = [(checkpoint / f"model-0000{rank}-of-00002.safetensors").stat().st_size for rank in (1, 2)]
+    assert max(sizes) < 1.2 * min(sizes)
+    assert (folder / "two/lora/checkpoint-6/adapter_model.safetensors").is_file()
+
+
+def test_a_damaged_shard_is_found(folder, tmp_path):
+    from burnish.core.manifest import faults
+
+    shutil.copytree(folder / "two/full/checkpoint-6", tmp_path / "checkpoint-6")
+    shard = tmp_path / "checkpoint-6" / "optimizer-00002-of-00002.safetensors"
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    assert faults(tmp_path / "checkpoint-6") == [
+        f"{shard.name} was changed after it was written (its checksum differs)"
+    ]
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def settings(**given):
+    return fsdp_settings(EngineOptions(**given))
+
+
+def test_words_of_every_version_of_fsdp_mean_what_they_meant(tmp_path, monkeypatch):
+    assert (
+        settings(fsdp=True) == settings(fsdp="full_shard auto_wrap") == settings(fsdp=["full_shard"]) == FsdpSettings()
+    )
+    assert settings(fsdp="shard_grad_op") == settings(fsdp=True, fsdp_config={"fsdp_sharding_strategy": 2})
+    assert not settings(fsdp="shard_grad_op").reshards
+    assert not settings(fsdp=True, fsdp_config={"reshard_after_forward": "false"}).reshards
+    assert settings(fsdp="full_shard offload").offloads
+    assert settings(fsdp=True, fsdp_config={"fsdp_offload_params": True}).offloads
+    assert settings(fsdp="hybrid_shard").copies == 0
+    (tmp_path / "fsdp.json").write_text('{"transformer_layer_cls_to_wrap": ["A", "B"], "min_num_params": 9}')
+    named = settings(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"))
+    assert named == FsdpSettings(layer_classes=("A", "B"))
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP",
+                        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B", "FSDP_OFFLOAD_PARAMS": "false"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert settings() == FsdpSettings(reshards=False, layer_classes=("A", "B"))
+    assert engine_name(EngineOptions()) == "fsdp"
+
+
+def test_what_has_no_effect_today_is_said_and_what_nobody_knows_is_refused(tmp_path):
+    old = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_version": 1}
+    notes = list(fsdp_notes(EngineOptions(fsdp=True, fsdp_config=old)))
+    assert len(notes) == 2
+    assert "reshard_after_forward: true" in notes[1]
+    assert not list(fsdp_notes(EngineOptions()))
+    assert any("offload has no effect" in note for note in engine_notes(EngineOptions(use_cpu=True, fsdp="offload")))
+
+    def problems(**given):
+        return [str(problem) for problem in check_engine(EngineOptions(use_cpu=True, **given))]
+
+    assert not problems(fsdp=True, fsdp_config=old)
+    assert 'Did you mean "full_shard"' in problems(fsdp="fullshard")[0]
+    assert 'Did you mean "offload_params"' in problems(fsdp=True, fsdp_config={"offload_param": True})[0]
+    assert "without" in problems(fsdp_config={"min_num_params": 1})[0]
+    (tmp_path / "fsdp.json").write_text("{")
+    assert "not JSON" in problems(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"))[0]
+    assert "does not exist" in problems(fsdp=True, fsdp_config=str(tmp_path / "fsdp2.json"))[0]
+
+
+def test_an_optimizer_that_keeps_states_of_whole_weights_is_refused():
+    from burnish.core.errors import UserError
+
+    weight = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(UserError, match="Adagrad keeps states of whole weights"):
+        follow(torch.optim.Adagrad([weight]), {})
+
+
+def test_an_optimizer_that_looks_at_whole_weights_is_refused_by_name():
+    from burnish.app.checks import check_sharded
+    from burnish.app.plan import RunOptions
+
+    (problem,) = check_sharded(RunOptions(fsdp=True, use_badam=True))
+    assert "badam looks at whole ones" in str(problem)
+    assert not check_sharded(RunOptions(fsdp=True))
+    assert not check_sharded(RunOptions(use_badam=True))
+    assert "torch_compile" in str(check_sharded(RunOptions(deepspeed="zero2", torch_compile=True))[0])

@@ -1,0 +1,85 @@
+"""A script with ``burnish.Trainer`` under FSDP on two processes: the weights and the evaluation of one."""
+
+import json
+
+import pytest
+import torch
+
+from burnish import Trainer, TrainingArguments
+from two_processes import in_two_processes
+
+
+def script(folder, **given):
+    """Train, save a checkpoint, evaluate, save the model."""
+    from test_objective import rows
+    from tiny_shapes import tiny
+
+    torch.manual_seed(0)
+    data = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows(8)]
+    args = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        disable_tqdm=True,
+        max_steps=3,
+        save_steps=2,
+        save_strategy="steps",
+        logging_steps=1,
+        learning_rate=0.01,
+        report_to="none",
+        **given,
+    )
+    trainer = Trainer(tiny("llama"), args, data_collator=padded, train_dataset=data, eval_dataset=data[:5])
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.save_model(f"{folder}/model")
+    if trainer.is_world_process_zero():
+        with open(f"{folder}/metrics.json", "w") as file:
+            json.dump(metrics["eval_loss"], file)
+
+
+def padded(rows):
+    width = max(len(row["input_ids"]) for row in rows)
+    return {
+        name: torch.tensor([list(row[name]) + [filler] * (width - len(row[name])) for row in rows])
+        for name, filler in (("input_ids", 0), ("labels", -100))
+    }
+
+
+def sharded(folder):
+    script(folder, per_device_train_batch_size=2, fsdp="full_shard", ddp_backend="gloo")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripts")
+    script(folder / "one", per_device_train_batch_size=4)
+    in_two_processes(sharded, str(folder / "two"))
+    return folder
+
+
+def test_a_script_under_fsdp_ends_in_the_weights_of_one_process(folder):
+    from safetensors.torch import load_file
+
+    one, two = (load_file(folder / name / "model" / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+    losses = [json.loads((folder / name / "metrics.json").read_text()) for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_its_model_says_its_class_and_its_checkpoint_is_in_pieces(folder):
+    config = json.loads((folder / "two" / "model" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (folder / "two" / "checkpoint-2" / "model.shards.json").is_file()
+    assert (folder / "two" / "checkpoint-2" / "manifest.json").is_file()
+
+
+def test_the_third_stage_of_zero_is_refused_by_name():
+    from burnish.app.plan import RunOptions
+    from burnish.core.errors import UserError
+    from burnish.hf.given import refuse_third_stage
+
+    refuse_third_stage(RunOptions(deepspeed="zero2"))
+    with pytest.raises(UserError, match="ZeRO-3"):
+        refuse_third_stage(RunOptions(deepspeed="zero3"))

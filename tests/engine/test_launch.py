@@ -1,0 +1,214 @@
+"""Several processes are one program to a person: started once, told once, ended once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from burnish.app import launch as launching
+from burnish.app.launch import going_on, launch
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+from burnish.engine.options import EngineOptions, check_engine
+from burnish.engine.places import num_gpus, processes_here, world_size
+from small_run import as_words, make_user
+
+pytestmark = pytest.mark.run
+
+TWO = {"num_processes": Given(2), "use_cpu": Given(True)}
+
+TELLS = """
+import json, os, sys
+place = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")}
+json.dump([place, sys.argv[1:]], open(sys.argv[1] + os.environ["RANK"], "w"))
+"""
+SECOND_FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("no such device", file=sys.stderr)
+    sys.exit(7)
+time.sleep(60)
+"""
+SECOND_IS_KILLED = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+SECOND_EXPLAINS = """
+import os, time
+from burnish.app.failure import explain_failure
+from burnish.core.errors import NonFiniteError
+if os.environ["RANK"] == "1":
+    raise SystemExit(explain_failure(NonFiniteError("The loss of step 3 is not finite."), None))
+time.sleep(0.5)
+raise SystemExit(explain_failure(RuntimeError("Connection closed by peer"), None))
+"""
+FAILS_ONCE = """
+import json, os, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+attempts = folder / f"attempts{os.environ['RANK']}"
+attempts.write_text((attempts.read_text() if attempts.exists() else "") + json.dumps(sys.argv[2:]) + "\\n")
+if os.environ["RANK"] == "1" and attempts.read_text().count("\\n") == 1:
+    sys.exit(1)
+"""
+STOPS_WHEN_ASKED = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+def stop(number, frame):
+    (folder / f"heard{os.environ['RANK']}").touch()
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, stop)
+(folder / f"ready{os.environ['RANK']}").touch()
+while not (folder / "heard0").exists():
+    time.sleep(0.05)
+time.sleep(0.2)
+sys.exit(143)
+"""
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """What is started in the place of a training."""
+
+    def take(script):
+        monkeypatch.setattr(launching, "PROGRAM", ("-c", script))
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    return take
+
+
+def test_one_process_does_the_work_itself(program, monkeypatch):
+    assert launch([], {"use_cpu": Given(True)}) is None
+    assert launch([], {"num_processes": Given("1")}) is None
+    assert launch([], {"num_processes": Given("2"), "engine": Given("single")}) is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert launch([], TWO) is None
+
+
+def test_every_process_gets_its_place_and_the_words_as_they_were_given(program, tmp_path):
+    program(TELLS)
+    words = [f"{tmp_path}/a folder with 'quotes' ", 'and "others"', "$HOME *"]
+    assert launch(words, TWO) == 0
+    for rank in range(2):
+        place, said = json.loads(Path(words[0] + str(rank)).read_text())
+        assert said == words
+        assert place == {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"
+        }  # fmt: skip
+
+
+def test_on_several_machines_ranks_go_on_where_the_machine_before_ended(program, tmp_path, monkeypatch):
+    program(TELLS)
+    for name, value in {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch([f"{tmp_path}/rank"], TWO) == 0
+    assert json.loads((tmp_path / "rank3").read_text())[0] == {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1"
+    }  # fmt: skip
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(UserError, match="not set: MASTER_ADDR"):
+        launch([], TWO)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        (SECOND_FAILS, 7, ["Process 1 of 2 on", "ended with 7", "no such device"]),
+        (SECOND_IS_KILLED, 137, ["Process 1 of 2 on", "was ended by SIGKILL", "memory"]),
+        (SECOND_EXPLAINS, 1, ["error: The loss of step 3 is not finite.", "Process 1 of 2 on"]),
+    ],
+    ids=["fails", "is killed", "explains"],
+)
+def test_one_that_dies_ends_the_others_and_has_the_last_word(program, capfd, script, status, words):
+    program(script)
+    began = time.monotonic()
+    assert launch([], TWO) == status
+    assert time.monotonic() - began < 20
+    said = capfd.readouterr().err
+    for word in words:
+        assert word in said
+    assert said.count("error:") == 1
+    assert "Connection closed" not in said
+
+
+def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tmp_path, capfd):
+    program(FAILS_ONCE)
+    given = {**TWO, "output_dir": Given(str(tmp_path / "out"))}
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-3" / "manifest.json").touch()
+    assert launch([str(tmp_path)], given) == 1
+    for rank in range(2):
+        (tmp_path / f"attempts{rank}").unlink()
+    assert launch([str(tmp_path), "overwrite_output_dir=true"], {**given, "max_restarts": Given("2")}) == 0
+    first, second = map(json.loads, (tmp_path / "attempts1").read_text().splitlines())
+    assert first == ["overwrite_output_dir=true"]
+    assert second == [*first, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
+    assert "Starting again, 1 of 2 times." in capfd.readouterr().err
+    assert going_on(["a"], str(tmp_path / "nothing")) == ["a"]
+
+
+def test_a_signal_goes_to_the_first_process_and_stops_all_without_a_word(program, tmp_path, capfd):
+    script = (
+        "import sys; from burnish.app import launch; from burnish.core.options import Given\n"
+        f"launch.PROGRAM = ('-c', {STOPS_WHEN_ASKED!r})\n"
+        f"sys.exit(launch.launch([{str(tmp_path)!r}], {{'num_processes': Given(2)}}))"
+    )
+    running = subprocess.Popen([sys.executable, "-c", script])
+    until = time.monotonic() + 30
+    while not (tmp_path / "ready0").exists() or not (tmp_path / "ready1").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 143
+    assert not (tmp_path / "heard1").exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_run_of_two_processes_is_one_program(tmp_path):
+    """The whole way, from its command line to its last file; then what is wrong is said once."""
+    given = make_user(tmp_path, max_steps=2, save_strategy="no", plot_loss=False, num_processes=2, evaluate="no")
+    given.pop("evaluate")
+    command = [sys.executable, "-m", "burnish", "train", *as_words(given)]
+    environment = {**os.environ, "BURNISH_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Training for 2 steps") == 1
+    assert "x 2 processes" in done.stdout
+    assert done.stdout.count("Trained 2 steps") == 1
+    refused = subprocess.run(
+        [*command, "template=no such"], capture_output=True, text=True, env=environment, timeout=200
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.count("no such") == 1
+    assert "Process" not in refused.stderr
+
+
+def test_processes_are_those_asked_for_or_one_for_each_gpu(monkeypatch):
+    for name in ("NPROC_PER_NODE", "WORLD_SIZE", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
+    assert num_gpus() == 3
+    assert processes_here("auto", use_cpu=False) == 3
+    assert processes_here("auto", use_cpu=True) == 1
+    assert processes_here(2, use_cpu=True) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert processes_here("auto", use_cpu=False) == 1
+    monkeypatch.setenv("NNODES", "4")
+    assert world_size(EngineOptions(num_processes=8)) == 32
+
+
+def test_a_number_of_processes_is_a_number_or_auto():
+    (problem,) = check_engine(EngineOptions(num_processes="many"))
+    assert 'Received: "many"' in str(problem)
+    (problem,) = check_engine(EngineOptions(num_processes=2, engine="single"))
+    assert '"engine" is single' in str(problem)

@@ -1,0 +1,137 @@
+"""Tensors in pieces: written by any number of ranks, read by any other, all or nothing."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from burnish.core.checkpoint import Checkpoints, load
+from burnish.core.errors import UserError
+from burnish.core.parts import Part
+from burnish.core.pieces import Piece, index_name, read_scattered, shard_name, write_index, write_shard
+from burnish.core.reports import gather_reports, reporting
+from burnish.core.state import TrainerState
+
+
+def pieces_of(tensor, rank, world_size):
+    """Stretches of a vector laid flat: uneven, the last may be empty."""
+    size = -(-tensor.numel() // world_size)
+    part = tensor.reshape(-1)[rank * size : (rank + 1) * size]
+    return Piece(part, rank * size, tuple(tensor.shape))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_what_any_number_of_ranks_wrote_is_read_whole_and_by_stretches(tmp_path, world_size):
+    tensors = {"a": torch.randn(5, 3), "b": torch.randn(2).to(torch.bfloat16), "step": torch.tensor(7.0)}
+    for rank in range(world_size):
+        mine = {name: pieces_of(t, rank, world_size) if t.dim() else t for name, t in tensors.items()}
+        write_shard(tmp_path / shard_name("model", rank, world_size), mine, is_first=rank == 0)
+    write_index(tmp_path, "model", world_size)
+    found = read_scattered(tmp_path, "model")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].whole(), tensor)
+    for begin in range(15):
+        assert torch.equal(found["a"].stretch(begin, 15 - begin), tensors["a"].flatten()[begin:])
+
+
+def test_an_index_with_a_gap_is_refused(tmp_path):
+    write_shard(tmp_path / shard_name("model", 0, 1), {"a": Piece(torch.ones(2), 1, (3,))}, is_first=True)
+    write_index(tmp_path, "model", 1)
+    with pytest.raises(UserError, match="do not make up"):
+        read_scattered(tmp_path, "model")
+
+
+class Halves:
+    """A vector of which this rank holds a half, and the way between it and its piece."""
+
+    def __init__(self, rank, value):
+        self.rank, self.value = rank, torch.full((3,), float(value))
+
+    def state_dict(self, held):
+        return {"weight": Piece(self.value, 3 * self.rank, (6,))}
+
+    def load_state_dict(self, held, state):
+        self.value = state["weight"].stretch(3 * self.rank, 3)
+
+
+def saved_by_two(folder, fails=False):
+    """Two ranks save at once; returns what each raised."""
+    barrier, raised = threading.Barrier(2), [None, None]
+
+    def save(rank):
+        half = Halves(rank, rank + 1)
+        if fails and rank == 1:
+            half.value = Unwritable(3)
+        parts = {"model": Part(half, "model", shards=half), "state": Part(TrainerState(), "trainer_state")}
+        checkpoints = Checkpoints(folder, rank=rank, world_size=2, barrier=barrier.wait)
+        try:
+            checkpoints.save(4, parts)
+            checkpoints.wait()
+        except Exception as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return raised
+
+
+class Unwritable(torch.Tensor):
+    def __new__(cls, count):
+        return torch.Tensor._make_subclass(cls, torch.ones(count))
+
+    def reshape(self, *shape):
+        raise OSError("No space left on device")
+
+    def detach(self):
+        return self
+
+    def to(self, *given):
+        return self
+
+    def clone(self):
+        return self
+
+    def contiguous(self):
+        return self
+
+
+def test_two_ranks_save_and_each_reads_its_own_back(tmp_path):
+    assert saved_by_two(tmp_path) == [None, None]
+    folder = tmp_path / "checkpoint-4"
+    assert not list(folder.glob(".rank*"))
+    for rank in range(2):
+        half = Halves(rank, 0)
+        load(folder, {"model": Part(half, "model", shards=half)}, rank)
+        assert half.value.tolist() == [rank + 1.0] * 3
+
+
+def test_where_one_rank_cannot_write_there_is_no_checkpoint_and_both_know(tmp_path):
+    first, second = saved_by_two(tmp_path, fails=True)
+    assert "Rank 1 could not write its part" in str(first)
+    assert "No space left" in str(first)
+    assert "No space left" in str(second)
+    assert Checkpoints(tmp_path).newest() == (None, [])
+
+
+def test_a_rank_that_never_reports_is_not_waited_for_without_end(tmp_path):
+    with pytest.raises(OSError, match=r"Rank 1 did not write"):
+        gather_reports(tmp_path, 2, longest_s=0.1)
+    (tmp_path / "own").write_text("own")
+    with reporting(tmp_path, 1, ["own"]):
+        pass
+    assert gather_reports(tmp_path, 2).keys() == {"own"}
+
+
+def test_an_index_says_what_a_person_can_read(tmp_path):
+    write_shard(tmp_path / shard_name("model", 0, 1), {"a": torch.ones(2, 3)}, is_first=True)
+    write_index(tmp_path, "model", 1)
+    index = json.loads((tmp_path / index_name("model")).read_text())
+    assert index["tensors"]["a"] == {
+        "dtype": "F32", "shape": [2, 3], "pieces": [["model-00001-of-00001.safetensors", 0, 6]]
+    }  # fmt: skip

@@ -1,0 +1,71 @@
+"""What is foretold of several devices, and the page that says it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from burnish.app.estimate import Formats, Shape, Term
+from burnish.app.plan import RunOptions
+from burnish.app.sharing import Sharing, peaks, shared, sharing_of
+
+ROOT = Path(__file__).parents[2]
+SHAPE = Shape(layers=10, hidden=64, intermediate=256, keys=64, vocabulary=1000)
+FLOAT32, BF16 = Formats(4, 4, 4, 8), Formats(2, 4, 2, 8)
+SIZES = {"weights": 400, "gradients": 400, "optimizer": 800, "activations": 50}
+TERMS = [Term(name, size, "") for name, size in SIZES.items()]
+
+
+def parts(sharing, formats=FLOAT32):
+    return {term.name: term.num_bytes for term in shared(TERMS, sharing, SHAPE, formats, 100, 100)}
+
+
+def test_each_stage_shares_one_thing_more():
+    assert parts(Sharing("ddp", 4)) == SIZES
+    assert parts(Sharing("deepspeed", 4, 1))["optimizer"] == 200
+    assert parts(Sharing("deepspeed", 4, 2))["gradients"] == 100
+    fully = parts(Sharing("fsdp", 4, 3))
+    assert (fully["weights"], fully["gradients"], fully["optimizer"]) == (100, 100, 200)
+    assert fully["activations"] == 50
+    assert fully["gathered"] > 0
+    assert parts(Sharing("fsdp", 4, 3, keeps_gathered=True))["gathered"] >= fully["gathered"]
+    away = parts(Sharing("deepspeed", 4, 3, offloads_states=True, offloads_weights=True))
+    assert not {"weights", "gradients", "optimizer"} & away.keys()
+
+
+def test_zero_in_half_precision_keeps_float32_copies_apart():
+    found = parts(Sharing("deepspeed", 4, 2), BF16)
+    assert (found["weights"], found["gradients"], found["float32 copies"]) == (200, 50, 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Sharing("ddp", 8)),
+        ({"fsdp": "full_shard"}, Sharing("fsdp", 8, 3)),
+        ({"fsdp": "shard_grad_op"}, Sharing("fsdp", 8, 3, keeps_gathered=True)),
+        ({"deepspeed": "zero2"}, Sharing("deepspeed", 8, 2)),
+        ({"deepspeed": "zero3_offload"}, Sharing("deepspeed", 8, 3, False, True, True)),
+    ],
+)
+def test_the_options_say_how_memory_is_shared(given, expected):
+    assert sharing_of(RunOptions(use_cpu=True, **given), 8) == expected
+
+
+def test_loading_and_saving_take_a_part_where_weights_are_shared():
+    alone, four = (peaks(Sharing("fsdp", n, 3), 100, 100, FLOAT32, 2) for n in (1, 4))
+    assert [term.num_bytes for term in alone] == [400, 1200]
+    assert [term.num_bytes for term in four] == [100, 300]
+
+
+@pytest.mark.slow
+def test_the_page_is_what_its_script_writes():
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_scaling_page.py", "--check"], check=True, timeout=300)
+
+
+def test_examples_of_schedulers_can_be_read():
+    service, job = yaml.safe_load_all((ROOT / "examples/kubernetes/train.yaml").read_text())
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    subprocess.run(["bash", "-n", ROOT / "examples/slurm/train.sbatch"], check=True)

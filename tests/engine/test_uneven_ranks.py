@@ -1,0 +1,209 @@
+"""Ranks that do not have equally many rows: nothing hangs, and each row counts once."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from burnish import Trainer
+from burnish.engine import options as engine_options
+from burnish.engine.ddp import BUFFERS, syncing_arguments
+from burnish.engine.options import EngineOptions
+from hf_toy import Regression, make_trainer, points
+from two_processes import in_two_processes
+
+pytestmark = pytest.mark.run
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(points(11))
+
+
+class Prepared(Trainer):
+    """A script that makes its own loaders, as accelerate's documentation shows it."""
+
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(
+            DataLoader(self.train_dataset, batch_size=4, shuffle=True, collate_fn=self.data_collator)
+        )
+
+
+def whole_means(prediction):
+    return {"rows": len(prediction.predictions), "mean": float(np.mean(prediction.label_ids))}
+
+
+class BatchMeans:
+    rows = 0
+
+    def __call__(self, prediction, compute_result):
+        self.rows += len(prediction.predictions)
+        return {"rows": self.rows} if compute_result else {}
+
+
+def measured(folder):
+    """What the face says of sets of every size; runs in one process and in each of two."""
+    found = {}
+    for number in (10, 11, 3, 1):
+        trainer = make_trainer(
+            folder, model=Regression(1.0, 2.0), per_device_eval_batch_size=2,
+            trainer={"eval_dataset": points(number), "compute_metrics": whole_means},
+        )  # fmt: skip
+        found[number] = trainer.evaluate()
+        found[f"predictions of {number}"] = trainer.predict(points(number)).predictions.tolist()
+    trainer = make_trainer(
+        folder, model=Regression(1.0, 2.0), per_device_eval_batch_size=2, batch_eval_metrics=True,
+        trainer={"eval_dataset": Stream(), "compute_metrics": BatchMeans()},
+    )  # fmt: skip
+    found["stream"] = trainer.evaluate()
+    return {
+        name: {key: v for key, v in value.items() if "second" not in key and "runtime" not in key}
+        if isinstance(value, dict) else value
+        for name, value in found.items()
+    }  # fmt: skip
+
+
+def trained(folder, batch_size, **given):
+    """Weights after two epochs of ten rows: on two ranks the last step of an epoch has rows for one of them."""
+    weights = {}
+    for name, kind in (("own", Trainer), ("prepared", Prepared)):
+        trainer = make_trainer(
+            folder, kind, model=Classes(), train=Numbers(10), per_device_train_batch_size=batch_size, learning_rate=0.1,
+            logging_steps=1, **given,
+        )  # fmt: skip
+        trainer.train()
+        rows = trainer.train_dataset.seen
+        weights[name] = [p.detach().tolist() for p in trainer.model.parameters()]
+        weights[f"{name} rows"] = sorted(set(rows))
+    return weights
+
+
+class Numbers(Dataset):
+    """Rows that remember who was read."""
+
+    def __init__(self, number):
+        self.rows, self.seen = points(number), []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return {"x": self.rows[index]["x"][None], "labels": (self.rows[index]["x"] > 0).long()}
+
+
+class Classes(nn.Module):
+    """Two classes; the loss of a batch without labels is not a number, as in most models."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.tensor([[0.1], [-0.2]]))
+            self.linear.bias.zero_()
+
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def on_two(folder):
+    import os
+
+    rank = os.environ["RANK"]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = measured(f"{folder}/two") | {
+            "trained": trained(f"{folder}/two", 4, ddp_backend="gloo", evaluation_strategy="no")
+        }
+    found["said"] = [str(warning.message) for warning in said if "evaluation_strategy" in str(warning.message)]
+    with open(f"{folder}/rank{rank}.json", "w") as file:
+        json.dump(found, file)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uneven")
+    in_two_processes(on_two, str(folder))
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return json.loads(json.dumps(measured(folder / "one"))), *ranks
+
+
+@pytest.mark.parametrize("number", ["10", "11", "3", "1", "stream"])
+def test_an_evaluation_by_two_is_that_of_one_on_both(found, number):
+    one, first, second = (ranks[number] for ranks in found)
+    assert first == second
+    assert first == pytest.approx(one, rel=1e-5)
+    assert one["eval_rows"] == 11 if number == "stream" else one["eval_rows"] == int(number)
+
+
+def test_predictions_come_in_the_order_of_the_rows_each_once(found):
+    one, first, second = found
+    for number in (10, 11, 3, 1):
+        name = f"predictions of {number}"
+        assert first[name] == second[name] == pytest.approx(one[name], rel=1e-6)
+        assert len(first[name]) == number
+
+
+def test_a_rank_without_rows_in_a_step_adds_nothing_to_it(found, tmp_path):
+    _, first, second = found
+    one = trained(tmp_path, 8)
+    for two in (first["trained"], second["trained"]):
+        torch.testing.assert_close(torch.tensor(two["own"][0]), torch.tensor(one["own"][0]), rtol=1e-5, atol=1e-6)
+        assert all(torch.isfinite(torch.tensor(values)).all() for values in two["prepared"])
+    assert first["trained"]["prepared"] == second["trained"]["prepared"]
+
+
+def test_a_loader_that_a_script_prepares_is_dealt_to_the_ranks(found):
+    _, first, second = (ranks.get("trained") for ranks in found)
+    for kind in ("own rows", "prepared rows"):
+        assert sorted({*first[kind], *second[kind]}) == list(range(10))
+    assert len(first["prepared rows"]) < 10 or len(second["prepared rows"]) < 10
+
+
+def test_a_note_is_said_by_the_first_rank_alone(found):
+    _, first, second = found
+    assert first["said"]
+    assert not second["said"]
+
+
+def test_what_is_not_given_of_ddp_is_as_in_transformers_and_torch():
+    given = syncing_arguments(EngineOptions())
+    assert given["find_unused_parameters"] is True
+    assert BUFFERS not in given
+    assert syncing_arguments(EngineOptions(gradient_checkpointing=True))["find_unused_parameters"] is False
+    asked = EngineOptions(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=7)
+    assert syncing_arguments(asked) == {
+        "find_unused_parameters": False, BUFFERS: False, "static_graph": False, "bucket_cap_mb": 7,
+        "gradient_as_bucket_view": True,
+    }  # fmt: skip
+
+
+def test_parts_of_accelerators_that_scripts_call_are_there(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    accelerator, model = trainer.accelerator, trainer.model
+    loader = accelerator.prepare(DataLoader(list(range(6)), batch_size=2))
+    assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)] == [[4, 5]]
+    model(torch.ones(3), torch.ones(3))["loss"].backward()
+    with accelerator.accumulate(model):
+        accelerator.clip_grad_value_(model.parameters(), 0.01)
+    assert all(parameter.grad.abs() <= 0.01 for parameter in model.parameters())
+    accelerator.log({"own": 1.0})
+    assert trainer.state.log_history[-1]["own"] == 1.0
+    with pytest.raises(RuntimeError, match="no run to save"):
+        accelerator.save_state()
+    with pytest.raises(ValueError, match="takes no folder"):
+        accelerator.save_state("elsewhere")
+    trainer.train()
+    assert (tmp_path / "checkpoint-1" / "manifest.json").is_file() or accelerator.save_state().endswith("checkpoint-1")
+
+
+def test_the_engine_is_that_of_the_number_of_processes(monkeypatch):
+    assert engine_options.engine_name(EngineOptions()) == "single"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert engine_options.engine_name(EngineOptions()) == "ddp"
+    assert engine_options.engine_name(EngineOptions(engine="accelerate")) == "accelerate"

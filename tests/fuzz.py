@@ -1,0 +1,187 @@
+"""Inputs that nobody wrote, by hypothesis: each ends well or in a sentence of burnish's own, within a time.
+
+    python tests/fuzz.py --inputs 100000 --seed 0        # make fuzz
+
+Configurations, ``dataset_info.json``, records, templates, tool calls, manifests, rows and adapters go through the very
+functions that a command reads them with.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from burnish.adapters.lora_fit import read_config as read_adapter
+from burnish.app.config import read_config
+from burnish.app.finished import read_finished
+from burnish.app.plan import RunOptions, plan
+from burnish.core.errors import UserError
+from burnish.core.manifest import faults
+from burnish.core.options import Given, specs
+from burnish.core.state import TrainerState
+from burnish.core.tensor_files import read_header
+from burnish.data.reading.files import read_records
+from burnish.data.rows.store import read_manifest
+from burnish.data.sets.dataset_info import find_sources
+from burnish.data.templates.bounds import refuse_excess
+from burnish.data.templates.tools import ToolError, describe_tools, read_calls, read_tools
+
+SECONDS = 5
+"""No input takes longer."""
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+NUMBERS = st.one_of(st.integers(-(10**20), 10**20), st.floats(), st.booleans())
+JSON = st.recursive(
+    st.one_of(st.none(), NUMBERS, TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXT, inner, max_size=4)),
+    max_leaves=12,
+)
+BYTES = st.one_of(st.binary(max_size=120), JSON.map(lambda value: json.dumps(value).encode()))
+
+
+def keyed(*names: str) -> st.SearchStrategy[Any]:
+    """Objects with some of these keys, and others."""
+    return st.dictionaries(st.one_of(st.sampled_from(names), TEXT), JSON, max_size=6)
+
+
+OPTIONS = st.dictionaries(
+    st.one_of(st.sampled_from(sorted(specs(RunOptions))), TEXT), st.one_of(JSON, TEXT), max_size=5
+)
+YAML = st.one_of(
+    st.text("abc: -[]{}&*!|>'\"\n\t#<,1", max_size=80), BYTES.map(lambda raw: raw.decode("latin-1")),
+    OPTIONS.map(lambda found: "\n".join(f"{key}: {json.dumps(value)}" for key, value in found.items())),
+)  # fmt: skip
+JINJA = st.text("{}%# ()[]'\"|.*ab1=", max_size=60)
+CALL = st.one_of(keyed("name", "arguments"), st.lists(keyed("name", "arguments"), max_size=3)).map(json.dumps)
+TOOLS = st.one_of(JSON, st.lists(keyed("name", "type", "function", "parameters"), max_size=3)).map(json.dumps)
+
+
+def _written(name: str, raw: bytes | str) -> Path:
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(raw if isinstance(raw, bytes) else raw.encode("utf-8", "surrogatepass"))
+    return path
+
+
+def _config(text: str) -> None:
+    read_config(_written("run.yaml", text))
+
+
+def _options(found: dict[str, Any]) -> None:
+    plan({name: Given(value, "here") for name, value in found.items()})
+
+
+def _records(raw: bytes, suffix: str) -> None:
+    for number, _ in enumerate(read_records(_written(f"rows{suffix}", raw))):
+        assert number < 1000
+
+
+def _info(raw: Any) -> None:
+    _written("info/dataset_info.json", raw if isinstance(raw, bytes) else json.dumps(raw))
+    find_sources(["a"], "info", lambda name: {}, {}, "dataset")
+
+
+def _calls(text: str) -> None:
+    read_calls(text, ("<think>", "</think>"), ("<tool_call>", "</tool_call>"))
+
+
+def _tools(text: str, name: str) -> None:
+    read_tools(text)
+    describe_tools(text, name)
+
+
+def _manifest(raw: bytes) -> None:
+    _written("checkpoint/manifest.json", raw)
+    assert faults(Path("checkpoint"))
+
+
+def _rows(raw: bytes) -> None:
+    _written("stored/rows.json", raw)
+    read_manifest(Path("stored"))
+
+
+def _adapter(raw: Any) -> None:
+    _written("adapter/adapter_config.json", raw if isinstance(raw, bytes) else json.dumps(raw))
+    read_adapter(Path("adapter"))
+
+
+def _state(raw: bytes) -> None:
+    TrainerState.load_from_json(str(_written("state.json", raw)))
+
+
+def _finished(raw: bytes) -> None:
+    read_finished(_written("out/.finished.json", raw).parent)
+
+
+def _weights(raw: bytes) -> None:
+    read_header(_written("weights.safetensors", len(raw).to_bytes(8, "little") + raw))
+
+
+ADAPTER_KEYS = ("r", "lora_alpha", "peft_type", "target_modules", "lora_dropout", "rank_pattern", "bias")
+DATA_SETS = st.fixed_dictionaries({"a": keyed("file_name", "columns", "tags", "formatting")})
+READERS: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = {
+    "configuration": (_config, (YAML,)),
+    "options": (_options, (OPTIONS,)),
+    "records": (_records, (BYTES, st.sampled_from([".json", ".jsonl", ".csv", ".txt", ".parquet", ".arrow"]))),
+    "dataset_info": (_info, (st.one_of(BYTES, keyed("a"), DATA_SETS),)),
+    "templates": (refuse_excess, (JINJA,)),
+    "tool calls": (_calls, (st.one_of(CALL, TEXT),)),
+    "tools": (_tools, (st.one_of(TOOLS, TEXT), st.sampled_from(["default", "qwen", "glm4", "llama3", "mistral"]))),
+    "manifests": (_manifest, (BYTES,)),
+    "rows": (_rows, (st.one_of(BYTES, keyed("layout", "files", "sha256").map(lambda v: json.dumps(v).encode())),)),
+    "adapters": (_adapter, (st.one_of(BYTES, keyed(*ADAPTER_KEYS)),)),
+    "states": (_state, (BYTES,)),
+    "finished runs": (_finished, (BYTES,)),
+    "weights": (_weights, (BYTES,)),
+}  # fmt: skip
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise AssertionError(f"an input took longer than {SECONDS} s")
+
+
+def fuzz(name: str, num_inputs: int, first: int = 0) -> None:
+    """``num_inputs`` inputs for one reader, in the current folder. Raises where one ends in anything but a sentence."""
+    read, strategies = READERS[name]
+
+    @seed(first)
+    @settings(max_examples=num_inputs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.tuples(*strategies))
+    def each(inputs: tuple[Any, ...]) -> None:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        try:
+            read(*inputs)
+        except (UserError, ToolError):
+            return
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    before = signal.signal(signal.SIGALRM, _too_long)
+    try:
+        each()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for name in READERS:
+            fuzz(name, asked.inputs // len(READERS), asked.seed)
+            print(f"{name}: {asked.inputs // len(READERS):,} inputs", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What the tests of answers share: families of tiny models, and asks that are run to their end."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MambaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen3NextConfig,
+)
+
+from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.types import Ask, Logprob, Made, Reason
+from tiny_models import _COMMON, _LLAMA, CONFIGS, VOCABULARY
+
+SHAPES = {
+    **CONFIGS,
+    "mistral with a window": lambda: MistralConfig(**_LLAMA, sliding_window=6),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**_LLAMA, "num_hidden_layers": 3}, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "phi3": lambda: Phi3Config(**_COMMON, intermediate_size=24, max_position_embeddings=64, num_key_value_heads=1),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**_LLAMA, "num_hidden_layers": 2}, num_local_experts=2, num_experts_per_tok=1, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"], rope_scaling=None,
+    ),
+    "mamba": lambda: MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0, eos_token_id=2
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_LLAMA, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
+def model_of(shape: str, seed: int = 0):
+    """A tiny model whose logits are far enough apart for greedy answers to be certain."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(SHAPES[shape]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model
+
+
+def prompts(number: int = 6, longest: int = 20, seed: int = 0) -> list[list[int]]:
+    """Random prompts of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (number,), generator=generator).tolist()
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def loop_of(model, seats: int = 4, context: int = 64, **more) -> SeatLoop:
+    return SeatLoop(model, SeatLimits(seats, context), **more)
+
+
+class Answer:
+    """A sink that puts together what was made."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.filled = None
+        self.reason: Reason | None = None
+        self.error = None
+
+    def __call__(self, made: Made) -> None:
+        assert self.reason is None, "something came after the end"
+        assert (made.filled is not None) == (self.filled is None and made.reason in (None, "length")) or made.ids
+        self.ids += made.ids
+        self.logprobs += made.logprobs
+        self.filled = made.filled or self.filled
+        self.reason, self.error = made.reason, made.error
+
+
+def answers(loop: SeatLoop, asks: Sequence[Ask]) -> list[Answer]:
+    """All asks at once, run to their ends."""
+    found = [Answer() for _ in asks]
+    for ask, answer in zip(asks, found, strict=True):
+        loop.submit(ask, answer)
+    while loop.turn():
+        pass
+    return found
+
+
+def alone(model, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
+    """What transformers' ``generate`` answers, greedily."""
+    stops = {"eos_token_id": list(stop_ids) or None, "pad_token_id": 0}
+    with torch.no_grad():
+        made = model.generate(
+            input_ids=torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_new_tokens, do_sample=False, **stops,
+        )  # fmt: skip
+    return made[0, len(prompt) :].tolist()

@@ -1,0 +1,36 @@
+"""Answers to many prompts: in order, whatever order they were made in."""
+
+import pytest
+from answering import alone, loop_of, model_of, prompts
+
+from burnish.infer.batch import answer_many
+from burnish.infer.types import Ask
+
+
+def test_answers_come_in_the_order_of_the_asks() -> None:
+    model, asked, done = model_of("llama"), prompts(12), []
+    asks = [Ask(ids, 2 + at * 3 % 11) for at, ids in enumerate(asked)]
+    found = answer_many(loop_of(model, 3), asks, lambda at, _: done.append(at))
+    assert [each.ids for each in found] == [alone(model, ask.ids, ask.max_new_tokens) for ask in asks]
+    assert sorted(done) == list(range(12))
+    assert done != sorted(done)
+
+
+def test_the_token_that_ends_an_answer_is_not_part_of_it() -> None:
+    model = model_of("llama")
+    ids = prompts()[0]
+    whole = alone(model, ids, 12)
+    (found,) = answer_many(loop_of(model), [Ask(ids, 12, stop_ids=frozenset({whole[4]}))])
+    assert found.ids == whole[: whole.index(whole[4])]
+    assert found.reason == "stop"
+
+
+def test_a_failure_is_not_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_of(model_of("llama"))
+
+    def short(first, rows):
+        raise MemoryError
+
+    monkeypatch.setattr(loop.way, "run", short)
+    with pytest.raises(RuntimeError, match="out_of_memory"):
+        answer_many(loop, [Ask([5], 4)])

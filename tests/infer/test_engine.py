@@ -1,0 +1,113 @@
+"""The engine's thread: asks from any thread, one delivery per turn, an end that everyone hears of."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from answering import Answer, alone, model_of, prompts
+
+from burnish.infer.engine import SeatEngine
+from burnish.infer.seats import SeatLimits
+from burnish.infer.types import Ask, Closed
+
+pytestmark = pytest.mark.run
+
+
+class Waited(Answer):
+    """An answer that can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+
+    def __call__(self, made) -> None:
+        super().__call__(made)
+        if made.reason:
+            self.ended.set()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of("llama")
+
+
+@pytest.fixture
+def engine(model) -> Iterator[SeatEngine]:
+    engine = SeatEngine(model, SeatLimits(4, 64))
+    yield engine
+    engine.close()
+
+
+def test_asks_of_several_threads_get_their_own_answers(engine: SeatEngine, model) -> None:
+    asked = prompts(8)
+    found = [Waited() for _ in asked]
+    threads = [
+        threading.Thread(target=engine.submit, args=(Ask(ids, 9), answer))
+        for ids, answer in zip(asked, found, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    assert all(answer.ended.wait(20) for answer in found)
+    assert [answer.ids for answer in found] == [alone(model, ids, 9) for ids in asked]
+
+
+def test_what_one_turn_made_is_delivered_at_once(model) -> None:
+    sizes, ended = [], threading.Event()
+
+    def deliver(made) -> None:
+        sizes.append(len(made))
+        for sink, each in made:
+            sink(each)
+        if sum(each.reason is not None for _, each in made) == 3:
+            ended.set()
+
+    engine = SeatEngine(model, SeatLimits(4, 64), deliver=deliver)
+    found = [Waited() for _ in range(3)]
+    for answer in found:
+        engine.submit(Ask([5, 6], 30), answer)
+    ended.wait(20)
+    engine.close()
+    assert len(sizes) < sum(len(answer.ids) for answer in found) / 2
+
+
+def test_a_closed_engine_cancels_what_is_under_way_and_takes_no_more(model) -> None:
+    engine = SeatEngine(model, SeatLimits(1, 64))
+    found = [Waited(), Waited()]
+    for answer in found:
+        engine.submit(Ask([5], 60), answer)
+    engine.close()
+    assert {answer.reason for answer in found} <= {"cancelled", "length"}
+    assert all(answer.reason for answer in found)
+    assert not engine.facts().is_alive
+    with pytest.raises(Closed):
+        engine.submit(Ask([5], 3), Waited())
+
+
+def test_a_drained_engine_finishes_what_is_under_way(model) -> None:
+    engine = SeatEngine(model, SeatLimits(2, 64))
+    found = [Waited(), Waited(), Waited()]
+    for answer in found:
+        engine.submit(Ask([5], 20), answer)
+    engine.close(drain_s=20)
+    assert [answer.reason for answer in found] == ["length"] * 3
+
+
+def test_a_fault_that_is_nobodys_ends_the_thread_and_everyone_hears_of_it(
+    engine: SeatEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> bool:
+        raise AssertionError("broken")
+
+    found = Waited()
+    monkeypatch.setattr(engine.loop, "turn", broken)
+    try:
+        engine.submit(Ask([5], 20), found)
+    except Closed:
+        pass
+    else:
+        assert found.ended.wait(5)
+        assert found.reason == "failed"
+    engine._thread.join(5)
+    assert not engine.facts().is_alive
+    with pytest.raises(Closed, match="broken"):
+        engine.submit(Ask([5], 20), Waited())

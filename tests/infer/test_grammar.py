@@ -1,0 +1,92 @@
+"""Grammars: a model of random weights, held to one, writes what it asks for."""
+
+import json
+
+import pytest
+from answering import answers
+
+from burnish.app.plan import RunOptions
+from burnish.core.errors import UserError
+from burnish.infer.loading import load_answerer
+from burnish.infer.replies import read_whole
+from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.types import Ask, Sampling
+from small_run import make_model
+
+pytest.importorskip("llguidance")
+
+from burnish.infer.grammar import Grammars
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99},
+                   "kind": {"enum": ["cat", "dog"]}},
+    "required": ["name", "age", "kind"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answerer(tmp_path_factory: pytest.TempPathFactory):
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    return load_answerer(RunOptions(model_name_or_path=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def grammars(answerer) -> Grammars:
+    return Grammars(answerer.tokenizer, answerer.stop_ids, answerer.model.config.vocab_size)
+
+
+def written(answerer, grammar_of, number: int = 4, most: int = 120) -> list[str]:
+    """What the model writes at random under a grammar, once per seed."""
+    loop = SeatLoop(answerer.model, SeatLimits(number, 200))
+    stops = frozenset(answerer.stop_ids)
+    asks = [
+        Ask([5, 6], most, sampling=Sampling(temperature=1.5, seed=seed), stop_ids=stops, grammar=grammar_of())
+        for seed in range(number)
+    ]
+    return [read_whole(made.ids, answerer.form, answerer.tokenizer).content for made in answers(loop, asks)]
+
+
+def test_an_answer_fits_its_schema(answerer, grammars: Grammars) -> None:
+    for text in written(answerer, lambda: grammars.json_schema(SCHEMA)):
+        value = json.loads(text)
+        assert set(value) == {"name", "age", "kind"}
+        assert value["kind"] in ("cat", "dog")
+        assert 0 <= value["age"] <= 99
+
+
+def test_json_has_no_blanks_but_one_behind_colons_and_commas(answerer, grammars: Grammars) -> None:
+    for text in written(answerer, lambda: grammars.json_schema(SCHEMA)):
+        assert text == json.dumps(json.loads(text), ensure_ascii=False)
+
+
+def test_a_required_call_is_a_call(answerer, grammars: Grammars) -> None:
+    from burnish.data.templates.tools import TOOL_FORMATS
+
+    offered = {"f": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"],
+                     "additionalProperties": False}}  # fmt: skip
+    for tool_format in ("qwen", "llama3", "minimax1"):
+        for text in written(answerer, lambda f=tool_format: grammars.calls(f, offered, only_one=True)):
+            (call,) = TOOL_FORMATS[tool_format].reader.read(text, offered)
+            assert call.name == "f"
+            assert isinstance(call.arguments["n"], bool)
+
+
+def test_a_grammar_waits_for_the_end_of_a_thought(answerer, grammars: Grammars) -> None:
+    grammar = grammars.json_schema(SCHEMA, waits_for="</think>")
+    from torch import zeros
+
+    logits = zeros(answerer.model.config.vocab_size)
+    for token in answerer.tokenizer("Hm.</think>", add_special_tokens=False)["input_ids"]:
+        grammar.mask(logits)
+        assert logits.isfinite().all()
+        grammar.take(token)
+    grammar.mask(logits)
+    assert not logits.isfinite().all()
+
+
+def test_what_cannot_be_held_to_is_refused_in_the_librarys_words(grammars: Grammars) -> None:
+    with pytest.raises(UserError, match="not"):
+        grammars.json_schema({"not": {"type": "string"}})
+    with pytest.raises(UserError, match="cannot be required"):
+        grammars.calls("lfm2", {"f": {}})

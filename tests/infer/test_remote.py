@@ -1,0 +1,252 @@
+"""Engines of other processes, held to the words of the one in this process, over a stub with recorded replies."""
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from answering import Answer
+
+from burnish.app.plan import RunOptions
+from burnish.core.errors import UserError
+from burnish.infer import child
+from burnish.infer.child import arguments
+from burnish.infer.loading import engine_of as engine_for
+from burnish.infer.loading import load_answerer
+from burnish.infer.options import InferOptions, check_infer, infer_notes, is_remote
+from burnish.infer.remote import RemoteEngine
+from burnish.infer.types import Ask, Closed, Full, Sampling
+from small_run import make_model
+from tiny_models import tiny_tokenizer
+
+
+class Stub(ThreadingHTTPServer):
+    """A server that answers each completion with what was recorded."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answering)
+        self.bodies, self.keys = [], []
+        self.chunks = [
+            {"text": " w1", "token_ids": [5]},
+            {"text": " w2", "token_ids": [6, 7], "finish_reason": "length"},
+        ]
+        self.status, self.pause_s, self.breaks = 200, 0.0, False
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answering(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers.get("Authorization"))
+        self._send(json.dumps({"data": [{"id": "first"}]}).encode())
+
+    def do_POST(self) -> None:
+        stub = self.server
+        stub.keys.append(self.headers.get("Authorization"))
+        stub.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        if stub.status != 200:
+            self.send_response(stub.status)
+            self.end_headers()
+            self.wfile.write(b"no")
+            return
+        self.send_response(200)
+        self.end_headers()
+        try:
+            for chunk in stub.chunks:
+                time.sleep(stub.pause_s)
+                self.wfile.write(f"data: {json.dumps({'choices': [chunk]})}\n\n".encode())
+                self.wfile.flush()
+            if not stub.breaks:
+                self.wfile.write(b"data: [DONE]\n\n")
+        except OSError:
+            pass  # whoever asked has gone
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args) -> None: ...
+
+
+@pytest.fixture
+def stub():
+    made = Stub()
+    yield made
+    made.shutdown()
+
+
+def engine_of(stub: Stub, **more) -> RemoteEngine:
+    return RemoteEngine(stub.url, tiny_tokenizer(), key="canary", **more)
+
+
+def run(engine: RemoteEngine, ask: Ask) -> Answer:
+    answer = Answer()
+    engine.submit(ask, answer)
+    until = time.monotonic() + 10
+    while answer.reason is None and time.monotonic() < until:
+        time.sleep(0.005)
+    return answer
+
+
+def test_an_answer_comes_as_ids_with_its_end(stub: Stub) -> None:
+    answer = run(engine_of(stub), Ask([3, 4], 9))
+    assert (answer.ids, answer.reason) == ([5, 6, 7], "length")
+    assert answer.filled is not None
+    stub.chunks[-1]["finish_reason"] = "stop"
+    assert run(engine_of(stub), Ask([3, 4], 9)).reason == "stop"
+
+
+def test_the_prompt_travels_as_ids_with_every_setting(stub: Stub) -> None:
+    sampling = Sampling(temperature=0.5, top_k=3, top_p=0.9, repetition_penalty=1.1, bias={7: 2.0}, seed=4)
+    run(engine_of(stub, adapters=("poet",)), Ask([3, 4], 9, adapter="poet", sampling=sampling, stop_ids=frozenset({2})))
+    body = stub.bodies[0]
+    assert (body["prompt"], body["model"], body["max_tokens"]) == ([3, 4], "poet", 9)
+    assert (body["temperature"], body["top_k"], body["top_p"], body["seed"]) == (0.5, 3, 0.9, 4)
+    assert (body["logit_bias"], body["stop_token_ids"], body["return_token_ids"]) == ({"7": 2.0}, [2], True)
+
+
+def test_text_of_a_server_without_ids_is_read_into_ids(stub: Stub) -> None:
+    stub.chunks = [{"text": "w1 w"}, {"text": "2 w3"}, {"text": "", "finish_reason": "stop"}]
+    tokenizer = tiny_tokenizer()
+    assert run(engine_of(stub), Ask([3], 9)).ids == tokenizer.convert_tokens_to_ids(["w1", "w2", "w3"])
+
+
+def test_the_key_goes_to_that_server_alone(stub: Stub) -> None:
+    run(engine_of(stub), Ask([3], 9))
+    assert set(stub.keys) == {"Bearer canary"}
+    stub.keys.clear()
+    run(RemoteEngine(stub.url, tiny_tokenizer()), Ask([3], 9))
+    assert set(stub.keys) == {None}
+
+
+def test_what_a_server_refuses_or_breaks_off_is_a_failure_of_that_ask(stub: Stub) -> None:
+    engine = engine_of(stub)
+    stub.status = 500
+    refused = run(engine, Ask([3], 9))
+    assert refused.reason == "failed"
+    assert "answered 500" in str(refused.error)
+    stub.status, stub.breaks = 200, True
+    assert "broke off" in str(run(engine, Ask([3], 9)).error)
+    stub.breaks = False
+    assert run(engine, Ask([3], 9)).reason == "length"
+
+
+def test_an_ask_is_cancelled_and_one_whose_time_is_over_ends(stub: Stub) -> None:
+    stub.pause_s, stub.chunks = 0.05, [{"token_ids": [5]}] * 100
+    engine, answer = engine_of(stub), Answer()
+    ticket = engine.submit(Ask([3], 200), answer)
+    time.sleep(0.2)
+    engine.cancel(ticket)
+    late = run(engine, Ask([3], 200, deadline=time.monotonic() + 0.1))
+    assert answer.reason == late.reason == "cancelled"
+    assert "deadline" in str(late.error)
+
+
+def test_too_many_asks_are_refused_and_a_closed_engine_takes_none(stub: Stub) -> None:
+    stub.pause_s = 0.1
+    engine = engine_of(stub, slots=1, waiting=1)
+    found = [Answer(), Answer()]
+    engine.submit(Ask([3], 9), found[0])
+    time.sleep(0.05)
+    engine.submit(Ask([3], 9), found[1])
+    with pytest.raises(Full):
+        engine.submit(Ask([3], 9), Answer())
+    engine.close(drain_s=5)
+    assert [answer.reason for answer in found] == ["length", "length"]
+    with pytest.raises(Closed):
+        engine.submit(Ask([3], 9), Answer())
+
+
+def test_what_a_remote_engine_does_not_give_is_refused_by_name(stub: Stub) -> None:
+    with pytest.raises(UserError, match="log-probabilities of the prompt"):
+        engine_of(stub).submit(Ask([3, 4], 1, prompt_logprobs_from=1), Answer())
+    with pytest.raises(UserError, match="no adapter"):
+        engine_of(stub).submit(Ask([3, 4], 1, adapter="poet"), Answer())
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    with pytest.raises(UserError, match="lists no model"):
+        RemoteEngine("http://127.0.0.1:9", tiny_tokenizer())
+
+
+def test_llamafactorys_keys_become_the_servers_flags() -> None:
+    options = InferOptions(
+        infer_backend="vllm", vllm_maxlen=99, vllm_gpu_util=0.5, vllm_enforce_eager=True, vllm_max_lora_rank=16,
+        vllm_config={"max_num_seqs": 8},
+    )  # fmt: skip
+    words = " ".join(arguments(options, "model", {"a": "folder"}, 1234))
+    assert words == (
+        "serve model --host 127.0.0.1 --port 1234 --max-model-len 99 --gpu-memory-utilization 0.5 --enforce-eager "
+        "--enable-lora --max-lora-rank 16 --lora-modules a=folder --max-num-seqs 8"
+    )
+    options = InferOptions(
+        infer_backend="sglang",
+        sglang_maxlen=9,
+        sglang_mem_fraction=0.4,
+        sglang_tp_size=2,
+        sglang_config='{"x_y": true}',
+    )
+    words = " ".join(arguments(options, "model", {}, 1))
+    assert words.endswith("--context-length 9 --mem-fraction-static 0.4 --tp-size 2 --x-y")
+    with pytest.raises(UserError, match="sets host"):
+        arguments(InferOptions(infer_backend="vllm", vllm_config={"host": "0.0.0.0"}), "m", {}, 1)
+
+
+def test_a_child_is_started_waited_for_and_ended(tmp_path: Path) -> None:
+    program = tmp_path / "server"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\nfrom http.server import *\n"
+        "class H(BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n        self.send_response(200)\n        self.end_headers()\n"
+        "print('key', bool(os.environ['VLLM_API_KEY']), 'canary' in ' '.join(sys.argv), flush=True)\n"
+        "HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), H).serve_forever()\n"
+    )
+    program.chmod(0o755)
+    options = InferOptions(infer_backend="vllm", infer_executable=str(program))
+    started = child.start(options, "model", {}, wait_s=30)
+    assert "key True False" in started.log.read_text()
+    started.close()
+    assert started.process.poll() is not None
+
+
+def test_a_child_that_ends_is_said_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
+    program = tmp_path / "server"
+    program.write_text(f"#!{sys.executable}\nraise SystemExit('no GPU was found')\n")
+    program.chmod(0o755)
+    with pytest.raises(RuntimeError, match="no GPU was found"):
+        child.start(InferOptions(infer_backend="vllm", infer_executable=str(program)), "model", {}, wait_s=30)
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    with pytest.raises(UserError, match='program "nowhere" is not there'):
+        child.start(InferOptions(infer_backend="sglang", infer_executable="nowhere"), "model", {})
+
+
+def test_a_model_is_answered_by_the_server_at_infer_url(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("INFER_KEY", "canary")
+    given = RunOptions(model_name_or_path=str(make_model(tmp_path)), infer_url=stub.url)
+    answerer = load_answerer(given)
+    assert answerer.model is None
+    engine = engine_for(answerer)
+    assert run(engine, Ask([3, 4], 9)).ids == [5, 6, 7]
+    assert stub.keys[-1] == "Bearer canary"
+    engine.close()
+
+
+def test_options_of_another_engine_are_said() -> None:
+    assert "vllm_maxlen" in " ".join(infer_notes(InferOptions(vllm_maxlen=9)))
+    assert check_infer(InferOptions(infer_url="localhost:1"))
+    assert is_remote(InferOptions(infer_url="http://x"))
+    assert not is_remote(InferOptions(infer_backend="huggingface"))

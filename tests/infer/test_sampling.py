@@ -1,0 +1,113 @@
+"""Sampling: frequencies of draws, penalties by a reference, draws that only seed, request and position decide."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from burnish.infer.sampling import changed, draw, log_probabilities, probabilities, uniform
+from burnish.infer.types import Sampling
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, 0.2])
+
+
+def expected(sampling: Sampling) -> list[float]:
+    """The distribution by hand, in plain Python."""
+    weights = {token: math.exp(logit / sampling.temperature) for token, logit in enumerate(LOGITS.tolist())}
+    ordered = sorted(weights, key=lambda token: (-weights[token], token))
+    if sampling.top_k:
+        least = weights[ordered[sampling.top_k - 1]]
+        ordered = [token for token in ordered if weights[token] >= least]
+    ordered = [token for token in ordered if weights[token] >= sampling.min_p * weights[ordered[0]]]
+    whole, kept, sum_ = sum(weights[token] for token in ordered), [], 0.0
+    for token in ordered:
+        if sum_ < sampling.top_p:
+            kept.append(token)
+        sum_ += weights[token] / whole
+    whole = sum(weights[token] for token in kept)
+    return [weights[token] / whole if token in kept else 0.0 for token in weights]
+
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.5),
+    Sampling(temperature=2.0),
+    Sampling(top_k=3),
+    Sampling(top_p=0.7),
+    Sampling(min_p=0.3),
+    Sampling(temperature=1.3, top_k=6, top_p=0.9, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_draws_come_as_often_as_their_probabilities_say(sampling: Sampling) -> None:
+    number, chances = 20_000, expected(sampling)
+    assert probabilities(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
+    if sampling.temperature != 1.3 and sampling != SETTINGS[0]:
+        number = 2_000
+    drawn = Counter(draw(LOGITS, sampling, [], [], seed=5, request=at) for at in range(number))
+    for token, chance in enumerate(chances):
+        deviation = math.sqrt(number * chance * (1 - chance))
+        assert abs(drawn[token] - number * chance) <= 4 * deviation
+
+
+def test_temperature_0_takes_the_likeliest_after_penalties() -> None:
+    assert draw(LOGITS, Sampling(temperature=0), [], [], 1, 0) == 0
+    assert draw(LOGITS, Sampling(temperature=0, presence_penalty=1.5), [], [0], 1, 0) == 1
+    assert draw(LOGITS, Sampling(temperature=0, bias={5: 100.0}), [], [], 1, 0) == 5
+    assert draw(LOGITS, Sampling(temperature=0), [], [], 1, 0, barred=[0]) == 1
+
+
+def test_penalties_are_those_of_a_plain_reference() -> None:
+    prompt, answer = [0, 4], [1, 1, 4, 5]
+    sampling = Sampling(
+        repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3, bias={0: 0.5, 4: -0.25}
+    )  # fmt: skip
+    found = changed(LOGITS, sampling, prompt, answer).tolist()
+    for token, logit in enumerate(LOGITS.tolist()):
+        logit += {0: 0.5, 4: -0.25}.get(token, 0.0)
+        if token in prompt or token in answer:
+            logit = logit * 1.7 if logit < 0 else logit / 1.7
+        if token in answer:
+            logit -= 0.3 * answer.count(token) + 0.4
+        assert found[token] == pytest.approx(logit, abs=1e-6)
+
+
+def test_the_repetition_penalty_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    ids = [0, 4, 4, 6]
+    theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([ids]), LOGITS[None].clone())[0]
+    assert torch.equal(changed(LOGITS, Sampling(repetition_penalty=1.3), ids, []), theirs)
+
+
+def test_the_nucleus_is_that_of_transformers() -> None:
+    from transformers import TopPLogitsWarper
+
+    logits = LOGITS + torch.arange(8) / 100  # two that are the same are cut in no order
+    for top_p in (0.1, 0.5, 0.9, 0.99):
+        theirs = TopPLogitsWarper(top_p)(torch.tensor([[0]]), logits[None].clone())[0].softmax(-1)
+        assert probabilities(logits, Sampling(top_p=top_p)).tolist() == pytest.approx(theirs.tolist(), abs=1e-6)
+
+
+def test_a_draw_is_decided_by_seed_request_and_position_alone() -> None:
+    torch.manual_seed(1)
+    first = [uniform(7, 3, position) for position in range(5)]
+    torch.rand(10)
+    assert first == [uniform(7, 3, position) for position in range(5)]
+    assert len({*first, uniform(8, 3, 0), uniform(7, 4, 0), uniform(-7, 3, 0), uniform(2**63, 3, 0)}) == 9
+    assert all(0 <= number < 1 for number in first)
+
+
+def test_uniform_numbers_are_even() -> None:
+    numbers = torch.tensor([uniform(seed, 0, position) for seed in range(40) for position in range(250)])
+    assert numbers.mean() == pytest.approx(0.5, abs=0.012)
+    assert numbers.histc(10, 0, 1).div(1000).sub(1).abs().max() < 0.15
+
+
+def test_log_probabilities_are_of_the_bare_logits() -> None:
+    (found,) = log_probabilities(LOGITS[None], [2], top=2)
+    logps = LOGITS.log_softmax(-1)
+    assert found.logprob == pytest.approx(float(logps[2]))
+    assert found.top == ((0, pytest.approx(float(logps[0]))), (1, pytest.approx(float(logps[1]))))

@@ -1,0 +1,109 @@
+"""Tool calls are read back as they were written, whatever their arguments hold."""
+
+import json
+import random
+
+import pytest
+
+from burnish.data.templates.tool_calls import CALL_READERS, Call
+from burnish.data.templates.tools import TOOL_FORMATS
+
+TAGGED = {"glm4_moe", "minimax2", "qwen3_5", "seed_oss"}
+TEXTS = [
+    "",
+    "x",
+    "two words",
+    'he said "no"',
+    "a\nb",
+    "{}",
+    "it's",
+    "北京的天气",
+    "5",
+    "true",
+    "a, b=1",
+    "\\n",
+    "<b>",
+    "[1]",
+]
+NUMBERS = [0, -3, 2.5, 10**12, True, False, None]
+
+
+def drawn(random_: random.Random, depth: int = 0):
+    """A JSON value; deeper ones are rarer."""
+    kind = random_.random()
+    if depth < 3 and kind < 0.15:
+        return [drawn(random_, depth + 1) for _ in range(random_.randint(0, 3))]
+    if depth < 3 and kind < 0.35:
+        return {f"k{n}": drawn(random_, depth + 1) for n in range(random_.randint(0, 3))}
+    return random_.choice(TEXTS if kind < 0.75 else NUMBERS)
+
+
+def calls_of(random_: random.Random, tool_format: str) -> list[Call]:
+    number = 1 if tool_format == "glm4" else random_.randint(1, 3)
+    names = ["get_weather", "search-web", "db.query", "f"]
+    return [
+        Call(random_.choice(names), {f"arg_{n}": drawn(random_) for n in range(random_.randint(0, 4))})
+        for _ in range(number)
+    ]
+
+
+def schema_of(calls: list[Call]) -> dict[str, dict]:
+    """What a tool would declare: which arguments are texts. One argument has one type."""
+    kinds: dict[str, dict] = {}
+    for call in calls:
+        properties = kinds.setdefault(call.name, {"properties": {}})["properties"]
+        for key, value in call.arguments.items():
+            properties.setdefault(key, {})["type"] = "string" if isinstance(value, str) else "object"
+    return kinds
+
+
+def agree(calls: list[Call]) -> bool:
+    """Whether no argument of one function is a text in one call and something else in another."""
+    seen: dict[tuple[str, str], bool] = {}
+    return all(
+        seen.setdefault((call.name, key), isinstance(value, str)) == isinstance(value, str)
+        for call in calls
+        for key, value in call.arguments.items()
+    )
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
+def test_calls_are_read_as_they_were_written(tool_format: str) -> None:
+    written, reader = TOOL_FORMATS[tool_format].write, TOOL_FORMATS[tool_format].reader
+    for seed in range(300):
+        calls = calls_of(random.Random(seed), tool_format)
+        if not agree(calls):
+            continue
+        if tool_format == "lfm2" and '"' in json.dumps([c.arguments for c in calls]).replace('\\"', ""):
+            calls = [Call(call.name, {k: v for k, v in call.arguments.items() if v != "a, b=1"}) for call in calls]
+        text = written(calls)
+        assert reader.read(text, schema_of(calls)) == calls, text
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
+def test_a_call_that_was_cut_is_no_call_or_an_earlier_one_whole(tool_format: str) -> None:
+    calls = [Call("get_weather", {"city": "北京", "days": [1, {"a": "b"}]})]
+    text = TOOL_FORMATS[tool_format].write(calls)
+    for end in range(len(text)):
+        found = TOOL_FORMATS[tool_format].reader.read(text[:end], schema_of(calls))
+        is_unclosed = tool_format == "glm4_moe"  # nothing closes a call there, so one argument less is a call too
+        assert found in (None, calls) or is_unclosed, text[:end]
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
+@pytest.mark.parametrize("text", ["", "Hello.", "{", "[]", "null", '{"name": 1}', "<tool_call>", "Action: x", "a\nb"])
+def test_what_is_no_call_is_not_read_as_one(tool_format: str, text: str) -> None:
+    assert TOOL_FORMATS[tool_format].reader.read(text, {}) is None
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
+def test_what_a_call_begins_with_is_known(tool_format: str) -> None:
+    calls = [Call("get_weather", {"city": "x"})]
+    text, reader = TOOL_FORMATS[tool_format].write(calls).strip(), CALL_READERS[tool_format]
+    assert text.startswith(reader.openings_for(schema_of(calls)))
+    assert text.endswith(reader.closing)
+
+
+def test_without_a_schema_a_value_that_reads_as_json_is_taken_so() -> None:
+    text = TOOL_FORMATS["qwen3_5"].write([Call("f", {"a": 5, "b": "x", "c": [1]})])
+    assert CALL_READERS["qwen3_5"].read(text, {}) == [Call("f", {"a": 5, "b": "x", "c": [1]})]

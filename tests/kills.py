@@ -1,0 +1,177 @@
+"""A campaign of kills: a real process is killed at drawn instants, most of them inside a save or a rotation, and the
+same command goes on, until the run is done; its end is then held against the run that was left alone, bit by bit.
+
+    python tests/kills.py --kills 300 --seconds 600 --seed 0        # make test-kills
+
+An instant is a number of calls: the process counts the renames, flushes and removals that it makes, or the updates of
+its weights, and kills itself with SIGKILL at the one that was drawn, before it or after it. So an instant can be drawn
+again: the seed says it.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+_PLACES = ("rename", "fsync", "unlink", "rmdir", "replace", "mkdir")
+
+
+def kill_at(at: int, kind: str) -> None:
+    """Let this process kill itself at call ``at`` of those that are counted: before it or after it."""
+    import burnish.core.loop as loop
+
+    count = 0
+
+    def tick(what: str) -> None:
+        nonlocal count
+        count += what == kind
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(module: Any, name: str, what: str) -> None:
+        plain = getattr(module, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            tick(what)
+            found = plain(*arguments, **named)
+            tick(what)
+            return found
+
+        setattr(module, name, call)
+
+    for name in _PLACES:
+        counted(os, name, "save")
+    counted(loop, "save", "save")
+    counted(loop, "take_step", "step")
+
+
+WAYS: dict[str, list[str]] = {
+    "full": [],
+    "lora with dropout": ["finetuning_type=lora", "lora_dropout=0.1"],
+    "badam": ["use_badam=true", "badam_switch_interval=2"],
+    "packing": ["packing=true", "cutoff_len=64"],
+    "streaming": ["streaming=true", "buffer_size=8"],
+    "neftune and evaluation": ["neftune_noise_alpha=5", "val_size=4", "eval_strategy=steps", "eval_steps=3"],
+    "accumulation in the foreground": ["gradient_accumulation_steps=2", "save_in_background=false"],
+    "two kept": ["save_total_limit=2"],
+}  # fmt: skip
+
+
+def run(folder: Path, words: list[str], at: int = 0, kind: str = "save") -> int:
+    """One attempt in ``folder``, in a process that is forked from this one, which has loaded the libraries. Returns the
+    exit status, -9 where it was killed."""
+    child = os.fork()
+    if not child:
+        _attempt(folder, words, at, kind)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, -9):
+        said = (folder / "said.txt").read_text(encoding="utf-8")
+        raise AssertionError(f"{words} at {kind} {at}: status {code}\n{said}")
+    return code
+
+
+def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
+    """The forked process: it never returns."""
+    status = 70
+    try:
+        os.chdir(folder)
+        os.environ["BURNISH_CACHE"] = str(folder / "cache")
+        said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        from burnish.cli import main
+
+        if at:
+            kill_at(at, kind)
+        status = main(["train", "run.yaml", *words])
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def end_of(folder: Path) -> dict[str, object]:
+    """What a run leaves: weights, the parts of its last checkpoint, the history of its logs."""
+    out = folder / "out"
+    history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    plain = [{k: v for k, v in e.items() if not k.endswith(("runtime", "per_second"))} for e in history]
+    last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    parts = [p for p in (*out.glob("*model*.safetensors"), *last.iterdir()) if p.suffix == ".safetensors"]
+    order = last / "stream.json"
+    bytes_of = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in [*parts, *([order] if order.is_file() else [])]}
+    return {"history": [e for e in plain if "train_loss" not in e], "steps": history[-1]["step"], **bytes_of}
+
+
+def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path) -> Iterator[str]:
+    """``kills`` kills of one way of training. Yields a line for each."""
+    from bad_inputs import make_folder
+
+    def fresh(name: str) -> Path:
+        folder = root / name
+        folder.mkdir(parents=True)
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            make_folder(model)
+        finally:
+            os.chdir(before)
+        return folder
+
+    words = [*WAYS[way], "plot_loss=false"]
+    alone = fresh("alone")
+    assert run(alone, words) == 0
+    expected, done = end_of(alone), 0
+    while done < kills:
+        folder = fresh(f"killed-{done}")
+        for attempt in range(3):
+            kind = draws.choice(["save", "save", "save", "step"])
+            at = draws.randrange(1, 60 if kind == "save" else 10)
+            status = run(folder, words, at, kind)
+            done += status == -9
+            yield f"{way}: {'killed' if status else 'ended'} in {kind} {at}, attempt {attempt + 1}"
+            if status == 0 or done >= kills:
+                break
+        assert run(folder, words) == 0
+        found = end_of(folder)
+        wrong = [name for name in expected if found.get(name) != expected[name]]
+        assert not wrong, f"{way}: {wrong} differ after kills"
+        shutil.rmtree(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    import torch
+
+    from small_run import make_model
+
+    torch.set_num_threads(1)
+    draws, began, num_kills = random.Random(given.seed), time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as place:
+        model = make_model(Path(place) / "model")
+        number = 0
+        while num_kills < given.kills and time.monotonic() - began < given.seconds:
+            way = list(WAYS)[number % len(WAYS)]
+            for line in campaign(model, way, min(5, given.kills - num_kills), draws, Path(place) / str(number)):
+                num_kills += ": killed" in line
+                print(line, flush=True)
+            number += 1
+    print(f"{num_kills} kills, seed {given.seed}: every run ended in the bits of the run left alone.")
+
+
+if __name__ == "__main__":
+    main()

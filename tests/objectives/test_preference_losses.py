@@ -1,0 +1,231 @@
+"""The formulas of preference learning against the numbers that LLaMA-Factory and TRL give for them, and against
+themselves: what couples the pairs of a step, and where a formula has its edges."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import tensor
+
+from burnish.objectives.preference_losses import (
+    PAIR_LOSSES,
+    Pairs,
+    Shape,
+    Side,
+    at_same_rank,
+    bco,
+    bradley_terry,
+    kto,
+    log_odds,
+    matches_of,
+    odds_ratio_loss,
+    wpo_weights,
+)
+
+GOLDEN = Path(__file__).parents[2].parent / "shared" / "spec" / "golden" / "preference.json"
+PRINTED = 2e-5  # the numbers have eight digits, and were made in float32
+
+
+def golden():
+    return json.loads(GOLDEN.read_text(encoding="utf-8"))["losses"] if GOLDEN.exists() else None
+
+
+NUMBERS = golden()
+needs_golden = pytest.mark.skipif(NUMBERS is None, reason="the golden numbers are not beside this checkout")
+
+
+def cases(*path):
+    found = NUMBERS
+    for name in path:
+        found = found[name] if found else []
+    return found or []
+
+
+def side(name, ld_alpha=None, reference_too=True):
+    """One answer of the golden pairs: sums over tokens, of which ``ld_alpha`` counts those beyond the shorter one."""
+
+    def total(pair, who):
+        logps, shorter = pair[f"{who}_{name}"], min(len(pair["policy_chosen"]), len(pair["policy_rejected"]))
+        alpha = 1.0 if ld_alpha is None or (who == "reference" and not reference_too) else ld_alpha
+        return sum(logps[:shorter]) + alpha * sum(logps[shorter:])
+
+    pairs = NUMBERS["pairs"]
+    sums = (tensor([total(pair, who) for pair in pairs], dtype=torch.float64) for who in ("policy", "reference"))
+    return Side(*sums, tensor([float(len(pair[f"policy_{name}"])) for pair in pairs], dtype=torch.float64))
+
+
+def pairs_of(ld_alpha=None, reference_too=True):
+    return Pairs(side("chosen", ld_alpha, reference_too), side("rejected", ld_alpha, reference_too))
+
+
+def named(settings):
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return "-".join(str(value) for value in settings.values())[:60]
+
+
+@needs_golden
+@pytest.mark.parametrize("case", cases("trl", "dpo"), ids=lambda case: named(case["settings"]))
+def test_losses_of_pairs_are_those_of_trl(case):
+    asked = case["settings"]
+    pairs = pairs_of(asked["ld_alpha"])
+    shape = Shape(
+        asked["beta"], asked["label_smoothing"], discopop_tau=asked["discopop_tau"],
+        divergence=asked["f_divergence_type"], divergence_alpha=asked["f_alpha_divergence_coef"],
+    )  # fmt: skip
+    weights = asked["loss_weights"] or [1.0] * len(asked["loss_type"])
+    losses = sum(
+        weight * PAIR_LOSSES[name].of(pairs, shape) for weight, name in zip(weights, asked["loss_type"], strict=True)
+    )
+    if asked["use_weighting"]:
+        losses = losses * wpo_weights(pairs.chosen.mean + 0.3, pairs.rejected.mean + 0.3)
+    assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
+
+
+@needs_golden
+@pytest.mark.parametrize("case", cases("llamafactory", "dpo"), ids=lambda case: named(case["settings"]))
+def test_losses_of_pairs_are_those_of_llamafactory(case):
+    asked = case["settings"]
+    # It weighs the tokens beyond the shorter answer under the policy alone; burnish under both.
+    pairs = pairs_of(asked.get("ld_alpha"), reference_too=False)
+    shape = Shape(asked["pref_beta"], asked["dpo_label_smoothing"], asked["simpo_gamma"])
+    losses = PAIR_LOSSES[asked["pref_loss"]].of(pairs, shape)
+    if weight := asked["pref_bco_weight"]:
+        rewards = shape.beta * torch.cat([pairs.chosen.ratio, pairs.rejected.ratio])
+        losses = (losses + weight * bco(pairs, shape, rewards.mean())) / (1 + weight)
+    losses = losses - asked["pref_ftx"] * pairs.chosen.mean
+    assert losses.tolist() == pytest.approx(case["losses"], rel=PRINTED)
+    assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
+
+
+@needs_golden
+@pytest.mark.parametrize("case", cases("llamafactory", "not_to_match"), ids=lambda case: case["settings"]["pref_loss"])
+def test_losses_that_llamafactory_only_claims_are_other_numbers_here(case):
+    name = {"kto_pair": "bco_pair"}.get(case["settings"]["pref_loss"], case["settings"]["pref_loss"])
+    losses = PAIR_LOSSES[name].of(pairs_of(), Shape(case["settings"]["pref_beta"]))
+    assert not torch.allclose(losses, tensor(case["losses"], dtype=torch.float64), rtol=1e-2)
+
+
+@needs_golden
+@pytest.mark.parametrize("case", cases("trl", "cpo"), ids=lambda case: named(case["settings"]))
+def test_losses_without_a_reference_are_those_of_trl(case):
+    asked = case["settings"]
+    name = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}[asked["loss_type"]]
+    shape = Shape(asked["beta"], asked["label_smoothing"], asked["simpo_gamma"], alphapo=asked["alpha"])
+    assert PAIR_LOSSES[name].of(pairs_of(), shape).tolist() == pytest.approx(case["losses"], rel=PRINTED)
+
+
+@needs_golden
+@pytest.mark.parametrize("case", cases("trl", "orpo"), ids=lambda case: named(case["settings"]))
+def test_the_ratio_of_odds_is_that_of_trl(case):
+    pairs, beta = pairs_of(), case["settings"]["beta"]
+    assert (beta * odds_ratio_loss(pairs)).tolist() == pytest.approx(case["ratio_term"], rel=PRINTED)
+    assert log_odds(pairs).mean().item() == pytest.approx(case["log_odds_chosen"], rel=PRINTED)
+    assert -odds_ratio_loss(pairs).mean().item() == pytest.approx(case["log_odds_ratio"], rel=PRINTED)
+
+
+@needs_golden
+@pytest.mark.parametrize("peer", ["llamafactory", "trl"])
+def test_kto_is_theirs(peer):
+    rows = NUMBERS["kto_rows"]
+    ratio = tensor([sum(row["policy"]) - sum(row["reference"]) for row in rows])
+    of_neighbours = tensor([sum(row["policy_kl"]) - sum(row["reference_kl"]) for row in rows])
+    means = tensor([sum(row["policy"]) / len(row["policy"]) for row in rows])
+    is_desirable = tensor([row["tag"] for row in rows])
+    for case in NUMBERS[peer]["kto"]:
+        asked = case["settings"]
+        ours = ("pref_beta", "kto_chosen_weight", "kto_rejected_weight")
+        beta, *weights = (asked[name] for name in (ours if peer == "llamafactory" else list(asked)[1:]))
+        z = of_neighbours.mean().clamp(min=0) * (asked.get("loss_type") != "apo_zero_unpaired")
+        assert z.item() == pytest.approx(case["metrics"]["kl"], rel=PRINTED)
+        losses = kto(ratio, is_desirable, z, beta, tuple(weights))
+        # LLaMA-Factory divides the chosen answers' likelihood by their number and multiplies by the records'.
+        ftx = -asked.get("pref_ftx", 0.0) * means[is_desirable].mean()
+        assert (losses.mean() + ftx).item() == pytest.approx(case["loss"], rel=PRINTED) or asked.get("pref_ftx")
+
+
+def random_pairs(count=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def one():
+        logps, reference = (-torch.rand(count, generator=generator, dtype=torch.float64) * 9 - 1 for _ in range(2))
+        lengths = torch.randint(2, 9, (count,), generator=generator).double()
+        return Side(logps.requires_grad_(), reference, lengths)
+
+    return Pairs(one(), one())
+
+
+def some(side, rows):
+    return Side(*(values[rows] for values in side))
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_a_loss_of_pairs_is_a_sum_however_they_are_cut(name):
+    """With what couples them given, as the step knows it."""
+    pairs, shape = random_pairs(), Shape(label_smoothing=0.1)
+    whole = PAIR_LOSSES[name].of(pairs, shape)
+    gradients = torch.autograd.grad(whole.sum(), [pairs.chosen.logps, pairs.rejected.logps], allow_unused=True)
+    matches = matches_of(pairs, name) if PAIR_LOSSES[name].sorts else None
+    share = len(whole) / pairs.chosen.lengths.sum()
+    total = 0.0
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        part = Pairs(
+            some(pairs.chosen, rows), some(pairs.rejected, rows),
+            None if matches is None else type(matches)(*(values[rows] for values in matches)), share,
+        )  # fmt: skip
+        total = total + PAIR_LOSSES[name].of(part, shape).sum()
+    assert total.item() == pytest.approx(whole.sum().item(), rel=1e-12)
+    again = torch.autograd.grad(total, [pairs.chosen.logps, pairs.rejected.logps], allow_unused=True)
+    for one, other in zip(gradients, again, strict=True):
+        assert one is other is None or torch.allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in PAIR_LOSSES if name not in ("sft", "discopop")])
+def test_an_untouched_model_is_pulled_towards_the_chosen_answer_and_away_from_the_rejected_one(name):
+    """But by discopop, which was found by search and rises around 0."""
+    sums = [torch.full((1,), -9.0, requires_grad=True) for _ in range(2)]
+    pairs = Pairs(*(Side(logps, logps.detach(), torch.full((1,), 4.0)) for logps in sums))
+    chosen, rejected = torch.autograd.grad(PAIR_LOSSES[name].of(pairs, Shape(label_smoothing=0.1)).sum(), sums)
+    assert chosen < rejected
+    assert chosen <= 0 <= rejected
+
+
+def test_sorted_pairs_get_the_gradient_of_the_sorted_sum():
+    """By the book: sort both sides with their gradients, and compare what stands at the same rank."""
+    pairs, shape = random_pairs(), Shape()
+    sums = [pairs.chosen.logps, pairs.rejected.logps]
+    one, other = pairs.chosen.ratio.sort().values, pairs.rejected.ratio.sort().values
+    plain = -torch.nn.functional.logsigmoid(shape.beta * (one - other)).sum()
+    losses = PAIR_LOSSES["aot_unpaired"].of(pairs, shape).sum()
+    assert losses.item() == pytest.approx(plain.item(), rel=1e-12)
+    for expected, got in zip(torch.autograd.grad(plain, sums), torch.autograd.grad(losses, sums), strict=True):
+        assert torch.allclose(expected, got, rtol=1e-12)
+
+
+def test_the_same_rank_is_found_for_equal_values_too():
+    assert at_same_rank(tensor([3.0, 1.0, 1.0]), tensor([10.0, 30.0, 20.0])).tolist() == [30.0, 10.0, 20.0]
+
+
+def test_odds_of_an_answer_that_is_certain_are_finite_and_so_is_their_gradient():
+    certain = Side(torch.zeros(2, requires_grad=True), torch.zeros(2), torch.ones(2))
+    unsure = Side(tensor([-1e-9, -40.0]).requires_grad_(), torch.zeros(2), torch.ones(2))
+    loss = PAIR_LOSSES["orpo"].of(Pairs(certain, unsure), Shape()).sum()
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(certain.logps.grad).all()
+    assert torch.isfinite(unsure.logps.grad).all()
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_a_divergence_far_from_the_reference_is_finite(divergence):
+    far = Side(tensor([-5000.0, 0.0]).requires_grad_(), tensor([0.0, -5000.0]), torch.ones(2))
+    loss = PAIR_LOSSES["sigmoid"].of(Pairs(far, far), Shape(divergence=divergence)).sum()
+    assert torch.isfinite(loss)
+
+
+def test_a_reward_loss_asks_for_the_margin_and_pulls_the_mean_of_scores_to_zero():
+    chosen, rejected = tensor([1.0, 2.0]), tensor([0.0, 0.0])
+    plain = -torch.nn.functional.logsigmoid(tensor([1.0, 2.0]))
+    assert torch.allclose(bradley_terry(chosen, rejected), plain)
+    shifted = bradley_terry(chosen, rejected, margin=tensor([1.0, 2.0]), centring=0.5)
+    assert torch.allclose(shifted, torch.full((2,), 0.5).log().neg() + 0.5 * tensor([1.0, 4.0]))

@@ -1,0 +1,77 @@
+"""Log-probabilities of single tokens from hidden states: the numbers and gradients that logits give which are there."""
+
+import pytest
+import torch
+
+from burnish.ops import token_logps
+from burnish.ops.token_logps import LogpRules, linear_token_logps, plain_token_logps
+
+H, V = 12, 37
+
+
+def material(tokens=29, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in ((tokens, H), (V, H), (V,))
+    )
+    targets = torch.randint(V, (tokens,), generator=generator)
+    upstream = torch.randn(tokens, generator=generator)
+    return hidden, weight, bias, targets, upstream
+
+
+def plain(hidden, weight, targets, rules, bias):
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    return plain_token_logps(
+        rules.softcap * torch.tanh(logits / rules.softcap) if rules.softcap else logits, targets, rules
+    )
+
+
+@pytest.fixture(params=[4, 10_000], ids=["in chunks", "at once"])
+def chunks(request, monkeypatch):
+    monkeypatch.setattr(token_logps, "chunk_length", lambda *_, **__: request.param)
+
+
+@pytest.mark.parametrize(
+    "rules", [LogpRules(), LogpRules(softcap=2.0), LogpRules(None, True, True, True), LogpRules(3.0, True, True, True)]
+)
+@pytest.mark.parametrize("trains", ["all", "head", "hidden"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_each_token_has_the_number_and_the_gradient_that_whole_logits_give(chunks, rules, trains, has_bias):
+    hidden, weight, bias, targets, upstream = material()
+    hidden.requires_grad_(trains != "head")
+    weight.requires_grad_(trains != "hidden")
+    bias = bias.requires_grad_(trains != "hidden") if has_bias else None
+    wanted = [tensor for tensor in (hidden, weight, bias) if tensor is not None and tensor.requires_grad]
+    ours = linear_token_logps(hidden, weight, targets, rules, bias)
+    theirs = plain(hidden, weight, targets, rules, bias)
+    for name, one, other in zip(ours._fields, ours, theirs, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=5e-6, rtol=5e-6), name
+    expected = torch.autograd.grad(theirs.logps, wanted, upstream)
+    for one, other in zip(torch.autograd.grad(ours.logps, wanted, upstream), expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_no_token_gives_no_number_and_no_gradient():
+    hidden, weight, _, targets, _ = material(tokens=0)
+    found = linear_token_logps(hidden, weight, targets)
+    found.logps.sum().backward()
+    assert [len(values) for values in found] == [0, 0, 0, 0]
+    assert not weight.grad.any()
+
+
+def test_without_gradients_nothing_is_kept_for_them():
+    hidden, weight, _, targets, _ = material()
+    with torch.no_grad():
+        assert linear_token_logps(hidden, weight, targets).logps.grad_fn is None
+
+
+def test_half_precision_is_that_of_the_products():
+    hidden, weight, _, targets, upstream = material(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_token_logps(hidden, weight, targets)
+    exact = plain(hidden, weight, targets, LogpRules(), None)
+    assert ours.logps.dtype == torch.float32
+    assert torch.allclose(ours.logps, exact.logps, atol=0.1)
+    (gradient,) = torch.autograd.grad(ours.logps, [hidden], upstream)
+    (expected,) = torch.autograd.grad(exact.logps, [hidden], upstream)
+    assert (gradient - expected).norm() < 0.02 * expected.norm()

@@ -1,0 +1,52 @@
+"""Runs over a few pairs of answers with a model made in the test."""
+
+import json
+from pathlib import Path
+
+from burnish.app.build import train_run
+from burnish.app.plan import plan
+from burnish.core.options import Given
+from small_run import WORDS, make_model
+
+
+def pairs(count=12):
+    return [
+        {"instruction": f"Repeat: {WORDS[i % 10]}", "input": "", "chosen": " ".join([WORDS[i % 10]] * (1 + i % 4)),
+         "rejected": WORDS[(i + 3) % 10]}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def make_workplace(folder):
+    """A folder with two models and a set of pairs."""
+    make_model(folder / "model")
+    make_model(folder / "other", seed=1)
+    make_model(folder / "dropping", dropout=0.5)
+    (folder / "pairs.json").write_text(json.dumps(pairs()))
+    return folder
+
+
+def given(workplace, **changes):
+    made = {
+        "stage": "dpo", "model_name_or_path": "model", "dataset": str(workplace / "pairs.json"), "template": "chatml",
+        "finetuning_type": "full", "cutoff_len": 128, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+        "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+        "save_strategy": "no", "use_cpu": True, "report_to": "none", "output_dir": str(workplace / "out"),
+        "overwrite_output_dir": True, **changes,
+    }  # fmt: skip
+    for name in ("model_name_or_path", "ref_model"):
+        if name in made:
+            made[name] = str(workplace / made[name])
+    return {name: Given(value) for name, value in made.items()}
+
+
+def run_of(workplace, monkeypatch, **changes):
+    monkeypatch.setenv("BURNISH_CACHE", str(workplace / "cache"))
+    return train_run(plan(given(workplace, **changes)))
+
+
+def losses(workplace, monkeypatch, **changes):
+    run_of(workplace, monkeypatch, **changes)
+    folder = Path(changes.get("output_dir", workplace / "out"))
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [log["loss"] for log in history if "loss" in log]

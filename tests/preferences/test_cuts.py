@@ -1,0 +1,109 @@
+"""A step of preferences is one step: the same update however its pairs are cut into micro-batches and laid out."""
+
+import pytest
+import torch
+
+from burnish.core.options import union
+from burnish.core.patching import PatchOptions
+from burnish.data.batches.batching import BatchingOptions, collator
+from burnish.engine.base import SingleEngine
+from burnish.engine.options import EngineOptions
+from burnish.models.attention import make_padding_free
+from burnish.models.fitted import fit
+from burnish.objectives.kto import KtoObjective, KtoOptions
+from burnish.objectives.lm import LmOptions
+from burnish.objectives.pairs import PairObjective
+from burnish.objectives.preference_losses import PAIR_LOSSES
+from burnish.objectives.preference_options import PairOptions, PreferenceOptions
+from burnish.objectives.reference import SecondModel
+from burnish.objectives.reward import RewardObjective, RewardOptions
+from tiny_models import tiny_model
+
+Flat = union(
+    "Flat", PairOptions, KtoOptions, RewardOptions, LmOptions, PreferenceOptions, PatchOptions, BatchingOptions
+)
+CUTS = {"8x1": (1,) * 8, "4x2": (2,) * 4, "1x8": (8,), "3+3+2": (3, 3, 2)}
+SAME = 5e-6  # relative, of the whole update; float32 sums in another order
+
+
+def answer(generator, prompt):
+    length = int(torch.randint(3, 14, (), generator=generator))
+    ids = torch.randint(3, 64, (length,), generator=generator).tolist()
+    return prompt + ids, [-100] * len(prompt) + ids
+
+
+def rows(kind, count=8):
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number in range(count):
+        prompt = torch.randint(
+            3, 64, (int(torch.randint(4, 40, (), generator=generator)),), generator=generator
+        ).tolist()
+        (one, of_one), (other, of_other) = answer(generator, prompt), answer(generator, prompt)
+        if kind == "verdicts":
+            made.append({"input_ids": one, "labels": of_one, "tag": number % 3 > 0, "kl_input_ids": other,
+                         "kl_labels": of_other})  # fmt: skip
+        else:
+            made.append({"chosen_input_ids": one, "chosen_labels": of_one, "rejected_input_ids": other,
+                         "rejected_labels": of_other})  # fmt: skip
+    return made
+
+
+def update(kind, cut, lies_flat=True, needed=True, fused=True, **given):
+    """Loss and gradient of one step, as the loop takes it."""
+    options = Flat(**given, fused_loss="auto" if fused else False)
+    policy, reference = tiny_model(seed=0, max_position_embeddings=128), tiny_model(seed=1, max_position_embeddings=128)
+    objective = {"pairs": PairObjective, "verdicts": KtoObjective, "scores": RewardObjective}[kind](
+        options, template=None
+    )
+    if lies_flat:
+        assert make_padding_free(policy).is_flat
+        assert make_padding_free(reference).is_flat
+    torch.manual_seed(0)
+    objective.fit(fit(policy, head_of=policy), collator(options, 0, lies_flat, lies_flat and needed))
+    if kind != "scores":
+        objective.reference = SecondModel(objective.module_of_reference(reference))
+    module, engine = objective.module(policy).train(), SingleEngine(EngineOptions(use_cpu=True))
+    every, batches, start = rows("pairs" if kind == "scores" else kind), [], 0
+    for size in cut:
+        batches.append(objective.collate(every[start : start + size]))
+        start += size
+    ready = objective.ready(module, batches, engine)
+    weight = torch.stack([objective.weight(batch) for batch in ready]).sum()
+    total = 0.0
+    for batch in ready:
+        loss = objective.loss(module, batch)
+        (loss.total / weight).backward()
+        total += loss.total.item()
+    gradients = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    return total / weight.item(), gradients
+
+
+CASES = {
+    **{name: ("pairs", {"pref_loss": [name]}) for name in PAIR_LOSSES if name != "exo_pair"},
+    "exo_pair": ("pairs", {"pref_loss": ["exo_pair"], "dpo_label_smoothing": 0.1}),
+    "mpo": ("pairs", {"pref_loss": ["sigmoid", "bco_pair", "sft"], "pref_loss_weights": [0.8, 0.2, 1.0]}),
+    "ftx": ("pairs", {"pref_ftx": 1.0}),
+    "bco": ("pairs", {"pref_bco_weight": 1.0}),
+    "cpo with its likelihood": ("pairs", {"pref_loss": ["cpo"], "cpo_alpha": 1.0}),
+    "longer answers count less": ("pairs", {"ld_alpha": 0.5}),
+    "weighted": ("pairs", {"use_weighting": True}),
+    "kto": ("verdicts", {}),
+    "kto with ftx": ("verdicts", {"pref_ftx": 1.0}),
+    "rm": ("scores", {"center_rewards_coefficient": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_update_does_not_depend_on_the_cut_nor_on_the_layout(name):
+    kind, given = CASES[name]
+    loss, whole = update(kind, CUTS["8x1"], **given)
+    assert whole.norm() > 0
+    ways = {cut: {"cut": CUTS[cut]} for cut in ("4x2", "1x8", "3+3+2")}
+    ways["padded"] = {"cut": CUTS["4x2"], "lies_flat": False}
+    ways["flat"] = {"cut": CUTS["3+3+2"], "needed": False}
+    ways["whole logits"] = {"cut": CUTS["4x2"], "fused": False}
+    for way, how in ways.items():
+        other, gradients = update(kind, **how, **given)
+        assert other == pytest.approx(loss, rel=1e-5, abs=1e-6), way
+        assert (gradients - whole).norm() < SAME * whole.norm(), way

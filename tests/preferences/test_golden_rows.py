@@ -1,0 +1,88 @@
+"""The rows that LLaMA-Factory makes of pairs and verdicts, token for token (shared/spec/golden/preference.json)."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from burnish.core.types import IGNORE_INDEX
+from burnish.data.sets.sources import load_datasets
+from burnish.data.tally import Tally
+from burnish.data.templates.choose import fit_tokenizer, load_template
+from data_sets import data_options
+from template_cases import template_options
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+GOLDEN = SHARED / "spec" / "golden"
+pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the golden rows are not beside this checkout")
+
+WRONG = {
+    "pairs_alpaca": {6: "equal answers", 7: "an empty answer"},
+    "pairs_sharegpt": {3: "an answer from a user"},
+    "kto_alpaca": {3: "an empty answer", 4: "an empty answer, and a verdict turned round"},
+}
+"""Rows, counted from 0, that LLaMA-Factory keeps and burnish refuses or drops."""
+
+
+@cache
+def golden():
+    return json.loads((GOLDEN / "preference.json").read_text(encoding="utf-8"))["rows"] if GOLDEN.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, records in golden()["records"].items():
+        (folder / f"{name}.json").write_text(json.dumps(records))
+    for name in ("dpo_en_demo", "kto_en_demo"):
+        shutil.copy(SHARED / "data" / f"{name}.json", folder)
+    (folder / "dataset_info.json").write_text(json.dumps(golden()["dataset_info"]))
+    return folder
+
+
+def encoded(name, folder, template, stage, cutoff_len=1024, count=None, **given):
+    given = {"truncation": "llamafactory", "missing_control_tokens": "split", **given}
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
+    made = load_template(template_options(template=template, cutoff_len=cutoff_len, **given), tokenizer)
+    fit_tokenizer(made, tokenizer)
+    options = data_options(dataset=name, dataset_dir=str(folder), max_samples=count, on_bad_record="drop")
+    examples = load_datasets(options, 0, Tally(), stage=stage).train
+    encode = made.encode_verdicts if stage == "kto" else made.encode_pairs
+    return [row for row in encode(examples, Tally()) if row is not None]
+
+
+def prompt_of(row, side):
+    labels = row[f"{side}labels"].tolist()
+    return next(at for at, label in enumerate(labels) if label != IGNORE_INDEX)
+
+
+def assert_same(row, side, expected):
+    ids, at = row[f"{side}input_ids"].tolist(), expected["prompt_length"]
+    assert ids == expected["input_ids"]
+    assert row[f"{side}labels"].tolist() == [IGNORE_INDEX] * at + ids[at:]
+
+
+@pytest.mark.parametrize(
+    "case", golden().get("encoded", []), ids=lambda case: f"{case['template']}-{case['data']}-{case['cutoff_len']}"
+)
+def test_rows_are_llamafactorys(case, folder):
+    count = case["records"] if isinstance(case["records"], int) else None
+    stage = "kto" if case["data"].startswith("kto") else "dpo"
+    rows = encoded(case["data"], folder, case["template"], stage, case["cutoff_len"], count)
+    expected = [row for place, row in enumerate(case["rows"]) if place not in WRONG.get(case["data"], {})]
+    assert len(rows) == len(expected)
+    for number, (row, wanted) in enumerate(zip(rows, expected, strict=True)):
+        if case["template"] == "llama3" and case["data"] == "pairs_sharegpt" and number:
+            continue  # tools: LLaMA-Factory writes the day on which it runs, burnish a fixed one (data/templates/tools)
+        if stage == "dpo":
+            assert_same(row, "chosen_", wanted["chosen"])
+            assert_same(row, "rejected_", wanted["rejected"])
+            continue
+        assert_same(row, "", wanted["completion"])
+        assert row["tag"] == wanted["tag"]
+        # The neighbour of the one behind the two that are dropped is another here.
+        if case["data"] == "kto_en_demo" or number != 3:
+            assert_same(row, "kl_", wanted["kl"])

@@ -1,0 +1,134 @@
+"""Five steps as LLaMA-Factory and TRL take them: the same losses, logs and weights (shared/spec/golden)."""
+
+import pytest
+from golden_run import IS_THERE, golden, make_material, run
+from transformers import AutoModelForCausalLM
+
+from burnish.core.options import union
+from burnish.core.patching import PatchOptions
+from burnish.data.batches.batching import collate_needed
+from burnish.engine.base import SingleEngine
+from burnish.engine.options import EngineOptions
+from burnish.models.attention import make_padding_free
+from burnish.models.fitted import fit
+from burnish.objectives.kto import KtoObjective, KtoOptions
+from burnish.objectives.lm import LmOptions
+from burnish.objectives.preference_options import PreferenceOptions
+from burnish.objectives.reference import SecondModel
+
+pytestmark = pytest.mark.skipif(not IS_THERE, reason="the golden runs are not beside this checkout")
+
+Flat = union("Flat", KtoOptions, LmOptions, PreferenceOptions, PatchOptions)
+LOSS = 1e-4  # relative: float32 sums of some hundred log-probabilities in another order, through AdamW
+NORM = 2e-5
+RATE = 1e-3
+OF_LLAMAFACTORY = ["rm", "dpo_sigmoid", "dpo_sigmoid_lora_adapter", "dpo_sigmoid_reference_ftx", "orpo", "simpo"]
+OF_TRL = [
+    name
+    for name, case in golden().get("runs", {}).get("trl", {}).items()
+    if case["settings"]["trainer"] == "DPOTrainer"
+]
+PER_MICRO_BATCH = {"dpo_sft", "dpo_mpo"}
+"""TRL divides their token means by the tokens of a micro-batch, burnish by those of the step."""
+LOGGED = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen",
+          "logps/rejected", "sft_loss", "odds_ratio_loss", "grad_norm")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_material(tmp_path_factory.mktemp("golden"))
+
+
+def assert_same(case, logs, norms, steps=5):
+    for step, (ours, theirs) in enumerate(zip(logs[:steps], case["logs"], strict=False)):
+        assert ours["loss"] == pytest.approx(case["step_losses"][step], rel=LOSS), f"step {step + 1}"
+        for name in LOGGED:
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), f"{name}, step {step + 1}"
+    if steps == 5:
+        for name, norm in case["weight_norms"].items():
+            if not name.endswith("bias"):
+                assert norms[name.replace(".default", "")] == pytest.approx(norm, rel=NORM), name
+
+
+@pytest.mark.parametrize("name", OF_LLAMAFACTORY)
+def test_five_steps_are_those_of_llamafactory(name, folder, monkeypatch):
+    case = golden()["runs"]["llamafactory"][name]
+    given = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
+    if given.get("adapter_name_or_path"):
+        given["ref_model"] = "policy"  # there the reference of an adapter that is continued is the bare base
+    assert_same(case, *run(folder, monkeypatch, **given))
+
+
+def test_the_baseline_of_a_first_step_is_that_of_llamafactory(folder, monkeypatch):
+    """Later ones move with each micro-batch there, and once per step here."""
+    case = golden()["runs"]["llamafactory"]["dpo_bco"]
+    given = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
+    assert_same(case, *run(folder, monkeypatch, **given), steps=1)
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+def test_five_steps_are_those_of_trl(name, folder, monkeypatch):
+    case = golden()["runs"]["trl"][name]
+    asked = case["settings"]
+    names = {"loss_type": "pref_loss", "beta": "pref_beta", "loss_weights": "pref_loss_weights",
+             "label_smoothing": "dpo_label_smoothing", "model": "model_name_or_path"}  # fmt: skip
+    left_out = {"trainer", "rows", "adapter", "seed", "model_kwargs"}
+    given = {names.get(key, key): value for key, value in asked.items() if key not in left_out}
+    if asked.get("adapter"):
+        given |= {"adapter_name_or_path": asked["adapter"], "finetuning_type": "lora"}
+    steps = 0 if name in PER_MICRO_BATCH else 5
+    assert_same(case, *run(folder, monkeypatch, stage="dpo", dataset="dpo_en_demo", **given), steps=steps)
+
+
+@pytest.mark.parametrize("name", ["reward", "reward_center"])
+def test_five_steps_of_a_classifier_are_those_of_trl(name, folder, monkeypatch):
+    """Its least and greatest rewards are means over micro-batches there."""
+    case = golden()["runs"]["trl"][name]
+    given = {"stage": "rm", "dataset": "dpo_en_demo", "model_name_or_path": "scorer"}
+    centre = case["settings"].get("center_rewards_coefficient")
+    logs, norms = run(folder, monkeypatch, center_rewards_coefficient=centre, **given)
+    for ours, theirs, loss in zip(logs, case["logs"], case["step_losses"], strict=True):
+        assert ours["loss"] == pytest.approx(loss, rel=2e-4)
+        assert [ours[name] for name in ("accuracy", "margin", "mean_reward")] == pytest.approx(
+            [theirs[name] for name in ("accuracy", "margin", "mean_reward")], abs=2e-3
+        )
+        assert ours["min_reward"] <= theirs["min_reward"] <= theirs["max_reward"] <= ours["max_reward"]
+    for name, norm in case["weight_norms"].items():
+        if not name.endswith("bias"):
+            assert norms[name] == pytest.approx(norm, rel=5e-5), name
+
+
+def test_the_first_micro_batches_of_kto_are_those_of_trl(folder):
+    """Its other answers stand behind the record's own prompt, and its baseline is that of a micro-batch."""
+    case, records = golden()["runs"]["trl"]["kto"], golden()["runs"]["rows"]["chatml"]["kto"]
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder / "models" / name) for name in ("policy", "reference")
+    )
+    objective, module = fitted_kto(policy, reference)
+    engine = SingleEngine(EngineOptions(use_cpu=True))
+    for start, expected in zip((0, 2), case["micro_losses"], strict=False):
+        rows = [kto_row(record) for record in records[start : start + 2]]
+        (batch,) = objective.ready(module, [objective.collate(rows)], engine)
+        loss = objective.loss(module, batch).total / objective.weight(batch)
+        assert loss.item() == pytest.approx(expected, rel=LOSS)
+
+
+def fitted_kto(policy, reference):
+    options = Flat()
+    objective = KtoObjective(options, template=None)
+    objective.fit(fit(policy, head_of=policy), collate_needed if make_padding_free(policy).is_flat else None)
+    make_padding_free(reference)
+    objective.reference = SecondModel(objective.module_of_reference(reference))
+    return objective, objective.module(policy)
+
+
+def kto_row(record):
+    (ids, at), (other, of_other) = (
+        (row["input_ids"], row["prompt_length"]) for row in (record["completion"], record["kl"])
+    )
+    beside = ids[:at] + other[of_other:]
+    return {
+        "input_ids": ids, "labels": [-100] * at + ids[at:], "tag": record["tag"],
+        "kl_input_ids": beside, "kl_labels": [-100] * at + beside[at:],
+    }  # fmt: skip

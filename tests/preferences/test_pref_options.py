@@ -1,0 +1,174 @@
+"""The options of learning from preferences: what each changes, what is refused, and what is said about it."""
+
+import json
+
+import pytest
+from pair_runs import given, losses, make_workplace, pairs, run_of
+from safetensors import safe_open
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from burnish.app.plan import plan
+from burnish.core.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("preferences"))
+
+
+OTHER = {"ref_model": "other"}
+CHANGES = [
+    ({"pref_beta": 0.5}, {}), ({"pref_ftx": 1.0}, {}), ({"pref_loss": "hinge"}, {}),
+    ({"pref_loss_weights": [2.0]}, {}), ({"dpo_label_smoothing": 0.2}, OTHER), ({"pref_bco_weight": 1.0}, {}),
+    ({"simpo_gamma": 1.0}, {"pref_loss": "simpo"}), ({"ld_alpha": 0.5}, OTHER),
+    ({"discopop_tau": 0.5}, {"pref_loss": "discopop", **OTHER}), ({"f_divergence_type": "forward_kl"}, OTHER),
+    ({"f_alpha_divergence_coef": 0.2}, {"f_divergence_type": "alpha_divergence", **OTHER}),
+    ({"use_weighting": True}, {}), ({"cpo_alpha": 0.5}, {}), ({"alphapo_alpha": 0.2}, {"pref_loss": "simpo"}),
+    ({"dpop_lambda": 5.0}, {"pref_loss": "dpop", **OTHER}), ({"ref_model": "other"}, {}),
+    ({"sync_ref_model": True, "ref_model_sync_steps": 1}, {}),
+    ({"ref_model_mixup_alpha": 0.9}, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    ({"ref_model_sync_steps": 1}, {"sync_ref_model": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "beside"), CHANGES, ids=lambda value: next(iter(value), "alone"))
+def test_each_option_of_pairs_changes_their_loss(workplace, monkeypatch, change, beside):
+    before = losses(workplace, monkeypatch, **beside)
+    after = losses(workplace, monkeypatch, **beside, **change)
+    assert before != after
+    assert all(value == value for value in after)
+
+
+@pytest.mark.parametrize(
+    ("stage", "change"),
+    [
+        ("kto", {"kto_chosen_weight": 2.0}), ("kto", {"kto_rejected_weight": 2.0}),
+        ("kto", {"kto_loss": "apo_zero_unpaired"}), ("kto", {"pref_beta": 0.5}), ("kto", {"pref_ftx": 1.0}),
+        ("rm", {"center_rewards_coefficient": 0.1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_option_of_verdicts_and_rewards_changes_their_loss(workplace, monkeypatch, stage, change):
+    swapped = {"model_name_or_path": "other", "ref_model": "model"}
+    beside = {"stage": stage, "max_steps": 4, **(swapped if stage == "kto" else {})}
+    assert losses(workplace, monkeypatch, **beside) != losses(workplace, monkeypatch, **beside, **change)
+
+
+@pytest.mark.parametrize(("asked", "file", "name"), [
+    (None, "value_head", "v_head.summary.weight"), ("score", "model", "score.weight"),
+])  # fmt: skip
+def test_reward_head_says_how_a_reward_model_is_saved(workplace, monkeypatch, asked, file, name):
+    losses(workplace, monkeypatch, stage="rm", reward_head=asked, output_dir=str(workplace / f"saved-{asked}"))
+    with safe_open(workplace / f"saved-{asked}" / f"{file}.safetensors", "pt") as tensors:
+        assert name in tensors.keys()  # noqa: SIM118
+
+
+def test_a_reward_model_scores_a_set_and_is_read_again_by_its_owners(workplace, monkeypatch):
+    """By burnish, which evaluates what it has saved; and by transformers, as a sequence classifier."""
+    trained = workplace / "scorer"
+    data = {
+        "eval_dataset": str(workplace / "pairs.json"),
+        "stage": "rm",
+        "per_device_eval_batch_size": 3,
+        "do_train": True,
+    }
+    losses(workplace, monkeypatch, **data, reward_head="score", do_predict=True, output_dir=str(trained))
+    lines = [json.loads(line) for line in (trained / "generated_predictions.jsonl").read_text().splitlines()]
+    assert [line["record"] for line in lines] == list(range(1, 13))
+    classifier = AutoModelForSequenceClassification.from_pretrained(trained)
+    assert classifier.config.pad_token_id != classifier.config.eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    for line, pair in zip(lines[:4], pairs(), strict=False):
+        for part in ("chosen", "rejected"):
+            said = f"<|im_start|>user\n{pair['instruction']}<|im_end|>\n<|im_start|>assistant\n{pair[part]}<|im_end|>\n"
+            scored = classifier(**tokenizer(said, return_tensors="pt", add_special_tokens=False)).logits.item()
+            assert scored == pytest.approx(line[part], abs=1e-4)
+    again = {**data, "do_train": False, "do_predict": True, "model_name_or_path": "scorer"}
+    run_of(workplace, monkeypatch, **again, output_dir=str(workplace / "again"))
+    read = [json.loads(line) for line in (workplace / "again" / "generated_predictions.jsonl").read_text().splitlines()]
+    assert [line["chosen"] for line in read] == pytest.approx([line["chosen"] for line in lines], abs=1e-4)
+
+
+def test_a_model_without_a_reward_head_scores_nothing(workplace, monkeypatch):
+    given = {"stage": "rm", "do_predict": True, "do_train": False, "eval_dataset": str(workplace / "pairs.json")}
+    with pytest.raises(UserError, match="it is not a reward model"):
+        run_of(workplace, monkeypatch, **given, output_dir=str(workplace / "none"))
+
+
+def test_dropout_is_off_unless_it_is_asked_for(workplace, monkeypatch):
+    without = losses(workplace, monkeypatch, model_name_or_path="dropping")
+    assert without[0] == pytest.approx(0.693147, abs=1e-6)
+    assert losses(workplace, monkeypatch, model_name_or_path="dropping", disable_dropout=False) != without
+
+
+def test_a_reference_may_have_adapters_and_few_bits(workplace, monkeypatch):
+    """The second model is loaded as a model of such options is."""
+    from burnish.app import references
+
+    asked, load_model, load_adapter = [], references.load_model, references.load_adapter
+    make_adapter(workplace, monkeypatch)
+    plain = losses(workplace, monkeypatch, ref_model="model")
+    adapted = losses(workplace, monkeypatch, ref_model="model", ref_model_adapters=[str(workplace / "adapter")])
+    assert plain != adapted
+
+    def loaded(options, **arguments):
+        asked.append((options.model_name_or_path, options.quantization_bit))
+        raise UserError("seen")
+
+    monkeypatch.setattr(references, "load_model", loaded)
+    with pytest.raises(UserError, match="seen"):
+        losses(workplace, monkeypatch, ref_model="other", ref_model_quantization_bit=4)
+    assert asked == [(str(workplace / "other"), 4)]
+    assert load_model is not loaded
+    assert references.load_adapter is load_adapter
+
+
+def make_adapter(workplace, monkeypatch):
+    losses(workplace, monkeypatch, finetuning_type="lora", output_dir=str(workplace / "adapter"))
+
+
+def refusal(workplace, **changes):
+    with pytest.raises(UserError) as caught:
+        plan(given(workplace, **changes))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pref_loss": "kto_pair"}, ["kto_pair was removed", "stage: kto", "bco_pair"]),
+        ({"pref_loss": "sigmiod"}, ["sigmiod", "sigmoid"]),
+        ({"pref_loss": "nll"}, ["nll", "stage: sft"]),
+        ({"dpo_label_smoothing": 0.6}, ["dpo_label_smoothing", "0.5", "0.6"]),
+        ({"dpo_label_smoothing": 0.1, "pref_loss": "hinge"}, ["belongs to sigmoid, robust, exo_pair, aot"]),
+        ({"pref_loss": "exo_pair"}, ["exo_pair", "dpo_label_smoothing"]),
+        ({"pref_beta": 0}, ["pref_beta", "greater than 0"]),
+        ({"pref_ftx": -1}, ["pref_ftx"]),
+        ({"pref_loss": "sigmoid, sft", "pref_loss_weights": [1.0]}, ["pref_loss_weights", "1 for 2"]),
+        ({"f_divergence_type": "js_divergence", "pref_loss": "apo_zero"}, ["f_divergence_type", "sigmoid"]),
+        ({"use_weighting": True, "pref_loss": "aot"}, ["use_weighting", "aot"]),
+        ({"packing": True}, ["Pairs are not packed", "Leave packing out"]),
+        ({"train_on_prompt": True}, ["train_on_prompt", "stage: sft"]),
+        ({"mask_history": True}, ["mask_history", "stage: sft"]),
+        ({"stage": "sft", "pref_loss": "dft"}, ["use_dft_loss"]),
+    ],
+    ids=lambda value: "-".join(map(str, value.values()))[:30] if isinstance(value, dict) else "",
+)
+def test_what_contradicts_itself_is_refused_before_anything_is_read(workplace, changes, words):
+    message = refusal(workplace, **changes)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"simpo_gamma": 1.0}, '"simpo_gamma" has no effect: pref_loss is sigmoid.'),
+        ({"pref_loss": "orpo", "ref_model": "other"}, 'pref_loss: orpo needs no reference; "ref_model" has no effect.'),
+        ({"pref_loss": "simpo"}, "pref_beta 0.1 makes SimPO's loss flat; the paper uses 2.0 to 2.5."),
+        ({"stage": "sft", "pref_beta": 0.2}, '"pref_beta" has no effect: stage is sft.'),
+        ({}, "learning_rate 0.001 is one for supervised fine-tuning"),
+    ],
+)
+def test_what_has_no_effect_or_is_hardly_meant_is_said(workplace, changes, sentence):
+    assert any(note.startswith(sentence) for note in plan(given(workplace, **changes)).notes)

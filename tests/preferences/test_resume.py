@@ -1,0 +1,53 @@
+"""A run that was stopped goes on to the same weights, bit for bit, and logs the same numbers: with what a step of
+preferences remembers (a moving baseline, a reference that follows, a value head)."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from pair_runs import losses, make_workplace
+from safetensors.torch import load_file
+
+RUNS = {
+    "dpo, lora": {"finetuning_type": "lora"},
+    "dpo, full": {},
+    "dpo, an adapter that is continued": {"finetuning_type": "lora", "adapter_name_or_path": "adapter"},
+    "bco": {"pref_bco_weight": 1.0},
+    "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2},
+    "aot": {"pref_loss": "aot"},
+    "kto": {"stage": "kto"},
+    "rm": {"stage": "rm"},
+    "rm, lora": {"stage": "rm", "finetuning_type": "lora"},
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("resume"))
+
+
+def weights(folder):
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_was_stopped_ends_in_the_same_weights(workplace, monkeypatch, name):
+    made = {**RUNS[name], "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    if "adapter_name_or_path" in made:
+        losses(workplace, monkeypatch, finetuning_type="lora", output_dir=str(workplace / "adapter"))
+        made["adapter_name_or_path"] = str(workplace / "adapter")
+    whole, parted = workplace / "whole", workplace / "parted"
+    expected = losses(workplace, monkeypatch, **made, output_dir=str(whole))
+    losses(workplace, monkeypatch, **made, output_dir=str(parted))
+    for left in parted.iterdir():  # as a run that was killed behind its third step leaves it
+        if left.name != "checkpoint-3":
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    again = losses(workplace, monkeypatch, **made, output_dir=str(parted), overwrite_output_dir=False)
+    assert again == expected
+    one, other = weights(whole), weights(parted)
+    assert one.keys() == other.keys()
+    for key in one:
+        assert torch.equal(one[key], other[key]), key
+    logs = [json.loads((folder / "trainer_state.json").read_text())["log_history"][:5] for folder in (whole, parted)]
+    assert logs[0] == logs[1]

@@ -1,0 +1,89 @@
+"""Long work as a person sees it: nothing for a moment's work, a bar in a terminal, a line now and then elsewhere."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from burnish.core.work import watch_with, watched, work
+from burnish.report import work as shown
+from burnish.report.work import WorkLine
+from watching import Told
+
+
+@pytest.fixture
+def told():
+    told = Told()
+    watch_with(told)
+    yield told
+    watch_with(None)
+
+
+def test_work_is_told_from_its_beginning_to_its_end_also_where_it_fails(told):
+    def fail():
+        with work("Loading") as advance:
+            advance(1)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    assert told.calls == [("Loading", None, "rows"), 1, "end"]
+
+
+def test_of_work_within_work_the_outermost_is_told(told):
+    with work("Exporting", 2, "files") as advance:
+        with work("Loading") as inner:
+            inner(5)
+        advance(2)
+    assert told.calls == [("Exporting", 2, "files"), 2, "end"]
+
+
+def test_items_are_counted_as_they_are_done(told):
+    assert list(watched([7, 8], "Evaluating", "batches")) == [7, 8]
+    assert told.calls == [("Evaluating", 2, "batches"), 1, 1, "end"]
+    assert list(watched(iter([7]), "Evaluating", "batches")) == [7]
+    assert told.calls[4] == ("Evaluating", None, "batches")
+
+
+def line(done, total, seconds):
+    times = iter([0.0, *[seconds] * 9])
+    made = WorkLine(clock=lambda: next(times))
+    made.begin("Encoding", total, "records")
+    made.advance(done)
+    made.end()
+    return made
+
+
+def test_the_sentence_says_how_far_how_fast_and_how_long():
+    assert line(12_000, 100_000, 4.0).sentence() == "Encoding: 12,000 of 100,000 records, 3.00k a second, 0:29 left"
+    assert line(0, None, 83.0).sentence() == "Encoding: 1:23 so far"
+    assert line(0, 5, 2.0).sentence() == "Encoding: 0 of 5 records"
+
+
+@pytest.mark.parametrize("width", [20, 60, 120])
+def test_the_bar_fits_the_terminal(width):
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=True, _environ={}).print(line(50, 100, 5.0))
+    assert all(len(text) <= width + 40 for text in file.getvalue().splitlines())  # escapes of colours among them
+    assert ("━" in file.getvalue()) == (width >= 60)
+
+
+def test_without_a_terminal_a_line_is_printed_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(shown, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(shown, "HEARTBEAT_S", 0.01)
+    made = WorkLine()
+    made.begin("Loading the model", None, "rows")
+    for _ in range(200):
+        if "Loading the model: 0:00 so far" in capsys.readouterr().out:
+            break
+        made._is_over.wait(0.01)
+    else:
+        pytest.fail("nothing was printed")
+    made.end()
+
+
+def test_a_moment_of_work_shows_nothing(capsys):
+    made = WorkLine()
+    made.begin("Loading the model", None, "rows")
+    made.end()
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,34 @@
+"""A client that sends exactly what it is told to, by http.client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+
+def send(running: Any, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
+    """Returns status, headers and the body's text."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    given = {"Content-Type": "application/json"} if body is not None else {}
+    connection.request(method, path, data, {**given, **(headers or {})})
+    response = connection.getresponse()
+    text = response.read().decode("utf-8")
+    connection.close()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}, text
+
+
+def post(running: Any, path: str, body: Any, **headers: str):
+    """Returns status and the body as JSON."""
+    status, _, text = send(running, "POST", path, body, headers)
+    return status, json.loads(text)
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream's events; the last is "[DONE]"."""
+    found = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in found]
+
+
+CHAT = {"model": "first", "messages": [{"role": "user", "content": "hi"}]}

@@ -1,0 +1,19 @@
+"""Servers for tests; without the extra ``serve`` the tests of this folder are left out, and one of them says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore_glob = [] if find_spec("starlette") and find_spec("uvicorn") else ["test_[!n]*.py"]
+
+
+@pytest.fixture
+def serve() -> Iterator[object]:
+    """``running.start``: start a server; it ends with the test."""
+    from serve.running import starting
+
+    with starting() as start:
+        yield start

@@ -1,0 +1,200 @@
+"""A model whose tokens are bytes and whose answers are written beforehand, behind an engine that keeps the protocol."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from burnish.core.errors import Problem, UserError
+from burnish.infer.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Sampling, Ticket
+from burnish.serve.answering import AnswerCall, Delta
+from burnish.serve.app import unknown_model
+from burnish.serve.requests import ChatRequest, Settings
+
+END = 256
+"""The token that ends an answer; those below it are bytes."""
+
+
+class ScriptedEngine:
+    """Answers each ask with the ids that ``script`` gives for it, one every ``pause_s`` seconds, from a thread."""
+
+    def __init__(self, script: Callable[[Ask], Sequence[int]], seats: int = 4, waiting: int = 8, pause_s: float = 0.0):
+        self.script, self.seats, self.limit, self.pause_s = script, seats, waiting, pause_s
+        self.asks: list[Ask] = []
+        self.cancelled: list[Ask] = []
+        self.error: Problem | None = None
+        self._open: dict[int, tuple[Ask, Callable[[Made], None], list[int]]] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._work = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, ask: Ask, sink: Callable[[Made], None]) -> Ticket:
+        if self._is_closed:
+            raise Closed("closed")
+        if not ask.ids:
+            raise UserError("a prompt has at least one token.")
+        with self._lock:
+            if len(self._open) >= self.seats + self.limit:
+                raise Full(self.limit, 7.0)
+            number = next(self._numbers)
+            self.asks.append(ask)
+            self._open[number] = (ask, sink, [-1, *self.script(ask)][: ask.max_new_tokens + 1])
+        self._work.set()
+        return Ticket(number)
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._lock:
+            found = self._open.pop(ticket.number, None)
+        if found is not None:
+            self.cancelled.append(found[0])
+            found[1](Made(reason="cancelled"))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        until = time.monotonic() + drain_s
+        self._is_closed = True
+        while self._open and time.monotonic() < until:
+            time.sleep(0.01)
+        for number in list(self._open):
+            self.cancel(Ticket(number))
+
+    def facts(self) -> EngineFacts:
+        running = min(self.seats, len(self._open))
+        return EngineFacts("seats", self.seats, running, len(self._open) - running, 512, memory_bytes={"cache": 1})
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def _run(self) -> None:
+        while True:
+            if not self._open:
+                self._work.wait(0.05)
+                self._work.clear()
+            for number in list(self._open)[: self.seats]:
+                self._step(number)
+            if self.pause_s:
+                time.sleep(self.pause_s)
+
+    def _step(self, number: int) -> None:
+        with self._lock:
+            if number not in self._open:
+                return
+            ask, sink, ids = self._open[number]
+            token = ids.pop(0)
+            if token == -1:
+                measured = ask.ids[ask.prompt_logprobs_from :] if ask.prompt_logprobs_from else []
+                made = Made(filled=Filled(2, tuple(_logprob(one, ask) for one in measured)))
+                if ask.max_new_tokens == 0:
+                    del self._open[number]
+                    made = Made(filled=made.filled, reason="length")
+            else:
+                reason = "stop" if token in ask.stop_ids else None if ids else "length"
+                if self.error is not None:
+                    made = Made(reason="failed", error=self.error)
+                else:
+                    measured = (_logprob(token, ask),) if ask.top_logprobs is not None else ()
+                    made = Made((token,), measured, reason=reason)
+                if made.reason is not None:
+                    del self._open[number]
+        sink(made)
+
+
+def _logprob(token: int, ask: Ask) -> Logprob:
+    return Logprob(token, -0.5, tuple((token + place, -0.5 - place) for place in range(ask.top_logprobs or 0)))
+
+
+class ByteReader:
+    """Thoughts stand between < and >, a call is written as {"name", "arguments"} between [ and ]."""
+
+    def __init__(self, stops: Sequence[str] = (), reads_parts: bool = True) -> None:
+        self.stops, self.reads_parts = stops, reads_parts
+        self.held, self.is_thinking, self.numbers, self.call = b"", False, itertools.count(), ""
+        self.num_thought_tokens = 0
+
+    def take(self, token: int, delta: Delta) -> bool:
+        self.num_thought_tokens += self.is_thinking
+        self.held += bytes([token])
+        try:
+            text = self.held.decode("utf-8")
+        except UnicodeDecodeError:
+            return False
+        for stop in self.stops:
+            if stop in text:
+                delta.content += text.partition(stop)[0]
+                return True
+        if any(stop.startswith(text[-n:]) for stop in self.stops for n in range(1, len(text) + 1)):
+            return False
+        self.held = b""
+        self._part(text, delta)
+        return False
+
+    def _part(self, text: str, delta: Delta) -> None:
+        if self.reads_parts and text in "<>":
+            self.is_thinking = text == "<"
+        elif self.reads_parts and (self.call or text == "["):
+            self.call += text
+            if text == "]":
+                read = json.loads(self.call[1:-1])
+                call = AnswerCall(f"call_{next(self.numbers)}", read["name"], json.dumps(read["arguments"]))
+                delta.calls.append(call)
+                self.call = ""
+        elif self.is_thinking:
+            delta.reasoning += text
+        else:
+            delta.content += text
+
+    def end(self, delta: Delta) -> None:
+        if self.held:
+            self._part(self.held.decode("utf-8", "replace"), delta)
+        self.held = b""
+
+
+class FakeServed:
+    """``completions.Served`` over bytes."""
+
+    fingerprint, vocab_size, context = "fp_0123456789", 257, 512
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+
+    def adapter_of(self, model: str) -> str:
+        if model not in {"first", "first:poet", "poet"}:
+            raise unknown_model(model, ["first", "poet"])
+        return BASE if model == "first" else "poet"
+
+    def chat_prompt(self, request: ChatRequest) -> list[int]:
+        return list("".join(f"{message.role}:{message.content}\n" for message in request.messages).encode())
+
+    def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ByteReader:
+        return ByteReader(request.settings.stop)
+
+    def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
+        return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+
+    def text_reader(self, settings: Settings) -> ByteReader:
+        return ByteReader(settings.stop, reads_parts=False)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < END).decode("utf-8", "replace")
+
+    def grammar(self, request: object, prompt: Sequence[int]) -> None:
+        return None
+
+    def sampling(self, settings: Settings) -> Sampling:
+        return Sampling(temperature=settings.temperature or 0.0, bias=settings.bias, seed=settings.seed)
+
+    def stop_ids(self, settings: Settings) -> frozenset[int]:
+        return frozenset({END})
+
+    def shown(self, token: int) -> tuple[str, bytes]:
+        return (chr(token), bytes([token])) if token < END else ("<end>", b"")
+
+
+def saying(text: str) -> Callable[[Ask], list[int]]:
+    """A script that always gives this answer."""
+    return lambda ask: [*text.encode(), END]

@@ -1,0 +1,68 @@
+"""A server in a thread, with its own event loop, on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from burnish.serve.answering import Mailbox
+from burnish.serve.app import State, application
+from burnish.serve.completions import Desk
+from burnish.serve.options import ApiOptions
+from serve.fakes import FakeServed, ScriptedEngine, saying
+
+HELLO = saying("hello")
+
+
+@dataclass
+class Running:
+    port: int
+    state: State
+    engine: ScriptedEngine
+
+
+class QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Callable[..., Running]]:
+    ends: list[Callable[[], None]] = []
+
+    def start(script=HELLO, key=None, is_ready=True, engine=None, **options) -> Running:
+        engine = engine or ScriptedEngine(script)
+        given, loop, state = ApiOptions(**options), asyncio.new_event_loop(), State()
+        if is_ready:
+            state.desk = Desk(FakeServed(engine), Mailbox(loop), given.api_max_tokens, given.api_timeout, set())
+            state.models = [{"id": "first", "object": "model", "created": 1, "owned_by": "burnish"}]
+            state.phase, state.share = "ready", 1.0
+        port, end = serve_app(application(given, state, key), loop)
+        ends.append(end)
+        return Running(port, state, engine)
+
+    yield start
+    for end in ends:
+        end()
+
+
+def serve_app(app, loop: asyncio.AbstractEventLoop) -> tuple[int, Callable[[], None]]:
+    """Serve an application in a thread. Returns the port, and what ends it."""
+    found = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False)
+    server = QuietServer(config)
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[found]),), daemon=True)
+    thread.start()
+
+    def end() -> None:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+
+    return found.getsockname()[1], end

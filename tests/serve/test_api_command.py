@@ -1,0 +1,172 @@
+"""``burnish api`` as a process: its bind, its key, its lines, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.core.errors import UserError
+from burnish.serve.api import read_options, with_adapters
+from serve.client import send
+
+pytestmark = pytest.mark.run
+
+MODEL = str(Path(burnish.__file__).parent / "demo" / "model")
+SOURCE = str(Path(burnish.__file__).parents[1])
+
+
+class Process:
+    """A server, its port once it has said it, and all that it says."""
+
+    def __init__(self, *words: str, **environment: str) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "burnish", "api", *words],
+            env={**os.environ, "PYTHONPATH": SOURCE, **environment}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self.child.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def until_ready(self) -> Process:
+        until = time.monotonic() + 120
+        while not any(line.startswith("try ") for line in self.lines):
+            assert self.child.poll() is None, self.output
+            assert time.monotonic() < until, self.output
+            time.sleep(0.05)
+        address = next(line for line in self.lines if line.startswith("address"))
+        self.port = int(address.split()[1].rstrip(",").rpartition(":")[2])
+        return self
+
+    def ended(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+        self.child.send_signal(number)
+        return self.child.wait(seconds)
+
+
+def test_a_server_says_where_it_is_answers_and_drains(tmp_path: Path) -> None:
+    process = Process(MODEL, "api_port=0", "api_drain=5", "infer_seats=2", API_KEY="canary-0123456789").until_ready()
+    assert len([line for line in process.lines if line.split()[:1] and not line[:2].isdigit()]) == 4
+    headers = {"Authorization": "Bearer canary-0123456789"}
+    body = {"model": "model", "messages": [{"role": "user", "content": "opposite: hot"}], "max_tokens": 400}
+    assert send(process, "GET", "/v1/models")[0] == 401
+    answers: list[tuple[int, str]] = []
+    asked = {**body, "ignore_eos": True, "temperature": 0}
+
+    def ask() -> None:
+        status, _, text = send(process, "POST", "/v1/chat/completions", asked, headers)
+        answers.append((status, text))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.3)
+    process.child.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    refused = _status_or_none(process, headers, body)
+    assert process.child.wait(30) == 128 + signal.SIGTERM
+    asking.join(10)
+    assert answers
+    assert answers[0][0] in {200, 503}  # finished in the time that it had, or told that it was over
+    assert refused in {503, None}
+    assert "canary" not in process.output
+    assert "Traceback" not in process.output
+    listed = subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=False).stdout
+    assert "canary" not in listed
+
+
+def _status_or_none(process: Process, headers: dict[str, str], body: dict) -> int | None:
+    try:
+        return send(process, "POST", "/v1/chat/completions", body, headers)[0]
+    except OSError:
+        return None
+
+
+@pytest.mark.slow
+def test_a_wide_bind_makes_a_key_and_prints_it_once() -> None:
+    process = Process(MODEL, "api_port=0", "api_host=0.0.0.0").until_ready()
+    key = process.output.partition("key ")[2].split()[0]
+    assert len(key) >= 40
+    assert process.output.count(key) == 1
+    assert send(process, "GET", "/v1/models")[0] == 401
+    assert send(process, "GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
+    assert process.ended(signal.SIGINT) == 128 + signal.SIGINT
+
+
+@pytest.mark.slow
+def test_a_unix_socket_takes_the_place_of_a_port(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    process = Process(MODEL, f"api_socket={path}")
+    until = time.monotonic() + 120
+    while not any(line.startswith("try ") for line in process.lines):
+        assert time.monotonic() < until, process.output
+        time.sleep(0.05)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(path))
+        raw.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b'"status":"ready"' in raw.makefile("rb").read()
+    assert process.ended() == 128 + signal.SIGTERM
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no/such/model", "api_port=0"], "no/such/model"),
+        ([MODEL, "api_port=0", "templte=qwen"], "templte"),
+        ([MODEL, "api_port=x"], "api_port"),
+        ([MODEL, "api_key=0123456789"], "list of processes"),
+        ([MODEL, "api_host=192.0.2.7", "api_port=0"], "192.0.2.7"),
+    ],
+)
+def test_what_a_user_gave_wrong_is_a_sentence_and_status_2(words: list[str], said: str) -> None:
+    process = Process(*words)
+    assert process.child.wait(120) == 2
+    time.sleep(0.1)
+    assert said in process.output
+    assert "Traceback" not in process.output
+
+
+def test_the_servers_options_come_from_a_file_flags_and_the_environment(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "api.yaml"
+    file.write_text("model_name_or_path: x\napi_port: 9001\napi_key: from-the-file\napi_aliases: [a, b]\n")
+    monkeypatch.setenv("API_PORT", "9002")
+    monkeypatch.setenv("API_MODEL_NAME", "named")
+    options = read_options([str(file), "api_drain=3"])
+    assert (options.api_port, options.api_drain, options.api_model_name) == (9001, 3.0, "named")
+    assert (options.api_key, options.api_aliases) == ("from-the-file", ["a", "b"])
+    with pytest.raises(UserError, match="api_timeout"):
+        read_options(["some/folder", "api_timeout=-1"])
+
+
+def test_adapters_are_named_one_by_one() -> None:
+    words = with_adapters(["m", "--adapter", "sql=a/b", "--adapter", "poet=c=d", "api_port=1"])
+    assert words[:2] == ["m", "api_port=1"]
+    assert json.loads(words[3]) == {"sql": "a/b", "poet": "c=d"}
+    with pytest.raises(UserError, match="name=folder"):
+        with_adapters(["m", "--adapter", "sql"])
+
+
+def test_help_is_there_before_any_library_of_models() -> None:
+    script = "import sys; from burnish.cli import main; main(['api', '--help']); print('LOADED', *sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={"PYTHONPATH": SOURCE}
+    ).stdout
+    assert "api_port" in run
+    loaded = run.partition("LOADED")[2].split()
+    assert not {"torch", "transformers", "starlette", "uvicorn"} & set(loaded)

@@ -1,0 +1,370 @@
+"""Chat completions over the wire: shapes, streams, folds, queue, cancelling, and bodies that are wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+
+import pytest
+
+from burnish.core.errors import Problem
+from serve.client import CHAT, events, post, send
+from serve.fakes import END, ScriptedEngine, saying
+
+PARTS = '<I think>Für 你好 👍🏽 [{"name": "add", "arguments": {"a": 1}}][{"name": "neg", "arguments": {}}]'
+
+
+def fold(chunks: list) -> dict:
+    """A stream as the whole completion that a client would make of it."""
+    choices: dict[int, dict] = {}
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            choice = choices.setdefault(part["index"], {"index": part["index"], "message": {}, "logprobs": None})
+            message, delta = choice["message"], part["delta"]
+            for key in ("role", "content", "reasoning_content"):
+                if delta.get(key) is not None:
+                    message[key] = message.get(key, "") + delta[key]
+            for call in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] == len(calls):
+                    calls.append({"id": call["id"], "type": "function", "function": {**call["function"]}})
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            if part.get("logprobs"):
+                choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
+                choice["logprobs"]["content"] += part["logprobs"]["content"]
+            if part.get("token_ids"):
+                choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
+            if part["finish_reason"]:
+                choice["finish_reason"] = part["finish_reason"]
+    return {"choices": [choices[index] for index in sorted(choices)]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"n": 3, "seed": 7},
+        {"logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+        {"stop": ["好", "ü"]},
+        {"max_tokens": 5},
+        {"parallel_tool_calls": False},
+        {"n": 2, "logprobs": True, "stop": "Ö", "max_completion_tokens": 40},
+    ],
+)
+def test_a_whole_answer_is_its_stream_folded(serve, settings) -> None:
+    running = serve(saying(PARTS))
+    status, whole = post(running, "/v1/chat/completions", {**CHAT, **settings})
+    assert status == 200
+    _, headers, text = send(running, "POST", "/v1/chat/completions", {**CHAT, **settings, "stream": True})
+    assert headers["content-type"].startswith("text/event-stream")
+    assert headers["x-accel-buffering"] == "no"
+    *chunks, done = events(text)
+    assert done == "[DONE]"
+    folded = fold(chunks)["choices"]
+    for one, other in zip(whole["choices"], folded, strict=True):
+        expected = {key: value for key, value in one["message"].items() if value is not None}
+        assert expected == {k: v for k, v in other["message"].items() if v or expected.get(k) == v}
+        assert (one["finish_reason"], one["logprobs"]) == (other["finish_reason"], other["logprobs"])
+        assert one.get("token_ids") == other.get("token_ids")
+
+
+def test_parts_of_an_answer_stand_in_their_fields(serve) -> None:
+    _, whole = post(serve(saying(PARTS)), "/v1/chat/completions", CHAT)
+    choice = whole["choices"][0]
+    assert choice["message"]["reasoning_content"] == "I think"
+    assert choice["message"]["content"] == "Für 你好 👍🏽 "
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add", "neg"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert choice["finish_reason"] == "tool_calls"
+    assert whole["usage"]["completion_tokens"] == len(PARTS.encode()) + 1
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("I think>")
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_usage_and_done(serve) -> None:
+    body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = events(send(serve(), "POST", "/v1/chat/completions", body)[2])
+    assert done == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert chunks[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 6
+    assert len({(c["id"], c["created"], c["model"], c["system_fingerprint"]) for c in [*chunks, usage]}) == 1
+
+
+def test_an_answer_that_is_cut_says_length(serve) -> None:
+    _, whole = post(serve(), "/v1/chat/completions", {**CHAT, "max_tokens": 3})
+    assert whole["choices"][0]["message"]["content"] == "hel"
+    assert whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stop_string_is_no_part_of_the_text_and_frees_the_seat(serve) -> None:
+    running = serve(lambda ask: [*b"one two three", *[65] * 400])
+    _, whole = post(running, "/v1/chat/completions", {**CHAT, "stop": "two"})
+    assert whole["choices"][0]["message"]["content"] == "one "
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert running.engine.num_open == 0
+
+
+def test_choice_i_draws_with_seed_plus_i(serve) -> None:
+    running = serve()
+    post(running, "/v1/chat/completions", {**CHAT, "n": 3, "seed": 40})
+    assert [ask.sampling.seed for ask in running.engine.asks] == [40, 41, 42]
+
+
+def test_the_answer_is_cut_to_the_room_that_the_prompt_leaves(serve) -> None:
+    running = serve()
+    long = {"model": "first", "messages": [{"role": "user", "content": "x" * 500}]}
+    post(running, "/v1/chat/completions", {**long, "max_tokens": 100})
+    assert running.engine.asks[0].max_new_tokens == 512 - len("user:\n") - 500
+    status, body = post(running, "/v1/chat/completions", {**long, "messages": [{"role": "user", "content": "x" * 600}]})
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert "606" in body["error"]["message"]
+    assert "512" in body["error"]["message"]
+
+
+def test_unknown_fields_are_named_and_refused_where_the_server_is_strict(serve) -> None:
+    _, headers, _ = send(serve(), "POST", "/v1/chat/completions", {**CHAT, "tempratur": 1, "user": "me"})
+    assert headers["x-burnish-ignored"] == "tempratur"
+    status, body = post(serve(api_strict=True), "/v1/chat/completions", {**CHAT, "tempratur": 1})
+    assert (status, body["error"]["param"]) == (400, "tempratur")
+
+
+def test_an_unknown_model_is_404_and_the_known_ones_are_listed(serve) -> None:
+    status, body = post(serve(), "/v1/chat/completions", {**CHAT, "model": "gpt-4"})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+    assert "first, poet" in body["error"]["message"]
+
+
+# --- queue, failures, clients that go ---------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_429_with_when_to_come_again(serve) -> None:
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=1, waiting=1, pause_s=0.05))
+    streams = [open_stream(running) for _ in range(2)]
+    wait_for(lambda: running.engine.num_open == 2)
+    status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
+    assert (status, json.loads(text)["error"]["code"]) == (429, "queue_full")
+    assert headers["retry-after"] == "7"
+    for stream in streams:
+        stream.close()
+
+
+def test_of_a_request_that_does_not_fit_no_part_is_begun(serve) -> None:
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=1, waiting=1, pause_s=0.05))
+    assert post(running, "/v1/chat/completions", {**CHAT, "n": 3})[0] == 429
+    assert running.engine.num_open == 0
+
+
+def test_a_client_that_goes_frees_its_seats(serve) -> None:
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=4, waiting=0, pause_s=0.02))
+    streams = [open_stream(running) for _ in range(4)]
+    for stream in streams:
+        read_until(stream, b"chat.completion.chunk")
+        stream.close()
+    began = time.monotonic()
+    wait_for(lambda: running.engine.num_open == 0)
+    assert time.monotonic() - began < 2
+    assert len(running.engine.cancelled) == 4
+
+
+def test_a_client_that_goes_before_its_whole_answer_frees_its_seat(serve) -> None:
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, pause_s=0.02))
+    waiting = open_stream(running, stream=False)
+    wait_for(lambda: running.engine.num_open == 1)
+    waiting.close()
+    wait_for(lambda: running.engine.num_open == 0)
+    assert not running.state.desk.under_way
+
+
+def test_clients_that_vanish_at_drawn_instants_leave_nothing_behind(serve) -> None:
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 60, seats=8, waiting=64, pause_s=0.001))
+    draw = random.Random(5)
+    for _ in range(40):
+        stream = open_stream(running, n=draw.choice([1, 2]), stream=draw.random() < 0.7)
+        stream.settimeout(0.5)
+        wanted = draw.randrange(400)
+        try:
+            while wanted > 0 and (part := stream.recv(min(wanted, 64))):
+                wanted -= len(part)
+        except TimeoutError:
+            pass
+        stream.close()
+    wait_for(lambda: running.engine.num_open == 0 and not running.state.desk.under_way)
+    assert post(running, "/v1/chat/completions", {**CHAT, "max_tokens": 2})[0] == 200
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody_and_gets_longer_deltas(serve) -> None:
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 480))
+    slow = open_stream(running, receive_buffer=2048)
+    time.sleep(0.3)
+    assert post(running, "/v1/chat/completions", CHAT)[0] == 200
+    wait_for(lambda: running.engine.num_open == 0)
+    text = b""
+    while part := slow.recv(65536):
+        text += part
+        if b"[DONE]" in part:
+            break
+    content = "".join(
+        chunk["choices"][0]["delta"].get("content", "") for chunk in events(_unchunked(text))[:-1] if chunk["choices"]
+    )
+    assert content == "A" * 480
+
+
+@pytest.mark.parametrize(("code", "status"), [("out_of_memory", 503), ("non_finite_logits", 503), ("strange", 500)])
+def test_a_failure_of_the_engine_is_an_error_object_and_in_a_stream_its_last_event(serve, code, status) -> None:
+    running = serve()
+    running.engine.error = Problem(f"{code}: there was none.")
+    found, body = post(running, "/v1/chat/completions", CHAT)
+    assert (found, body["error"]["type"]) == (status, "server_error")
+    *_, last = events(send(running, "POST", "/v1/chat/completions", {**CHAT, "stream": True})[2])
+    assert last["error"]["code"] == body["error"]["code"]
+
+
+def test_while_the_model_loads_everything_but_health_is_503(serve) -> None:
+    running = serve(is_ready=False)
+    status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
+    assert (status, headers["retry-after"]) == (503, "2")
+    assert json.loads(text)["error"]["code"] == "model_loading"
+    assert send(running, "GET", "/healthz")[0] == 200
+    status, _, text = send(running, "GET", "/readyz")
+    assert (status, json.loads(text)["status"]) == (503, "loading")
+
+
+def test_a_server_that_drains_takes_no_new_work(serve) -> None:
+    running = serve()
+    running.state.phase = "draining"
+    status, body = post(running, "/v1/chat/completions", CHAT)
+    assert (status, body["error"]["code"]) == (503, "draining")
+    assert json.loads(send(running, "GET", "/readyz")[2])["status"] == "draining"
+
+
+# --- text completions, tokens, the rest -------------------------------------------------------------------------------
+
+
+def test_a_text_completion_with_echo_measures_the_prompt(serve) -> None:
+    running = serve(saying("!?"))
+    body = {"model": "first", "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1}
+    _, whole = post(running, "/v1/completions", body)
+    choice = whole["choices"][0]
+    assert choice["text"] == "abc!"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c", "!"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    *chunks, done = events(send(running, "POST", "/v1/completions", {**body, "stream": True})[2])
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc!"
+    joined = [lp for c in chunks if c["choices"][0]["logprobs"] for lp in c["choices"][0]["logprobs"]["token_logprobs"]]
+    assert joined == choice["logprobs"]["token_logprobs"]
+
+
+def test_a_prompt_is_only_measured_where_no_token_is_asked_for(serve) -> None:
+    body = {"model": "first", "prompt": [97, 98], "echo": True, "logprobs": 0, "max_tokens": 0}
+    _, whole = post(serve(), "/v1/completions", body)
+    assert whole["choices"][0]["text"] == "ab"
+    assert whole["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5]
+    assert whole["usage"]["completion_tokens"] == 0
+
+
+def test_several_prompts_have_choices_in_their_order(serve) -> None:
+    running = serve(lambda ask: [*ask.ids, END])
+    _, whole = post(running, "/v1/completions", {"model": "first", "prompt": ["ab", "cd"], "n": 2})
+    assert [choice["text"] for choice in whole["choices"]] == ["ab", "ab", "cd", "cd"]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert whole["usage"]["prompt_tokens"] == 4
+
+
+def test_tokens_go_there_and_back(serve) -> None:
+    running = serve()
+    _, found = post(running, "/tokenize", {"model": "first", "prompt": "hé"})
+    assert found == {"tokens": [104, 195, 169], "count": 3, "max_model_len": 512, "pieces": ["h", "Ã", "©"]}
+    assert post(running, "/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "hé"}
+    assert post(running, "/tokenize", {"messages": CHAT["messages"]})[1]["count"] == len("user:hi\n")
+    assert post(running, "/detokenize", {"tokens": [257]})[0] == 400
+
+
+def test_what_is_not_there_says_what_is(serve) -> None:
+    running = serve()
+    status, _, text = send(running, "POST", "/v1/embeddings", {})
+    assert (status, json.loads(text)["error"]["code"]) == (404, "unknown_url")
+    status, headers, text = send(running, "GET", "/v1/chat/completions")
+    assert (status, headers["allow"], json.loads(text)["error"]["code"]) == (405, "POST", "method_not_allowed")
+    assert send(running, "GET", "/v1/models/")[0] == 404
+    status, _, text = send(running, "POST", "/v1/score/evaluation", {"model": "first", "messages": ["a"]})
+    assert status == 405
+    status, body = post(running, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/etc"})
+    assert (status, body["error"]["code"]) == (403, "loading_not_allowed")
+
+
+def test_metrics_count_what_was_answered(serve) -> None:
+    running = serve()
+    post(running, "/v1/chat/completions", CHAT)
+    post(running, "/v1/chat/completions", {})
+    _, headers, text = send(running, "GET", "/metrics")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'burnish_requests_total{route="/v1/chat/completions",status="200"} 1' in text
+    assert 'burnish_requests_total{route="/v1/chat/completions",status="400"} 1' in text
+    assert "burnish_first_token_seconds_count 1" in text
+    assert "burnish_ready 1" in text
+
+
+def test_a_page_for_chatting_asks_for_models_a_stream_a_title_and_tags_and_none_waits(serve) -> None:
+    """What Open WebUI sends for one message: the chat as a stream, and beside it requests for a title and for tags."""
+    running = serve(engine=ScriptedEngine(lambda ask: [*b"<so>Hello", END], seats=4, pause_s=0.01))
+    assert [one["id"] for one in json.loads(send(running, "GET", "/v1/models")[2])["data"]] == ["first"]
+    streamed = open_stream(running, stream_options={"include_usage": True})
+    for asked in ("Write a title.", "Write tags as JSON."):
+        body = {**CHAT, "messages": [{"role": "user", "content": asked}], "stream": False, "max_completion_tokens": 50,
+                "metadata": {"chat_id": "1"}, "user": "me"}  # fmt: skip
+        assert post(running, "/v1/chat/completions", body)[1]["choices"][0]["message"]["reasoning_content"] == "so"
+    read_until(streamed, b"[DONE]")
+    streamed.close()
+    told = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "And?"}]  # the thought is left out
+    assert post(running, "/v1/chat/completions", {**CHAT, "messages": [*CHAT["messages"], *told]})[0] == 200
+
+
+def open_stream(running, receive_buffer: int = 0, **settings) -> socket.socket:
+    """A request whose response is not read yet."""
+    body = json.dumps({**CHAT, "stream": True, "max_tokens": 480, **settings}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{running.port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    stream = socket.socket()
+    if receive_buffer:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    stream.connect(("127.0.0.1", running.port))
+    stream.settimeout(10)
+    stream.sendall(head.encode() + body)
+    return stream
+
+
+def read_until(stream: socket.socket, wanted: bytes) -> None:
+    text = b""
+    while wanted not in text:
+        part = stream.recv(4096)
+        assert part, text
+        text += part
+
+
+def wait_for(condition, seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.01)
+
+
+def _unchunked(raw: bytes) -> str:
+    """The body of a chunked response."""
+    rest, body = raw.partition(b"\r\n\r\n")[2], b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        if not size.strip():
+            continue
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return body.decode()

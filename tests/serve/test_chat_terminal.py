@@ -1,0 +1,249 @@
+"""``burnish chat``: what each typed line does, what a model cannot do to a terminal, one message from a pipe."""
+
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from burnish.core.errors import UserError
+from burnish.serve.terminal.partners import ChatSettings, Ended, Event, Request
+from burnish.serve.terminal.screen import Screen, visible
+from burnish.serve.terminal.talk import Talk
+from small_run import make_model
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+class Scripted:
+    """Answers in turn; remembers what it was asked."""
+
+    name, adapters = "scripted", ("poet",)
+
+    def __init__(self, *answers) -> None:
+        self.waiting, self.asked = list(answers), []
+
+    def answer(self, request: Request):
+        self.asked.append(request)
+        for event in self.waiting.pop(0) if self.waiting else [Event("content", "Yes.")]:
+            if event is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            yield event
+        yield Event("end", end=Ended("stop", 2, 0.1, 0.2, 90, (1, 2), (3, 4), (0.9, 0.05)))
+
+    def pieces(self, ids):
+        return [(f"w{i}", i == 1) for i in ids]
+
+    def defaults(self):
+        return {"temperature": 0.95}
+
+    def close(self) -> None: ...
+
+
+def talk_of(*answers) -> tuple[Talk, Scripted, io.StringIO]:
+    out, partner = io.StringIO(), Scripted(*answers)
+    return Talk(partner, Screen(out=out)), partner, out
+
+
+def roles(talk: Talk) -> list[str]:
+    return [message["role"] for message in talk.messages]
+
+
+def test_a_message_is_answered_and_the_conversation_grows() -> None:
+    talk, partner, out = talk_of()
+    assert talk.take("Hello?") == 0
+    talk.take("And now?")
+    assert roles(talk) == ["user", "assistant"] * 2
+    assert [m["content"] for m in partner.asked[1].messages] == ["Hello?", "Yes.", "And now?"]
+    assert "2 tokens, 10.0 tokens/s, first after 0.10 s, 90 tokens of context left" in out.getvalue()
+
+
+def test_retry_undo_and_edit_go_back() -> None:
+    talk, partner, _ = talk_of()
+    talk.settings = ChatSettings(seed=7)
+    talk.take("One?")
+    talk.take("/retry")
+    assert [request.settings.seed for request in partner.asked] == [7, 8]
+    talk.take("Two?")
+    talk.take("/undo")
+    assert roles(talk) == ["user", "assistant"]
+    talk.take("/edit")
+    assert (talk.messages, talk._begun) == ([], "One?")
+    talk.take("/undo")  # nothing is left
+    assert talk.messages == []
+
+
+def test_a_system_message_begins_anew() -> None:
+    talk, partner, _ = talk_of()
+    talk.take("One?")
+    talk.take("/system Be brief.")
+    talk.take("Two?")
+    assert [m["role"] for m in partner.asked[-1].messages] == ["system", "user"]
+
+
+def test_settings_are_typed_and_say_who_set_them() -> None:
+    talk, _, out = talk_of()
+    talk.take("/set temperature=0.2 seed=5 do_sample=false")
+    assert talk.settings == ChatSettings(temperature=0.2, seed=5, do_sample=False)
+    assert talk.take("/set temprature=1") == 1
+    assert 'Did you mean "temperature"?' in out.getvalue()
+    talk.take("/set temperature=")
+    talk.take("/set")
+    assert talk.settings.temperature is None
+    assert "0.95         the model" in out.getvalue()
+
+
+def test_thoughts_are_shown_or_measured_and_kept_apart() -> None:
+    thinking = [Event("thought", "Hm."), Event("content", "Yes.")]
+    talk, partner, out = talk_of(thinking, thinking)
+    talk.take("One?")
+    assert talk.messages[-1]["reasoning_content"] == "Hm."
+    talk.take("/think hide")
+    talk.take("Two?")
+    assert out.getvalue().count("Hm.") == 1
+    assert "3 characters" in out.getvalue()
+    talk.take("/think off")
+    talk.take("Three?")
+    assert [request.thinks for request in partner.asked] == [None, True, False]
+
+
+def test_a_call_is_shown_and_waits_for_its_answer(tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([TOOL["function"]]))
+    talk, partner, out = talk_of([Event("call", call={"name": "f", "arguments": '{"a": 1}'})])
+    talk.take(f"/tools {tmp_path / 'tools.json'}")
+    talk.take("Call.")
+    assert partner.asked[0].tools == (TOOL,)
+    assert '│ {"a": 1}' in out.getvalue()
+    assert talk.take("Go on.") == 1  # a call waits
+    talk.take("/answer 42")
+    assert roles(talk) == ["user", "assistant", "tool", "assistant"]
+    assert talk.messages[2]["tool_call_id"] == talk.messages[1]["tool_calls"][0]["id"]
+
+
+def test_an_answer_that_is_stopped_is_kept_and_marked() -> None:
+    talk, _, out = talk_of([Event("content", "Once upon"), KeyboardInterrupt])
+    assert talk.take("Tell.") == 0
+    assert talk.messages[-1]["content"] == "Once upon"
+    assert "[stopped]" in out.getvalue()
+
+
+def test_an_answer_that_failed_takes_the_question_back() -> None:
+    talk, _, out = talk_of([Event("end", end=Ended("failed", error="non_finite_logits"))])
+    talk.partner.answer = lambda request: iter([Event("end", end=Ended("failed", error="non_finite_logits"))])
+    talk.partner.answer = _closable(talk.partner.answer)
+    assert talk.take("One?") == 1
+    assert talk.messages == []
+    assert "non_finite_logits" in out.getvalue()
+
+
+def _closable(answer):
+    def generator(request):
+        yield from answer(request)
+
+    return generator
+
+
+def test_adapters_are_changed_and_laid_beside_each_other() -> None:
+    talk, partner, _ = talk_of()
+    talk.take("/adapter poet")
+    talk.take("One?")
+    talk.take("/both base")
+    assert [request.adapter for request in partner.asked] == ["poet", "poet", ""]
+    assert roles(talk) == ["user", "assistant"]
+    assert talk.take("/adapter pote") == 1
+
+
+def test_a_saved_conversation_is_a_record_and_is_never_written_over(tmp_path: Path) -> None:
+    talk, _, _ = talk_of()
+    talk.take("/system Be brief.")
+    talk.take("One?")
+    talk.take(f"/save {tmp_path / 'a.jsonl'}")
+    record = json.loads((tmp_path / "a.jsonl").read_text())
+    assert [message["role"] for message in record["messages"]] == ["system", "user", "assistant"]
+    assert talk.take(f"/save {tmp_path / 'a.jsonl'}") == 1
+    other, _, _ = talk_of()
+    other.take(f"/load {tmp_path / 'a.jsonl'}")
+    assert (other.system, roles(other)) == ("Be brief.", ["user", "assistant"])
+
+
+def test_tokens_are_looked_at() -> None:
+    talk, _, out = talk_of()
+    assert talk.take("/tokens") == 1
+    talk.take("One?")
+    talk.take("/tokens p")
+    assert "w3(90%)·w4(5%)" in out.getvalue()
+    assert "[1, 2]" in out.getvalue()
+
+
+def test_an_unknown_command_is_named_with_the_nearest() -> None:
+    talk, _, out = talk_of()
+    assert talk.take("/retyr") == 1
+    assert 'Did you mean "retry"?' in out.getvalue()
+
+
+def test_a_model_cannot_write_to_the_terminal() -> None:
+    talk, _, out = talk_of([Event("content", "a\x1b]52;c;AAAA\x07b\r\x7f\u202ec")])
+    talk.take("One?")
+    assert "a␛]52;c;AAAA␇b␍␡�c" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+    assert visible("tab\tline\n") == "tab\tline\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "burnish", "chat", *words]
+
+
+def test_a_message_from_a_pipe_is_answered_and_nothing_else_is_printed(model: Path) -> None:
+    words = command(str(model), "max_new_tokens=5", "do_sample=false")
+    runs = [subprocess.run(words, input="Hello", capture_output=True, text=True, timeout=120) for _ in range(2)]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert runs[0].stdout == runs[1].stdout
+    assert runs[0].stdout.count("\n") <= 6
+    assert not runs[0].stderr
+
+
+def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
+    main, child = pty.openpty()
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        command(str(model), "max_new_tokens=5"), stdin=child, stdout=child, stderr=child, env=environment
+    )
+    seen = ""
+
+    def read_until(text: str) -> None:
+        nonlocal seen
+        until = time.monotonic() + 120
+        while text not in seen:
+            assert time.monotonic() < until, seen
+            if select.select([main], [], [], 0.2)[0]:
+                seen += os.read(main, 4096).decode("utf-8", "replace")
+
+    read_until("> ")
+    assert "/help lists what can be typed" in seen
+    os.write(main, b"Hello\n")
+    read_until("context left")
+    os.write(main, b"/exit\n")
+    assert process.wait(30) == 0
+    os.close(main)
+    os.close(child)
+    history = tmp_path / "burnish" / "chat_history"
+    assert "Hello" in history.read_text()
+    assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_url_that_answers_nothing_is_said() -> None:
+    from burnish.serve.terminal.partners import UrlPartner
+
+    with pytest.raises(UserError, match="cannot be reached"):
+        UrlPartner("http://127.0.0.1:9/v1")

@@ -1,0 +1,245 @@
+"""A real model behind the routes, asked by the openai client, sync and async: types, streams, log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("openai") is None:
+    pytest.skip("the openai client is not installed", allow_module_level=True)
+
+import openai
+
+import burnish
+from burnish.app.serving import serving_of
+from burnish.core.types import Example, Message
+from burnish.infer.loading import Answerer, load_answerer, seat_engine
+from burnish.serve.answering import Mailbox
+from burnish.serve.app import State, application
+from burnish.serve.completions import Desk
+from burnish.serve.options import ApiOptions
+from burnish.serve.served import ServedModel
+from serve.client import post
+from serve.running import serve_app
+
+pytestmark = pytest.mark.run
+
+MODEL = Path(burnish.__file__).parent / "demo" / "model"
+ASKED = [{"role": "user", "content": "opposite: hot"}]
+
+
+@dataclass
+class Real:
+    port: int
+    answerer: Answerer
+    client: openai.OpenAI
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Real]:
+    answerer = load_answerer(serving_of([str(MODEL)]).options, "demo")
+    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), State()
+    served = ServedModel(answerer, engine, "demo", aliases=["gpt-3.5-turbo"])
+    state.desk, state.models, state.phase = Desk(served, Mailbox(loop), 64, 60.0, set()), served.models(), "ready"
+    port, end = serve_app(application(ApiOptions(), state, "a-key-for-tests"), loop)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a-key-for-tests", max_retries=0)
+    yield Real(port, answerer, client)
+    end()
+    engine.close()
+
+
+def test_models_are_listed_under_all_their_names(real: Real) -> None:
+    listed = real.client.models.list().data
+    assert [model.id for model in listed] == ["demo", "gpt-3.5-turbo"]
+    assert real.client.models.retrieve("demo").owned_by == "burnish"
+    assert str(MODEL) not in str(listed)
+
+
+def test_a_whole_answer_is_its_stream_for_the_client_too(real: Real) -> None:
+    asked = {"model": "demo", "messages": ASKED, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    whole = real.client.chat.completions.create(**asked)
+    stream = real.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    tokens = [one for c in chunks if c.choices and c.choices[0].logprobs for one in c.choices[0].logprobs.content]
+    assert [one.token for one in tokens] == [one.token for one in whole.choices[0].logprobs.content]
+
+
+def test_the_prompt_has_the_ids_that_training_gives_that_conversation(real: Real) -> None:
+    messages = [
+        {"role": "system", "content": "You answer in a word."},
+        {"role": "user", "content": "opposite: hot"},
+        {"role": "assistant", "content": "cold"},
+        {"role": "user", "content": "opposite: <|im_end|> big"},
+    ]
+    _, found = post(real, "/tokenize", {"model": "demo", "messages": messages}, Authorization="Bearer a-key-for-tests")
+    example = Example(
+        tuple(Message(one["role"], one["content"]) for one in messages[1:]), system=messages[0]["content"]
+    )
+    assert found["tokens"] == real.answerer.template.prompt(example)
+
+
+def test_an_answer_that_is_continued_goes_on_from_its_text(real: Real) -> None:
+    asked = {"model": "demo", "temperature": 0, "max_tokens": 6}
+    whole = real.client.chat.completions.create(messages=ASKED, **asked, extra_body={"return_token_ids": True})
+    first = real.answerer.tokenizer.decode(whole.choices[0].token_ids[:2])
+    rest = real.client.chat.completions.create(
+        messages=[*ASKED, {"role": "assistant", "content": first}], **asked,
+        extra_body={"continue_final_message": True},
+    )  # fmt: skip
+    assert whole.choices[0].message.content.startswith(first)
+    assert (first + rest.choices[0].message.content).startswith(whole.choices[0].message.content)
+
+
+def test_the_same_seed_gives_the_same_choices_and_each_has_its_own(real: Real) -> None:
+    asked = {"model": "demo", "messages": ASKED, "seed": 11, "n": 3, "temperature": 1.5, "max_tokens": 8}
+    first, second = (real.client.chat.completions.create(**asked) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) > 1
+    assert first.system_fingerprint == second.system_fingerprint
+
+
+def test_log_probabilities_of_an_echoed_prompt_are_the_training_loss(real: Real) -> None:
+    import torch
+
+    ids = real.answerer.tokenizer("opposite: hot\ncold")["input_ids"]
+    found = real.client.completions.create(model="demo", prompt=ids, echo=True, logprobs=1, max_tokens=1)
+    logps = found.choices[0].logprobs.token_logprobs
+    with torch.no_grad():
+        loss = real.answerer.model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.float().item()
+    measured = logps[1 : len(ids)]
+    assert logps[0] is None
+    # the weights are bfloat16 where the processor has it, whose products differ with the shape of a batch
+    assert -sum(measured) / len(measured) == pytest.approx(loss, rel=2e-2)
+    assert math.isfinite(logps[len(ids)])
+
+
+def test_errors_are_the_clients_own_exceptions(real: Real) -> None:
+    create = real.client.chat.completions.create
+    with pytest.raises(openai.NotFoundError) as missing:
+        create(model="gpt-4o", messages=ASKED)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        create(model="demo", messages=ASKED, temperature=9)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=str(real.client.base_url), api_key="another-key", max_retries=0).models.list()
+    with pytest.raises(openai.BadRequestError) as thoughts:
+        create(model="demo", messages=ASKED, reasoning_effort="high")
+    assert thoughts.value.param == "reasoning_effort"
+    with pytest.raises(openai.BadRequestError):
+        create(model="demo", messages=[{"role": "user", "content": "x " * 2000}])
+
+
+def test_many_ask_at_once_and_each_gets_its_own_answer(real: Real) -> None:
+    words = ["hot", "big", "up", "old", "day", "in", "fast", "good", "wet", "open"]
+    asked = {"model": "demo", "temperature": 0, "max_tokens": 8}
+    alone = [
+        real.client.chat.completions.create(messages=[{"role": "user", "content": f"opposite: {word}"}], **asked)
+        for word in words
+    ]
+
+    async def together() -> list[str]:
+        client = openai.AsyncOpenAI(base_url=str(real.client.base_url), api_key="a-key-for-tests", max_retries=0)
+
+        async def one(word: str) -> str:
+            text = ""
+            stream = await client.chat.completions.create(
+                messages=[{"role": "user", "content": f"opposite: {word}"}], stream=True, **asked
+            )
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+            return text
+
+        async with client:
+            return await asyncio.gather(*map(one, words))
+
+    assert asyncio.run(together()) == [answer.choices[0].message.content for answer in alone]
+
+
+def test_a_conversation_goes_on_from_what_its_seat_remembers(real: Real) -> None:
+    first = real.client.chat.completions.create(model="demo", messages=ASKED, temperature=0, max_tokens=8)
+    longer = [*ASKED, first.choices[0].message.model_dump(), {"role": "user", "content": "opposite: big"}]
+    second = real.client.chat.completions.create(model="demo", messages=longer, temperature=0, max_tokens=8)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "opposite_of",
+        "description": "The opposite of a word.",
+        "parameters": {"type": "object", "properties": {"word": {"enum": ["hot", "big"]}}, "required": ["word"]},
+    },
+}
+
+
+def test_an_answer_that_must_be_json_is_json_of_that_schema(real: Real) -> None:
+    schema = {"type": "object", "properties": {"word": {"enum": ["hot", "cold"]}}, "required": ["word"],
+              "additionalProperties": False}  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    found = real.client.chat.completions.create(
+        model="demo", messages=ASKED, response_format=wanted, temperature=0, max_tokens=60
+    )
+    assert json.loads(found.choices[0].message.content) in ({"word": "hot"}, {"word": "cold"})
+    assert found.choices[0].finish_reason == "stop"
+    bad = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"not": {"type": "object"}}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        real.client.chat.completions.create(model="demo", messages=ASKED, response_format=bad)
+    assert refused.value.param == "response_format"
+
+
+def test_tools_that_a_template_cannot_write_calls_of_are_refused_by_name(real: Real) -> None:
+    if real.answerer.form.tool_format:
+        found = real.client.chat.completions.create(
+            model="demo", messages=ASKED, tools=[TOOL], tool_choice="required", temperature=0, max_tokens=60
+        )
+        call = found.choices[0].message.tool_calls[0]
+        assert (found.choices[0].finish_reason, call.function.name) == ("tool_calls", "opposite_of")
+        assert json.loads(call.function.arguments)["word"] in {"hot", "big"}
+        return
+    with pytest.raises(openai.BadRequestError) as refused:
+        real.client.chat.completions.create(model="demo", messages=ASKED, tools=[TOOL], tool_choice="required")
+    assert refused.value.param == "tool_choice"
+
+
+def test_adapters_answer_side_by_side_under_names_of_their_own(tmp_path) -> None:
+    from burnish.cli import main
+
+    demo = MODEL.parent
+    trained = [
+        "train", f"model_name_or_path={MODEL}", f"dataset_dir={demo / 'data'}", "dataset=demo_train", "cutoff_len=64",
+        "finetuning_type=lora", "per_device_train_batch_size=8", "report_to=none", "save_strategy=no", "bf16=false",
+    ]  # fmt: skip
+    assert main([*trained, "max_steps=3", "learning_rate=1e-2", f"output_dir={tmp_path / 'poet'}"]) == 0
+    served = json.dumps({"poet": str(tmp_path / "poet")})
+    answerer = load_answerer(serving_of([str(MODEL), "--served_adapters", served]).options, "demo")
+    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), State()
+    model = ServedModel(answerer, engine, "demo")
+    state.desk, state.models, state.phase = Desk(model, Mailbox(loop), 64, 60.0, set()), model.models(), "ready"
+    port, end = serve_app(application(ApiOptions(), state, None), loop)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    listed = {one.id: one.model_dump()["parent"] for one in client.models.list().data}
+    assert listed == {"demo": None, "poet": "demo"}
+    asked = {"messages": ASKED, "temperature": 0, "max_tokens": 8, "logprobs": True}
+    logps = {
+        name: client.chat.completions.create(model=name, **asked).choices[0].logprobs.content[0].logprob
+        for name in ("demo", "poet", "demo:poet")
+    }
+    assert logps["poet"] == pytest.approx(logps["demo:poet"], abs=1e-3)
+    assert abs(logps["poet"] - logps["demo"]) > 1e-3
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="sql", messages=ASKED)
+    end()
+    engine.close()

@@ -1,0 +1,253 @@
+"""The guards that every server of burnish has: bind, Host, Origin, key, limits, sockets."""
+
+from __future__ import annotations
+
+import ast
+import http.client
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+from burnish.serve.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
+from burnish.wire.guards import new_key, same_key
+from burnish.wire.hosts import host_name, is_loopback
+from burnish.wire.sockets import listen, listen_unix, shown_address
+from serve.client import CHAT, post, send
+
+KEY = "canary-key-0123456789"
+
+
+def test_a_key_is_asked_for_on_every_route_but_health(serve) -> None:
+    running = serve(key=KEY)
+    status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    assert json.loads(text)["error"]["code"] == "missing_api_key"
+    assert post(running, "/v1/chat/completions", CHAT, Authorization="Bearer wrong")[1]["error"]["code"] == (
+        "invalid_api_key"
+    )
+    for scheme in (KEY, f"Basic {KEY}", f"Bearer  x{KEY}"):
+        assert post(running, "/v1/chat/completions", CHAT, Authorization=scheme)[0] == 401
+    for path in ("/v1/models", "/version", "/metrics", "/v1/embeddings", "/", "/docs"):
+        assert send(running, "GET", path)[0] == 401, path
+    for path in ("/healthz", "/readyz", "/health"):
+        assert send(running, "GET", path)[0] == 200, path
+    assert post(running, "/v1/chat/completions", CHAT, Authorization=f"Bearer {KEY}")[0] == 200
+
+
+def test_a_key_in_the_address_is_no_key(serve) -> None:
+    running = serve(key=KEY)
+    assert send(running, "GET", f"/v1/models?api_key={KEY}&key={KEY}")[0] == 401
+
+
+def test_keys_are_long_drawn_anew_and_compared_whole() -> None:
+    assert len(new_key()) >= 43
+    assert new_key() != new_key()
+    assert same_key("a", "a")
+    assert not same_key("a", "ab")
+    assert not same_key("é\udcff", "a")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]", "10.0.0.1"])
+def test_a_foreign_host_is_421(serve, host) -> None:
+    running = serve()
+    status, _, text = send(running, "GET", "/healthz", headers={"Host": host})
+    assert (status, json.loads(text)["error"]["code"]) == (421, "wrong_host")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "model.lan"])
+def test_a_known_host_is_answered(serve, host) -> None:
+    assert send(serve(api_hosts=["Model.lan"]), "GET", "/healthz", headers={"Host": host})[0] == 200
+
+
+def test_names_of_hosts_are_read_without_their_port() -> None:
+    assert [host_name(h) for h in ("a:1", "[::1]:80", "::1", "A.b", "[::1")] == ["a", "::1", "::1", "a.b", "::1"]
+    assert is_loopback("127.9.9.9")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("my-name")
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1234", "file://"])
+def test_a_page_that_is_not_ours_is_403_on_every_route_before_its_body_is_read(serve, origin) -> None:
+    running = serve()
+    for method, path in (
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/healthz"),
+        ("OPTIONS", "/"),
+    ):
+        status, headers, text = send(running, method, path, headers={"Origin": origin})
+        assert (status, json.loads(text)["error"]["code"]) == (403, "origin_not_allowed")
+        assert not [name for name in headers if name.startswith("access-control")]
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=5)
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("Origin", origin)
+    connection.putheader("Content-Length", "100000")
+    connection.endheaders()
+    assert connection.getresponse().status == 403  # and not one byte of the body was sent
+
+
+def test_a_page_that_the_operator_names_may_ask(serve) -> None:
+    running = serve(api_origins=["https://chat.example.org"], key=KEY)
+    given = {"Origin": "https://chat.example.org"}
+    asked = {**given, "Access-Control-Request-Method": "POST"}
+    status, headers, _ = send(running, "OPTIONS", "/v1/chat/completions", headers=asked)
+    assert (status, headers["access-control-allow-origin"]) == (204, "https://chat.example.org")
+    assert "authorization" in headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in headers
+    status, headers, _ = send(running, "GET", "/v1/models", headers=given)
+    assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example.org")
+
+
+def test_a_body_that_is_too_long_is_413_at_once_by_its_length_and_by_counting(serve) -> None:
+    running = serve(api_max_body=2000)
+    began = time.monotonic()
+    status, _, text = send(running, "POST", "/v1/chat/completions", b'{"a": "' + b"x" * 10_000_000 + b'"}')
+    assert (status, json.loads(text)["error"]["code"]) == (413, "body_too_large")
+    assert time.monotonic() - began < 2
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=5)
+    pieces = iter([b'{"a": "', *[b"x" * 1000] * 3, b'"}'])
+    connection.request(
+        "POST", "/v1/chat/completions", pieces, {"Content-Type": "application/json"}, encode_chunked=True
+    )
+    assert connection.getresponse().status == 413
+
+
+def test_a_body_that_is_not_said_to_be_json_is_415(serve) -> None:
+    running = serve()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        status, _, text = send(running, "POST", "/v1/chat/completions", b"{}", {"Content-Type": kind})
+        assert (status, json.loads(text)["error"]["code"]) == (415, "not_json")
+
+
+def test_too_many_headers_are_refused(serve) -> None:
+    running = serve()
+    many = {f"x-{number}": "1" for number in range(80)}
+    assert send(running, "GET", "/healthz", headers=many)[0] == 431
+    assert send(running, "GET", "/healthz", headers={"x-long": "a" * 17_000})[0] in {400, 431}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"), [("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("é", False), ("a;b", False)]
+)
+def test_a_clients_request_id_is_kept_where_it_is_harmless(serve, given, is_kept) -> None:
+    _, headers, _ = send(serve(), "GET", "/healthz", headers={"X-Request-Id": given.encode("latin-1")})
+    assert (headers["x-request-id"] == given) == is_kept
+    assert is_kept or headers["x-request-id"].startswith("req-")
+
+
+def test_the_head_of_a_request_cannot_be_read_in_two_ways(serve) -> None:
+    running = serve(key=KEY)
+    head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nAuthorization: Bearer x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=5) as raw:
+        raw.sendall(head.format(KEY).encode())
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
+
+
+# --- options of the bind ----------------------------------------------------------------------------------------------
+
+
+def test_loopback_is_the_default_and_anything_wider_needs_a_key() -> None:
+    assert ApiOptions().api_host == "127.0.0.1"
+    assert not needs_key(ApiOptions())
+    for host in ("0.0.0.0", "::", "192.168.1.5", "my-machine"):
+        assert needs_key(ApiOptions(api_host=host))
+    assert not needs_key(ApiOptions(api_host="0.0.0.0", api_socket="/tmp/x"))
+
+
+def test_llamafactorys_variables_are_read_where_no_option_is_given() -> None:
+    environment = {
+        "API_PORT": "9000",
+        "API_KEY": "k" * 9,
+        "FASTAPI_ROOT_PATH": "/x",
+        "API_VERBOSE": "1",
+        "API_HOST": "",
+    }
+    found = from_environment({"api_port": Given("1")}, environment)
+    assert {name: given.value for name, given in found.items()} == {
+        "api_key": "k" * 9, "api_root_path": "/x", "api_log": "content",
+    }  # fmt: skip
+    assert found["api_key"].where == "the environment's API_KEY"
+
+
+def test_a_key_on_the_command_line_is_refused() -> None:
+    assert "list of processes" in str(
+        problems_of_key({"api_key": Given("x", "the command line")}, "the command line")[0]
+    )
+    assert not problems_of_key({"api_key": Given("x", "run.yaml, line 3")}, "the command line")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"api_key": "short"}, "at least 8"), ({"api_key": "ключ-ключ"}, "printable"),
+        ({"api_origins": ["*"]}, "every page"),
+        ({"api_origins": ["chat.example.org"]}, "https://"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_safety_are_problems(changes, word) -> None:
+    problems = check_api(ApiOptions(**changes))
+    assert any(word in str(problem) for problem in problems)
+
+
+def test_a_port_in_use_is_an_error_and_never_the_next_one() -> None:
+    taken = listen("127.0.0.1", 0, "api_port")
+    port = taken.getsockname()[1]
+    with pytest.raises(UserError, match=f"Port {port} of 127.0.0.1 is in use"):
+        listen("127.0.0.1", port, "api_port")
+    assert shown_address(taken) == f"http://127.0.0.1:{port}"
+    taken.close()
+
+
+def test_an_address_that_is_not_ours_is_an_error() -> None:
+    with pytest.raises(UserError, match="no address of this machine"):
+        listen("no such name.invalid", 0, "api_port")
+    with pytest.raises(UserError, match="cannot be listened on"):
+        listen("192.0.2.1", 0, "api_port")
+
+
+def test_a_unix_socket_is_its_owners_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "engine.sock")
+    found = listen_unix(path)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    with pytest.raises(UserError, match="Another process listens"):
+        listen_unix(path)
+    found.close()
+    listen_unix(path).close()  # what a killed process left behind is taken away
+    os.unlink(path)
+    Path(path).write_text("not a socket")
+    with pytest.raises(UserError, match="not a socket"):
+        listen_unix(path)
+    assert Path(path).read_text() == "not a socket"
+
+
+def test_no_server_reads_files_forms_or_addresses_the_way_that_had_faults() -> None:
+    source = Path(burnish.__file__).parent
+    for file in [*source.glob("wire/*.py"), *source.glob("serve/*.py"), *source.glob("web/*.py")]:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.Attribute) and node.attr in {"base_url", "url_for"}), file
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "form":
+                raise AssertionError(f"{file} reads a form")
+            if isinstance(node, ast.Attribute) and node.attr == "url":
+                assert ast.unparse(node.value) != "request", file
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("starlette"):
+                names = {alias.name for alias in node.names}
+                assert not names & {"FileResponse", "StaticFiles", "HTTPEndpoint", "FormData", "TestClient"}, file
+
+
+def test_a_server_behind_a_proxys_path_answers_with_and_without_it(serve) -> None:
+    running = serve(api_root_path="/llm/", key=KEY)
+    assert send(running, "GET", "/llm/healthz")[0] == 200
+    assert send(running, "GET", "/llm/v1/models")[0] == 401
+    running = serve(api_root_path="/llm/")
+    assert send(running, "GET", "/llm/v1/models")[0] == 200
+    assert send(running, "GET", "/v1/models")[0] == 200
+    assert send(running, "GET", "/other/v1/models")[0] == 404

@@ -1,0 +1,221 @@
+"""What would never end, or fill the memory: YAML of aliases, templates of loops, pipes and devices, links in a circle.
+Each is answered within seconds, by a sentence."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bad_inputs import OPTIONS, change, files, told, write
+from burnish import cli
+from burnish.core.errors import UserError
+from burnish.data.templates import bounds
+
+RUN = "".join(f"{name}: {value}\n" for name, value in OPTIONS.items())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str, command: str = "train") -> str:
+    capsys.readouterr()
+    assert cli.main([command, "run.yaml", *words]) == 2
+    return told(capsys)[1]
+
+
+DEEP = "[" * 3000 + "]" * 3000
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
+MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{RUN}columns: {DEEP}\n", "nested in each other too deep"),
+        (RUN + LAUGHS, "would hold more than 100,000 values"),
+        (RUN + MERGES, "would hold more than 100,000 values"),
+    ],
+    ids=["deep", "aliases", "merges"],
+)
+def test_yaml_that_stands_for_too_much(
+    text: str, said: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text(text, encoding="utf-8")
+    assert said in refused(capsys)
+
+
+def test_json_that_is_too_deep(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.json").write_text('{"a": ' + DEEP * 40 + "}", encoding="utf-8")
+    assert cli.main(["train", "run.json"]) == 2
+    assert "run.json" in told(capsys)[1]
+
+
+@pytest.mark.parametrize("text", ["user: " + DEEP, LAUGHS], ids=["deep", "aliases"])
+def test_a_template_file_of_yaml_that_stands_for_too_much(
+    text: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.yaml").write_text(text, encoding="utf-8")
+    assert "mine.yaml" in refused(capsys, "template=mine.yaml")
+
+
+LOOPS = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}" + "{% for a in range(99999) %}" * 3
+LOOPS += "{% endfor %}" * 3
+
+
+def test_a_chat_template_of_loops_within_loops(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
+    monkeypatch.setattr("burnish.data.templates.answers.within", lambda: bounds.within(0.5))
+    assert "the chat template did not come to an end within 0.5 s" in refused(capsys, "template=loops.jinja")
+
+
+@pytest.mark.parametrize("term", ["'a' * 99999999999", "2 ** 99999999", "99999999999 * 'a'", "'a' * 9999999 * 9999999"])
+def test_a_chat_template_that_fills_the_memory(
+    term: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}{% generation %}{% endgeneration %}{{ TERM }}"
+    )
+    Path("large.jinja").write_text(text.replace("TERM", term), encoding="utf-8")
+    err = refused(capsys, "template=large.jinja")
+    assert "of the chat template computes" in err
+    assert "per_device_train_batch_size" not in err
+
+
+def for_ever() -> None:
+    with bounds.within(0.05):
+        while True:
+            pass
+
+
+def test_a_bound_on_time_leaves_no_alarm_behind() -> None:
+    with pytest.raises(UserError, match="did not come to an end"):
+        for_ever()
+    with bounds.within(0.05):
+        pass
+    time.sleep(0.06)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+ODD: dict[str, Any] = {
+    "a pipe": lambda path: os.mkfifo(path), "a device": lambda path: os.symlink("/dev/zero", path),
+    "itself": lambda path: os.symlink(path.name, path), "nothing": lambda path: os.symlink("nowhere", path),
+    "a folder of links": lambda path: (path.mkdir(), os.symlink("../x", path / "a.json")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["data/odd.jsonl", "data/odd.csv", "data/odd.txt", "data/odd.parquet"])
+@pytest.mark.parametrize("kind", ODD)
+def test_a_data_file_that_is_none(kind: str, name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ODD[kind](Path(name))
+    assert "odd" in refused(capsys, f"dataset={name}")
+    change("data/dataset_info.json", odd={"file_name": Path(name).name})
+    assert "odd" in refused(capsys, "dataset=odd")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "itself", "nothing"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("odd.yaml", None), ("data/dataset_info.json", []), ("odd.jinja", ["template=odd.jinja"]),
+     ("model/config.json", []), ("model/tokenizer.json", []), ("odd.json", ["deepspeed=odd.json"])],
+)  # fmt: skip
+def test_another_file_that_is_none(
+    kind: str, name: str, words: list[str] | None, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).unlink(missing_ok=True)
+    ODD[kind](Path(name))
+    done = subprocess.run(
+        [sys.executable, "-m", "burnish", "explain", name if words is None else "run.yaml", *(words or [])],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "It came up in" not in done.stderr
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["nowhere", "out"])
+@pytest.mark.parametrize("output", ["out", "out/deeper"])
+def test_an_output_dir_that_is_a_link_to_nothing(
+    target: str, output: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.symlink(target, "out")
+    err = refused(capsys, f"output_dir={output}")
+    assert f'output_dir "{output}" cannot be made' in err
+    assert "is a link to" in err
+
+
+def test_checkpoints_that_are_links_are_read_and_let_go_as_links(user_folder: Path) -> None:
+    assert cli.main(["train", "run.yaml", "max_steps=4"]) == 0
+    Path("out/checkpoint-4").rename("elsewhere")
+    os.symlink("../elsewhere", "out/checkpoint-4")
+    os.symlink("../elsewhere", "out/.incomplete-checkpoint-6")
+    os.symlink("nowhere", "out/checkpoint-6")
+    before = files(Path("elsewhere"))
+    assert cli.main(["train", "run.yaml", "max_steps=8", "save_total_limit=1"]) == 0
+    assert sorted(path.name for path in Path("out").glob("*checkpoint-*")) == ["checkpoint-8"]
+    assert cli.main(["train", "run.yaml", "max_steps=2", "overwrite_output_dir=true"]) == 0
+    assert files(Path("elsewhere")) == before
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_nul_in_a_value_is_refused(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("model_name_or_path", "dataset", "output_dir", "template"):
+        assert f'"{name}" must be' in refused(capsys, f"{name}=a\0b")
+
+
+def test_a_csv_without_a_header_does_not_print_its_first_record(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("data/rows.csv").write_text(f"{'red ' * 400},{'green ' * 400}\nblue,stone\n", encoding="utf-8")
+    err = refused(capsys, "dataset=data/rows.csv")
+    assert len(err) < 900
+
+
+def test_only_what_was_cut_advises_a_longer_cut(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [("human", "a"), ("gpt", "b"), ("human", "c")]
+    write("data/rows.json", [{"conversations": [{"from": role, "value": text} for role, text in chat]}])
+    err = refused(capsys)
+    assert "No row is left to learn from" in err
+    assert "cutoff_len" not in err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_tokenized_path_that_cannot_be_written_does_not_speak_of_the_cache(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("kept").mkdir(mode=0o500)
+    err = refused(capsys, "tokenized_path=kept")
+    assert "tokenized_path" in err
+    assert "BURNISH_CACHE" not in err
+
+
+def test_a_tokenized_path_within_a_file_does_not_speak_of_the_cache(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = refused(capsys, "tokenized_path=run.yaml/rows")
+    assert "BURNISH_CACHE" not in err
+
+
+def test_a_picture_in_a_folder_with_chinese_letters_is_drawn_in_silence(user_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "burnish", "train", "run.yaml", "output_dir=模型", "max_steps=2"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "Warning" not in done.stderr
+    assert "Glyph" not in done.stderr
+    assert Path("模型/training_loss.png").is_file()
+
+
+def test_more_layers_to_train_than_there_are_is_said(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["finetuning_type=freeze", "freeze_trainable_layers=100", "max_steps=1"]
+    assert cli.main(["train", "run.yaml", *words]) == 0
+    assert "freeze_trainable_layers is 100, and the model has 2: all are trained." in told(capsys)[0]

@@ -1,0 +1,176 @@
+"""Between two halves of a run every option is changed, one at a time: the run ends in the same bits, or says what has
+changed, or refuses to go on."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bad_inputs import change, told
+from burnish import cli
+from burnish.app.fingerprints import BY_CONTENT, HARMLESS, HARMLESS_GROUPS, kept_options
+from burnish.app.options import GROUPS, MEMBER_GROUPS, RunOptions
+from burnish.core.comparison import MAY_CHANGE
+from burnish.core.options import specs
+from every_key import SEEN
+
+DECLARED = [name for names in HARMLESS.values() for name in names]
+OF_GROUPS = [name for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in HARMLESS_GROUPS for name in specs(g)]
+NOT_OF_A_RESUME = {
+    "overwrite_output_dir", "resume", "resume_from_checkpoint", "output_dir", "do_train", "do_eval", "do_predict",
+    *(name for name, row in SEEN.items() if row.beside.keys() & {"do_predict", "do_eval"}),
+}  # fmt: skip
+"""They say whether the run goes on at all, or are seen in a run that does not train."""
+
+
+def test_each_option_is_kept_known_by_content_or_declared_harmless_and_never_two_of_them() -> None:
+    by_content = [name for names in BY_CONTENT.values() for name in names]
+    named = [*DECLARED, *by_content]
+    assert len(named) == len(set(named))
+    assert set(named) <= specs(RunOptions).keys()
+    assert not set(named) & set(OF_GROUPS)
+    left = [n for n, s in specs(RunOptions).items() if not s.ignored and not s.is_secret and n not in kept_options()]
+    assert set(left) <= {*named, *OF_GROUPS}
+    fingerprints = {"data", "template", "tokenizer", "base_model", "config", "adapters", "rows_per_step"}
+    known = specs(RunOptions).keys() | fingerprints | {"world_size", "versions"}
+    assert known >= MAY_CHANGE
+
+
+@pytest.fixture(scope="module")
+def halfway(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after step 2 of 4, and beside it (``whole``) the one that was not."""
+    from bad_inputs import make_folder
+
+    folder = tmp_path_factory.mktemp("halfway")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("BURNISH_CACHE", str(folder / "cache"))
+        make_folder(small_model)
+        text = Path("run.yaml").read_text(encoding="utf-8").replace("max_steps: 8", "max_steps: 4")
+        Path("run.yaml").write_text(f"{text}val_size: 4\nplot_loss: false\n", encoding="utf-8")
+        assert cli.main(["train", "run.yaml"]) == 0
+        shutil.copytree("out", "whole")
+        shutil.rmtree("out/checkpoint-4")
+        for path in Path("out").iterdir():
+            if path.is_file():
+                path.unlink()
+    return folder
+
+
+@pytest.fixture
+def half(halfway: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(halfway, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(halfway / "cache"))
+    return tmp_path
+
+
+def same_bits() -> bool:
+    return Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+
+
+def goes_on_alike_or_speaks(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:
+    capsys.readouterr()
+    status = cli.main(["train", "run.yaml", *words])
+    out, err = told(capsys)
+    assert status in (0, 2), err
+    if status == 0 and "nothing to do" not in out and not same_bits():
+        assert f"{name} was " in out or f"{name} has changed" in out, out
+    assert status == 2 or "Continuing from out/checkpoint-2: step 2 of" in out or "nothing to do" in out
+
+
+def value_of(name: str) -> str:
+    value = SEEN[name].value
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+HARMLESS_SEEN = sorted(({*DECLARED, *OF_GROUPS} & SEEN.keys()) - NOT_OF_A_RESUME)
+OTHERS_SEEN = sorted(SEEN.keys() - {*DECLARED, *OF_GROUPS} - NOT_OF_A_RESUME)
+
+
+def draw(names: list[str], count: int) -> list[str]:
+    seed = int(os.environ.get("BURNISH_SEED", "0"))
+    return sorted(random.Random(seed).sample(names, min(count, len(names))))
+
+
+@pytest.mark.parametrize("name", draw(HARMLESS_SEEN, 8))
+def test_an_option_that_is_declared_harmless_changes_no_bit(
+    name: str, half: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goes_on_alike_or_speaks(capsys, name, f"{name}={value_of(name)}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*HARMLESS_SEEN, *OTHERS_SEEN])
+def test_any_option_changes_no_bit_or_is_spoken_of(name: str, half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = [f"{key}={json.dumps(v) if isinstance(v, list | dict) else v}" for key, v in SEEN[name].beside.items()]
+    goes_on_alike_or_speaks(capsys, name, f"{name}={value_of(name)}", *beside)
+
+
+def other_numbers(name: str) -> None:
+    path = Path("model/tokenizer.json")
+    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    raw["model"]["merges"] = raw["model"]["merges"][:-2]
+    path.write_text(json.dumps(raw), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("changed", "harm", "words"),
+    [
+        ("tokenizer", lambda: other_numbers("tokenizer"), []),
+        ("config", lambda: change("model/config.json", rms_norm_eps=1e-3), []),
+        ("config", lambda: change("model/config.json", rope_parameters={"rope_theta": 5e5}), []),
+        ("rope_scaling", lambda: None, ["rope_scaling=linear"]),
+        ("dataloader_drop_last", lambda: None, ["dataloader_drop_last=true"]),
+        ("on_empty_target", lambda: None, ["on_empty_target=keep"]),
+    ],
+    ids=["tokenizer", "norm", "rope parameters", "rope_scaling", "dataloader_drop_last", "on_empty_target"],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["train", "explain"])
+def test_what_makes_other_numbers_makes_another_run(
+    changed: str, harm: Any, words: list[str], command: str, half: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm()
+    assert cli.main([command, "run.yaml", *words]) == 2
+    assert changed in told(capsys)[1]
+
+
+def test_a_way_of_computing_may_change_and_is_said(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "run.yaml", "padding_free=false"]) == 0
+    assert "padding_free was true in checkpoint-2 and is false now." in told(capsys)[0]
+
+
+def test_words_of_a_config_that_change_no_number_do_not_stop_a_run(half: Path) -> None:
+    change("model/config.json", transformers_version="4.0.0", use_cache=False)
+    assert cli.main(["train", "run.yaml"]) == 0
+    assert same_bits()
+
+
+def test_another_adapter_to_begin_with_is_another_run(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["finetuning_type=lora", "max_steps=2"]
+    for seed in (1, 2):
+        assert cli.main(["train", "run.yaml", *lora, f"seed={seed}", f"output_dir=a{seed}"]) == 0
+    begun = ["train", "run.yaml", *lora, "output_dir=next"]
+    assert cli.main([*begun, "adapter_name_or_path=a1"]) == 0
+    shutil.copytree("a1", "moved")
+    assert cli.main([*begun, "adapter_name_or_path=moved"]) == 0
+    told(capsys)
+    assert cli.main([*begun, "adapter_name_or_path=a2"]) == 2
+    assert "adapters has changed" in told(capsys)[1]
+
+
+def test_checkpoints_of_the_model_alone_are_not_continued_as_if_they_were_whole(
+    half: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "run.yaml", "save_only_model=true"]
+    assert cli.main(words) == 0
+    assert same_bits()
+    assert not Path("out/checkpoint-4/optimizer.json").exists()
+    shutil.rmtree("out/checkpoint-2")
+    told(capsys)
+    assert cli.main([*words, "max_steps=5"]) == 2
+    assert 'out/checkpoint-4: this checkpoint has no "optimizer"' in told(capsys)[1]

@@ -1,0 +1,155 @@
+"""Every file that a run reads, damaged in every usual way: the run ends well or says what is wrong with which file."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bad_inputs import make_folder, told
+from burnish import cli
+
+DAMAGE: dict[str, bytes | None] = {
+    "empty": b"", "cut": None, "a list": b"[]", "a number": b"3", "null": b"null", "text": b'"words"',
+    "no text": b"\xff\xfe\x00{", "deep": b"[" * 100_000, "an empty object": b"{}",
+    "a long number": b'{"a": ' + b"9" * 5000 + b"}",
+}  # fmt: skip
+OF_A_MODEL = (
+    "model/config.json", "model/generation_config.json", "model/tokenizer.json", "model/tokenizer_config.json",
+    "model/model.safetensors",
+)  # fmt: skip
+OF_A_RUN = (
+    "out/.finished.json", "out/trainer_state.json", "out/all_results.json", "out/train_results.json",
+    "out/checkpoint-4/manifest.json", "out/checkpoint-4/trainer_state.json", "out/checkpoint-4/optimizer.json",
+    "out/trainer_log.jsonl",
+)  # fmt: skip
+OF_AN_ADAPTER = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
+
+
+def damage(path: str, kind: str) -> None:
+    raw = DAMAGE[kind]
+    Path(path).write_bytes(Path(path).read_bytes()[:-40] if raw is None else raw)
+
+
+@pytest.fixture(scope="module")
+def finished(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with its checkpoints, and an adapter."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("BURNISH_CACHE", str(folder / "cache"))
+        make_folder(small_model)
+        assert cli.main(["train", "run.yaml", "max_steps=4"]) == 0
+        assert cli.main(["train", "run.yaml", "max_steps=2", "finetuning_type=lora", "output_dir=adapter"]) == 0
+        shutil.rmtree("adapter/checkpoint-2")
+    return folder
+
+
+@pytest.fixture
+def here(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def ends_well_or_says(words: list[str], capsys: pytest.CaptureFixture[str], name: str) -> int:
+    capsys.readouterr()
+    status = cli.main(words)
+    out, err = told(capsys)
+    assert status in (0, 2), err
+    assert status == 0 or Path(name).name in err or str(Path(name).parent) in err, err
+    assert "It came up in" not in out + err
+    return status
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "a list", "deep", "an empty object"])
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_a_damaged_file_of_a_model(name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(name, kind)
+    status = ends_well_or_says(["explain", "run.yaml", "max_steps=1", "output_dir=new"], capsys, name)
+    assert status == 2 or kind in ("an empty object", "a long number")
+
+
+@pytest.mark.parametrize("kind", ["empty", "a list", "deep"])
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_a_damaged_file_of_an_earlier_run(name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run is found finished, or is gone on from a checkpoint that is whole, to more steps as well."""
+    damage(name, kind)
+    assert ends_well_or_says(["train", "run.yaml", "max_steps=4"], capsys, name) == 0
+    assert ends_well_or_says(["train", "run.yaml", "max_steps=5"], capsys, name) == 0
+    json.loads(Path("out/all_results.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("name", OF_AN_ADAPTER)
+def test_a_damaged_file_of_an_adapter(name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(name, kind)
+    words = ["train", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
+    assert ends_well_or_says([*words, "adapter_name_or_path=adapter"], capsys, name) == 2
+
+
+WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
+    "adapter/adapter_config.json": [
+        {"lora_alpha": "16"}, {"r": 2.5}, {"r": 0}, {"r": -1}, {"target_modules": 3}, {"lora_dropout": "a"},
+        {"lora_dropout": 1}, {"lora_alpha": float("nan")}, {"rank_pattern": []}, {"alpha_pattern": {"q_proj": "x"}},
+        {"modules_to_save": {"a": 1}}, {"peft_type": ["LORA"]}, {"use_rslora": "yes"}, {"base_model_name_or_path": 3},
+    ],
+    "model/config.json": [
+        {"hidden_act": "sulu"}, {"hidden_act": 3}, {"dtype": "float99"}, {"dtype": 16},
+        {"layer_types": ["full_attention"]}, {"layer_types": 3}, {"hidden_size": "x"}, {"num_hidden_layers": -1},
+        {"num_attention_heads": 0}, {"vocab_size": 1.5}, {"rope_parameters": 7}, {"rms_norm_eps": "small"},
+        {"model_type": 5}, {"model_type": None}, {"architectures": 3}, {"auto_map": 3}, {"quantization_config": 3},
+        {"quantization_config": {"quant_method": "alchemy"}}, {"eos_token_id": "x"}, {"max_position_embeddings": "x"},
+        {"pad_token_id": 10**9}, {"tie_word_embeddings": "maybe"}, {"attention_dropout": 3.0},
+    ],
+    "model/generation_config.json": [{"eos_token_id": "x"}, {"do_sample": 3}, {"temperature": "hot"}],
+    "model/tokenizer_config.json": [
+        {"tokenizer_class": "NoSuchTokenizer"}, {"eos_token": 3}, {"chat_template": 3}, {"model_max_length": "x"},
+        {"added_tokens_decoder": {"x": {}}}, {"tokenizer_class": 3}, {"chat_template": "{% for %}"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [(name, values) for name, cases in WRONG_VALUES.items() for values in cases], ids=str
+)
+def test_a_value_of_another_kind_is_refused_or_does_no_harm(
+    name: str, values: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads(Path(name).read_text(encoding="utf-8"))
+    Path(name).write_text(json.dumps({**raw, **values}), encoding="utf-8")
+    words = ["explain", "run.yaml", "max_steps=1", "output_dir=new", "finetuning_type=lora"]
+    is_adapter = name.startswith("adapter")
+    ends_well_or_says([*words, *(["adapter_name_or_path=adapter"] if is_adapter else [])], capsys, name)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_table_of_data_that_is_cut_or_flipped_is_refused_or_read(
+    suffix: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"instruction": ["Say red."] * 40, "output": ["red"] * 40})
+    path = Path("data", f"rows.{suffix}")
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    whole = path.read_bytes()
+    draws = random.Random(0)
+    words = ["explain", "run.yaml", f"dataset={path}", "output_dir=new"]
+    for _ in range(12):
+        content = bytearray(whole[: draws.randrange(len(whole))] if draws.random() < 0.3 else whole)
+        for _ in range(3):
+            if content:
+                content[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
+        path.write_bytes(content)
+        assert cli.main(words) in (0, 2)
+        told(capsys)
+    path.write_bytes(whole[: len(whole) // 2])
+    assert ends_well_or_says(words, capsys, str(path)) == 2

@@ -1,0 +1,16 @@
+"""Two thousand of the inputs of ``make fuzz``."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+fuzzing = pytest.importorskip("fuzz", reason="hypothesis is not installed")
+
+
+@pytest.mark.parametrize("name", fuzzing.READERS)
+def test_no_input_ends_in_anything_but_success_or_a_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fuzzing.fuzz(name, 2000 // len(fuzzing.READERS) + 1, int(os.environ.get("BURNISH_SEED", "0")))

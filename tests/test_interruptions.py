@@ -1,0 +1,125 @@
+"""What comes between a run and its end: a disk that fills up, a folder that goes, a scheduler's notice, a clock."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bad_inputs import told
+from burnish import cli
+from burnish.core import checkpoint, loop
+from burnish.core.manifest import faults
+
+WORDS = ["train", "run.yaml", "plot_loss=false"]
+
+
+def at_step(number: int, does: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_step = loop.take_step
+
+    def take(run: Any, *arguments: Any) -> None:
+        if run.state.global_step == number:
+            does()
+        take_step(run, *arguments)
+
+    monkeypatch.setattr(loop, "take_step", take)
+
+
+def weights(folder: str) -> bytes:
+    return Path(folder, "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+def test_a_save_that_fails_is_said_once_and_tried_again(
+    number: int, background: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main([*WORDS, "output_dir=alone"]) == 0
+    write_part = checkpoint._write_part
+
+    def fails(folder: Path, *arguments: Any) -> None:
+        if folder.name in (".incomplete-checkpoint-4", ".incomplete-checkpoint-6"):
+            raise OSError(number, os.strerror(number), str(folder))
+        write_part(folder, *arguments)
+
+    monkeypatch.setattr(checkpoint, "_write_part", fails)
+    told(capsys)
+    assert cli.main([*WORDS, f"save_in_background={background}"]) == 3
+    out, err = told(capsys)
+    assert err.count("could not be saved") == 1
+    assert f"out/checkpoint-4 could not be saved: {os.strerror(number).lower()}. out/checkpoint-2 is whole." in err
+    assert "out/checkpoint-8 could be saved again." in out
+    assert "could not be saved" in Path("out/run.log").read_text(encoding="utf-8")
+    assert sorted(path.name for path in Path("out").glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    assert not faults(Path("out/checkpoint-8"))
+    assert weights("out") == weights("alone")
+
+
+def test_a_folder_that_vanishes_is_made_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_step(5, lambda: shutil.rmtree("out"), monkeypatch)
+    assert cli.main([*WORDS, "save_in_background=false"]) in (0, 3)
+    assert not faults(Path("out/checkpoint-8"))
+    assert Path("out/model.safetensors").is_file()
+
+
+def mounted(folder: Path, size: str) -> bool:
+    """A small file system of memory, where this user may mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return (
+        shutil.which("mount") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
+
+
+def test_a_disk_that_is_full_does_not_end_a_training(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not mounted(Path("small"), "3m"):
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        filler = Path("small/filler")
+        words = [*WORDS, "output_dir=small/out", "save_in_background=false"]
+        with pytest.MonkeyPatch.context() as patch:
+            at_step(3, lambda: filler.write_bytes(b"x" * _free("small")), patch)
+            patch_back = loop.take_step
+
+            def frees(run: Any, *arguments: Any) -> None:
+                if run.state.global_step == 7:
+                    filler.unlink()
+                patch_back(run, *arguments)
+
+            patch.setattr(loop, "take_step", frees)
+            assert cli.main(words) == 3
+        assert "no space left on device" in told(capsys)[1]
+        whole = [path.name for path in sorted(Path("small/out").glob("checkpoint-*")) if not faults(path)]
+        assert whole == ["checkpoint-2", "checkpoint-8"]
+    finally:
+        subprocess.run(["umount", "small"], check=True)
+
+
+def _free(folder: str) -> int:
+    return shutil.disk_usage(folder).free
+
+
+# --- signals and clocks -----------------------------------------------------------------------------------------------
+
+
+def test_a_schedulers_notice_saves_a_checkpoint_and_the_run_goes_on(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_step(2, lambda: os.kill(os.getpid(), signal.SIGUSR1), monkeypatch)
+    assert cli.main([*WORDS, "save_strategy=no"]) == 0
+    assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert not faults(Path("out/checkpoint-3"))
+
+
+def test_a_run_whose_time_is_up_stops_with_a_checkpoint(user_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "save_strategy=no"]
+    assert cli.main([*words, "output_dir=alone"]) == 0
+    assert cli.main([*words, "max_train_seconds=0.000001"]) == 124
+    assert "max_train_seconds 1e-06: stopping after this step" in told(capfd)[1]
+    assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert cli.main(words) == 0
+    assert weights("out") == weights("alone")

@@ -1,0 +1,18 @@
+"""A dozen of the kills of ``make test-kills``, drawn anew for each seed."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from kills import WAYS, campaign
+
+SEED = int(os.environ.get("BURNISH_SEED", "0"))
+
+
+@pytest.mark.parametrize("way", ["full", "lora with dropout", "two kept"])
+def test_a_killed_run_ends_in_the_bits_of_the_run_left_alone(way: str, small_model: Path, tmp_path: Path) -> None:
+    assert way in WAYS
+    lines = list(campaign(small_model, way, 4, random.Random(f"{SEED} {way}"), tmp_path))
+    assert sum(": killed" in line for line in lines) == 4

@@ -1,0 +1,120 @@
+"""What would be read as something else than it is, and trained on all the same: refused, or counted in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bad_inputs import change, told, write
+from burnish import cli
+
+WORDS = ["train", "run.yaml", "max_steps=1", "save_strategy=no"]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return load_file("model/model.safetensors")
+
+
+def save(tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, "model/model.safetensors", {"format": "pt"})
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert cli.main([*WORDS, *words]) == 2
+    assert not Path("out").exists()
+    return told(capsys)[1]
+
+
+def runs(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert cli.main([*WORDS, *words]) == 0
+    return "".join(told(capsys))
+
+
+@pytest.mark.parametrize("named", [{"AutoTokenizer": ["own.OwnTokenizer", None]}, ["own.OwnTokenizer", None]], ids=str)
+def test_a_tokenizer_with_code_of_its_own(named: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change("model/tokenizer_config.json", auto_map=named)
+    err = refused(capsys)
+    assert "its tokenizer is Python code of its own (own.OwnTokenizer)" in err
+    assert "trust_remote_code: true" in err
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
+def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
+    write("data/rows.json", rows * 2)
+    assert f"{mark} in it is a word like others" in (out := runs(capsys))
+    assert "2 of 4 rows (data/rows.json: 1, 3)" in out
+
+
+@pytest.mark.parametrize(
+    "content", ['{"text": "red"}\n{"text": "green"}\n', '[\n  {"text": "red"}\n]\n', '[{"text": "red"}]'], ids=str
+)
+def test_json_in_a_text_file(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data/rows.txt").write_text(content, encoding="utf-8")
+    words = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
+    assert "data/rows.txt: its lines are JSON, and are read as mere text. Name it rows.jsonl" in runs(capsys, *words)
+    Path("data/rows.txt").write_text("red [green] {blue}\n{not json}\n", encoding="utf-8")
+    assert "its lines are JSON" not in runs(capsys, *words, "output_dir=other")
+
+
+def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
+    said = [("human", "Add."), ("function_call", json.dumps({"name": name, "arguments": arguments})),
+            ("observation", "4"), ("gpt", "Four.")]  # fmt: skip
+    return [{"conversations": [{"from": role, "value": text} for role, text in said],
+             "tools": json.dumps([{"name": "add", "description": "", "parameters": {}}])}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (call(7, {"a": 1}), "the name of a tool call is no text"),
+        (call("", {"a": 1}), "the name of a tool call is no text"),
+        (call("add", "no json"), "a tool call's arguments are not JSON"),
+        ([{**call("add", {})[0], "tools": '[{"name": 7}]'}], "the name of a tool is no text, but 7"),
+        ([{**call("add", {})[0], "tools": '[{"type": "function", "function": 3}]'}], "not a list of JSON objects"),
+    ],
+)
+def test_tool_calls_that_no_program_could_read(
+    rows: list[Any], said: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": ""}
+    write("data/rows.json", [good, *rows])
+    write("data/dataset_info.json", {"rows": {"file_name": "rows.json", "formatting": "sharegpt",
+                                              "columns": {"messages": "conversations", "tools": "tools"}}})  # fmt: skip
+    assert said in runs(capsys)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_weights_that_need_scales(kind: torch.dtype, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({n: (t * 100).to(kind) if t.ndim > 1 else t for n, t in weights().items()})
+    assert "its config.json has no quantization_config" in refused(capsys)
+
+
+def test_weights_that_are_all_zero(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = weights()
+    save({n: torch.zeros_like(t) for n, t in before.items()})
+    capsys.readouterr()
+    assert cli.main(WORDS) == 2
+    assert "matrices hold nothing but zeros" in told(capsys)[1]
+    save({n: torch.zeros_like(t) if n.endswith("0.mlp.down_proj.weight") else t for n, t in before.items()})
+    assert "1 of 16 matrices hold nothing but zeros: model.layers.0.mlp.down_proj.weight." in runs(capsys)
+
+
+@pytest.mark.parametrize("command", ["train", "explain"])
+def test_a_config_with_fewer_layers_than_the_weights(
+    command: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change("model/config.json", num_hidden_layers=1, layer_types=None)
+    assert cli.main([command, "run.yaml"]) == 2
+    assert "the weights have layer 1 beyond the last that config.json asks for." in told(capsys)[1]
+    assert not Path("out").exists()
+
+
+def test_a_tensor_that_belongs_to_no_layer_is_counted(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({**weights(), "vision.patches.weight": torch.ones(2, 2)})
+    assert "1 tensors in the files are not part of LlamaForCausalLM: vision.patches.weight." in runs(capsys)

@@ -1,0 +1,163 @@
+"""Nothing is lost: what a run begins with, what an earlier run left, and what was trained and not yet written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from bad_inputs import cut_short, told
+from burnish import cli
+from burnish.core import loop
+
+pytestmark = pytest.mark.run
+
+LORA = ["finetuning_type=lora", "max_steps=4"]
+AGAIN = "overwrite_output_dir=true"
+
+
+def trained(*words: str) -> dict[str, bytes]:
+    """The files of a finished run in ``out``."""
+    assert cli.main(["train", "run.yaml", *words]) == 0
+    return contents()
+
+
+JOURNAL = {"run.log", "launch.json", "run.yaml", "events.jsonl", "outcome.json"}
+"""What each launch writes anew."""
+
+
+def contents(folder: str = "out") -> dict[str, bytes]:
+    paths = (path for path in Path(folder).rglob("*") if path.is_file() and path.name not in JOURNAL)
+    return {str(path): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("is_linked", [False, True], ids=["by name", "by link"])
+@pytest.mark.parametrize(
+    "source", ["adapter_name_or_path=out", "adapter_name_or_path=out/checkpoint-4", "dataset=out/checkpoint-4"]
+)
+def test_a_run_does_not_clear_what_it_begins_with(
+    source: str, is_linked: bool, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trained(*LORA)
+    if is_linked:
+        Path("link").symlink_to("out")
+        source = source.replace("=out", "=link")
+    assert cli.main(["train", "run.yaml", *LORA, source, AGAIN]) == 2
+    name, _, place = source.partition("=")
+    assert f'"{name}" {place} lies in output_dir "out", which the run would write over.' in told(capsys)[1]
+    assert contents() == before
+
+
+def test_a_checkpoint_is_not_cleared_by_the_run_that_begins_with_it(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trained("max_steps=4")
+    words = ["train", "run.yaml", "model_name_or_path=out/checkpoint-4", AGAIN]
+    assert cli.main(words) == 2
+    assert '"model_name_or_path" out/checkpoint-4 lies in output_dir "out"' in told(capsys)[1]
+    assert contents() == before
+    assert cli.main([*words, "output_dir=next", "max_steps=2"]) == 0
+
+
+def test_a_prediction_clears_nothing(user_folder: Path) -> None:
+    before = trained(*LORA)
+    words = [*LORA, "adapter_name_or_path=out", "do_predict=true", "val_size=4", AGAIN]
+    assert cli.main(["train", "run.yaml", *words]) == 0
+    after = contents()
+    kept = [name for name in before if "_results" not in name and "trainer_log" not in name]
+    assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
+
+
+def failing(*args: Any, **kwargs: Any) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("where", ["burnish.app.build.assemble", "burnish.core.loop.take_step"])
+def test_an_earlier_run_comes_back_where_its_successor_fails_before_it_has_a_checkpoint(
+    where: str, user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = trained("max_steps=4")
+    with monkeypatch.context() as patched:
+        patched.setattr(where, failing)
+        assert cli.main(["train", "run.yaml", "seed=1", AGAIN]) == 1
+    after = contents()
+    after.pop("out/traceback.txt")
+    assert after == before
+
+
+def test_an_earlier_run_is_gone_once_its_successor_has_a_checkpoint(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(*LORA)
+    take_step = loop.take_step
+
+    def take(run: Any, *arguments: Any) -> None:
+        assert Path("out/.earlier-run").is_dir() or run.state.global_step >= 2
+        if run.state.global_step == 5:
+            assert not Path("out/.earlier-run").exists()
+            raise MemoryError
+        take_step(run, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "take_step", take)
+        assert cli.main(["train", "run.yaml", AGAIN, "save_in_background=false"]) == 1
+    assert sorted(path.name for path in Path("out").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert not list(Path("out").glob("adapter*"))
+    assert not Path("out/training_loss.png").exists()
+
+
+def test_a_killed_successor_is_taken_up_by_the_same_command(user_folder: Path) -> None:
+    before = trained("max_steps=4")
+    Path("out/.earlier-run").mkdir()
+    for path in [*Path("out").glob("checkpoint-*"), Path("out/model.safetensors")]:
+        path.rename(Path("out/.earlier-run", path.name))
+    Path("out/trainer_log.jsonl").write_text("{}\n", encoding="utf-8")
+    assert cli.main(["train", "run.yaml", "max_steps=2", AGAIN]) == 0
+    assert not Path("out/.earlier-run").exists()
+    assert load_file("out/model.safetensors").keys() == load_file("model/model.safetensors").keys()
+    assert contents() != before
+
+
+def test_a_finished_run_whose_model_has_gone_writes_it_again_from_its_checkpoint(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trained(*LORA)
+    for harm in (
+        lambda: Path("out/adapter_model.safetensors").unlink(),
+        lambda: Path("out/adapter_config.json").unlink(),
+        lambda: cut_short("out/adapter_model.safetensors"),
+    ):
+        harm()
+        told(capsys)
+        assert cli.main(["train", "run.yaml", *LORA]) == 0
+        assert "Continuing from out/checkpoint-4: step 4 of 4." in told(capsys)[0]
+        assert Path("out/adapter_model.safetensors").read_bytes() == before["out/adapter_model.safetensors"]
+        assert cli.main(["train", "run.yaml", *LORA]) == 0
+        assert "there is nothing to do." in told(capsys)[0]
+
+
+def test_a_finished_run_whose_model_has_gone_with_all_checkpoints_says_so(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "run.yaml", "save_strategy=no"]
+    assert cli.main(words) == 0
+    Path("out/model.safetensors").unlink()
+    told(capsys)
+    assert cli.main(words) == 2
+    err = told(capsys)[1]
+    assert "out: this run was finished, and its model.safetensors is gone." in err
+    assert "overwrite_output_dir: true" in err
+
+
+def test_an_upload_that_fails_after_an_export_says_where_the_export_is(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["model_name_or_path=model", "template=chatml", "export_dir=whole", "export_hub_model_id=me/model"]
+    assert cli.main(["export", *words]) == 1
+    out, err = told(capsys)
+    assert "The model is in whole." in out
+    assert "error: whole was written, and could not be uploaded to me/model: " in err
+    assert "hf upload me/model whole" in err
+    assert "It came up in burnish" not in err
+    assert load_file("whole/model.safetensors").keys() == load_file("model/model.safetensors").keys()

@@ -1,0 +1,174 @@
+"""The register of what is done to someone else's code: it is whole, it is undone as one, and what it says is true."""
+
+import copy
+import re
+from pathlib import Path
+from types import MethodType, ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from burnish.app.build import train_run
+from burnish.app.plan import Plan, plan
+from burnish.cli import main
+from burnish.core.options import Given
+from burnish.core.patching import Reason, hook, hooked, in_words, patch, patched, patches_of, record, restore, summary
+from small_run import as_words, make_user
+
+FASTER = Reason("layer", "it is faster")
+
+
+def doubled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * type(module).forward(module, x)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def test_a_patch_stands_until_it_is_undone_and_the_register_knows_it() -> None:
+    layers, x = model(), torch.ones(1, 3)
+    before = layers(x)
+    made = [patch(layer, "forward", MethodType(doubled, layer), FASTER) for layer in layers]
+    assert patches_of(layers) == made
+    assert not torch.equal(layers(x), before)
+    restore(made)
+    assert torch.equal(layers(x), before)
+    assert not patches_of(layers)
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_patch_over_another_may_be_undone_in_any_order(first: int) -> None:
+    layer = nn.Linear(3, 3)
+    made = [patch(layer, "speed", value, FASTER) for value in ("fast", "faster")]
+    restore([made[first]])
+    assert layer.speed == ("faster", "fast")[first]
+    restore(made)
+    assert not hasattr(layer, "speed")
+
+
+def test_what_somebody_put_over_a_patch_stays() -> None:
+    layer = nn.Linear(3, 3)
+    made = patch(layer, "forward", MethodType(doubled, layer), FASTER)
+    layer.forward = theirs = MethodType(doubled, layer)
+    restore([made])
+    assert layer.forward is theirs
+    assert not patches_of(layer)
+
+
+def test_a_copied_model_has_its_own_patches() -> None:
+    layers = model()
+    patch(layers[0], "forward", MethodType(doubled, layers[0]), FASTER)
+    hook(layers[0], "forward", lambda *_: None, FASTER)
+    other = copy.deepcopy(layers)
+    restore(patches_of(other))
+    assert "forward" not in vars(other[0])
+    assert not other[0]._forward_hooks
+    assert len(patches_of(layers)) == 2
+    assert layers[0]._forward_hooks
+
+
+def test_a_name_within_an_owner_is_put_back_too() -> None:
+    layers = model()
+    with patched(layers[0], "weight.note", "mine", FASTER):
+        assert layers[0].weight.note == "mine"
+    assert not hasattr(layers[0].weight, "note")
+
+
+def test_a_hook_is_heard_while_it_stands() -> None:
+    layers, heard = model(), []
+    with hooked(layers[0], "forward_pre", lambda module, given: heard.append(module), FASTER):
+        layers(torch.ones(1, 3))
+        assert summary(layers) == ["1 forward_pre hook: 1 layer"]
+    layers(torch.ones(1, 3))
+    assert heard == [layers[0]]
+
+
+def test_what_another_library_changes_is_written_down_and_undone() -> None:
+    layers = model()
+
+    def change() -> None:
+        layers[0].forward = MethodType(doubled, layers[0])
+        layers[1].register_forward_hook(lambda *_: None)
+
+    made = record(layers, change, FASTER)
+    assert [(done.owner, done.name) for done in made] == [(layers[0], "forward"), (layers[1], "forward hook")]
+    restore(made)
+    assert "forward" not in vars(layers[0])
+    assert not layers[1]._forward_hooks
+
+
+def test_a_file_of_a_library_is_changed_for_every_model_of_the_process() -> None:
+    file = ModuleType("rotary")
+    file.rotate = before = lambda x: x
+    made = patch(file, "rotate", lambda x: -x, FASTER)
+    assert made in patches_of(model())
+    restore([made])
+    assert file.rotate is before
+    assert made not in patches_of(model())
+
+
+def test_patches_are_counted_by_what_they_replace_and_why() -> None:
+    norm, gated = Reason("norm", "one pass"), Reason("gated layer", "one pass")
+    said = in_words([*[("forward", norm)] * 14, *[("forward", gated)] * 2, ("forward hook", norm)])
+    assert said == ["16 forwards: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "full": {"finetuning_type": "full"},
+    "bfloat16": {"finetuning_type": "full", "bf16": True},
+    "lora": {"finetuning_type": "lora"},
+    "freeze": {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
+    "noise and checkpointing": {"finetuning_type": "full", "neftune_noise_alpha": 5, "gradient_checkpointing": True},
+    "some left out": {"finetuning_type": "full", "leave_out": ["norm", "tied embedding"]},
+    "none": {"finetuning_type": "full", "patches": False},
+}
+
+
+def planned(folder: Path, **options: object) -> Plan:
+    given = make_user(folder, **{"max_steps": 3, "save_strategy": "no", **options})
+    return plan({name: Given(value, "the command line") for name, value in given.items()})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_explain_says_what_the_run_then_does(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the structure of a model decides is counted beforehand; what weights decide may come or not."""
+    words = as_words(make_user(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
+    assert main(["explain", *words]) == 0
+    explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # lines that were wrapped
+    assert main(["train", *words]) == 0
+    ran = re.sub(r"\s+", " ", capsys.readouterr().out)
+    said = re.findall(r"Patched: (.+?)\.\s", ran)
+    tried = re.findall(r"tried +(.+?):", explained)
+    counted = {kind: int(number) for number, kind in kinds_in(" ".join(said)) if kind not in tried}
+    assert counted == {kind: int(number) for number, kind in kinds_in(explained)}
+    assert {kind for _, kind in kinds_in(" ".join(said))} <= counted.keys() | set(tried)
+    assert ("patched          nothing" in explained) == (not counted)
+    assert (name == "none") == (not said)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (f"meanwhile: {said[0]}." in card) if said else "meanwhile" not in card
+
+
+def kinds_in(text: str) -> list[tuple[str, str]]:
+    """``[("2", "gated layer"), ...]``; what they stand in, forwards or hooks, is left out."""
+    found = re.findall(r"(?:[:,] )(\d+) ([a-z -]+?)s?(?=,|;|$|\n)", text)
+    return [(number, kind.strip()) for number, kind in found]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"finetuning_type": "lora", "lora_rank": 4}, {"packing": True}]
+)
+def test_without_patches_the_losses_are_the_same_but_for_rounding(
+    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    given = {"finetuning_type": "full", "template": "qwen", "learning_rate": 1e-3, **options}
+    usual, plain = (
+        train_run(planned(tmp_path / str(on), patches=on, **given)).output.training_loss for on in (True, False)
+    )
+    # Float32 sums in another order; a bfloat16 product is rounded at one part in 256, and over three steps' updates.
+    assert usual == pytest.approx(plain, rel=2e-3 if "bf16" in options else 2e-6)

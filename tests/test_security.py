@@ -1,0 +1,67 @@
+"""The promises of docs/security.md that no other file of tests holds, and that each test it names is there."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bad_inputs import told
+from burnish import cli
+
+PAGE = Path(__file__).parents[1] / "docs" / "security.md"
+
+
+def test_every_promise_names_a_test_that_is_there() -> None:
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 12
+    for row in rows:
+        file, name = re.findall(r"`(test_\w+\.py): (test_\w+)`", row)[-1]
+        assert f"def {name}(" in Path(__file__).with_name(file).read_text(encoding="utf-8"), row
+
+
+def test_trust_in_code_of_others_stands_in_the_log_and_in_the_card(user_folder: Path) -> None:
+    assert cli.main(["train", "run.yaml", "max_steps=1", "trust_remote_code=true"]) == 0
+    said = "trust_remote_code: Python code that comes with model may run, as you."
+    assert said in Path("out/run.log").read_text(encoding="utf-8")
+    assert "trust_remote_code: true" in Path("out/README.md").read_text(encoding="utf-8")
+    assert cli.main(["train", "run.yaml", "max_steps=1", "output_dir=other"]) == 0
+    assert "trust_remote_code" not in Path("other/run.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "escape",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.__class__.__base__.__subclasses__() }}", "{% include '/etc/passwd' %}",
+     "{{ self.__init__.__globals__ }}", "{{ messages.append(1) }}", "{% import 'os' as os %}"],
+)  # fmt: skip
+def test_a_chat_template_cannot_leave_its_sandbox(
+    escape: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    Path("escape.jinja").write_text(text + escape, encoding="utf-8")
+    assert cli.main(["explain", "run.yaml", "template=escape.jinja"]) == 2
+    assert "root:" not in "".join(told(capsys))
+
+
+def test_yaml_makes_no_python_objects(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark = Path("made")
+    line = f"columns: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{mark}]]\n"
+    run = Path("run.yaml").read_text(encoding="utf-8")
+    Path("run.yaml").write_text(run + line, encoding="utf-8")
+    assert cli.main(["explain", "run.yaml"]) == 2
+    Path("run.yaml").write_text(run, encoding="utf-8")
+    Path("mine.yaml").write_text("user: " + line.partition(": ")[2], encoding="utf-8")
+    assert cli.main(["explain", "run.yaml", "template=mine.yaml"]) == 2
+    told(capsys)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/tmp/elsewhere.safetensors"])
+def test_an_index_cannot_lead_out_of_its_folder(
+    name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("model/model.safetensors").rename("elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": name}}
+    Path("model/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert cli.main(["explain", "run.yaml"]) == 2
+    assert "it names a file outside of its folder" in told(capsys)[1]

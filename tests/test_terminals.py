@@ -1,0 +1,134 @@
+"""A terminal that is narrow in letters, closed, full or gone: what is asked for is said or refused, and a training goes
+on, with everything it had to say in its log."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from burnish import cli
+from burnish.report import console
+from burnish.report.streams import fit
+
+pytestmark = pytest.mark.run
+
+PROGRAM = [sys.executable, "-m", "burnish"]
+TRAIN = [*PROGRAM, "train", "run.yaml"]
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash with ``$B`` for burnish; its status is that of the first command of a pipe."""
+    given = {**os.environ, "B": " ".join(PROGRAM), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=given, check=False)
+
+
+def test_an_explanation_on_a_terminal_of_ascii_is_written_with_plain_marks(user_folder: Path) -> None:
+    done = shell("$B explain run.yaml", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 0, done.stderr
+    assert "in [[ ]]" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("where", [">&-", "> /dev/full", "2>&-", "2> /dev/full", ">&- 2>&-"])
+def test_a_training_outlives_its_output(where: str, user_folder: Path) -> None:
+    done = shell(f"$B train run.yaml {where}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path("out/model.safetensors").is_file()
+    assert "Exception ignored" not in done.stderr
+    said = Path("out/run.log").read_text(encoding="utf-8")
+    assert "Training for 8 steps" in said
+    assert "Trained 8 steps" in said
+
+
+def test_a_reader_that_leaves_does_not_end_a_training(user_folder: Path) -> None:
+    done = shell("set -o pipefail; $B train run.yaml | head -1; exit ${PIPESTATUS[0]}")
+    assert done.returncode == 0, done.stderr
+    assert Path("out/model.safetensors").is_file()
+    assert "Trained 8 steps" in Path("out/run.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["explain run.yaml", "version", "train --help", "env", "help"])
+def test_what_was_asked_for_and_cannot_be_said_is_a_failure_in_a_sentence(command: str, user_folder: Path) -> None:
+    done = shell(f"$B {command} > /dev/full")
+    assert done.returncode == 1
+    assert "Standard output cannot be written: no space left on device." in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert "disk" not in done.stderr
+    left = shell(f"set -o pipefail; $B {command} | true; exit ${{PIPESTATUS[0]}}")
+    assert left.returncode in (0, 141)
+    assert left.stderr == ""
+
+
+def test_what_a_terminal_has_no_letters_for_is_written_otherwise() -> None:
+    class Narrow:
+        encoding = "ascii"
+
+    assert fit("⟦red⟧ … 河", Narrow()) == "[[red]] ... \\u6cb3"  # type: ignore[arg-type]
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay_s", [0.25, 0.6, 1.2, 2.0])
+@pytest.mark.parametrize("command", ["train", "explain"])
+def test_ctrl_c_on_the_way_to_the_first_step_is_one_line(delay_s: float, command: str, user_folder: Path) -> None:
+    started = subprocess.Popen(
+        [*PROGRAM, command, "run.yaml", "max_steps=20000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(delay_s)
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=60)
+    assert started.returncode in (130, 0, -2)  # -2: before a line of burnish was read
+    assert "Traceback" not in err or "burnish" not in err
+
+
+def test_ctrl_c_once_more_while_python_exits_prints_nothing(user_folder: Path) -> None:
+    program = (
+        "import atexit, os, signal, sys\n"
+        "from burnish.cli import command\n"
+        "status = command(['version'])\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "sys.exit(status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_live_line_on_a_terminal_that_goes_does_not_stop_the_run(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        encoding, closed = "utf-8", False
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        def flush(self) -> None:
+            raise OSError(5, "Input/output error")
+
+        def fileno(self) -> int:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Gone())
+    try:
+        assert cli.main(["train", "run.yaml"]) == 0
+    finally:
+        console.end_live()
+    assert Path("out/model.safetensors").is_file()
+
+
+def test_nothing_waits_for_a_log_that_cannot_be_written(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("out").mkdir()
+    Path("out/run.log").mkdir()  # no file of that name can be made
+    assert cli.main(["train", "run.yaml"]) == 0

@@ -1,0 +1,48 @@
+"""A misspelt option is found by the type checker, wherever it stands."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLANTED = {
+    "core/loop.py": ("options.max_grad_norm", "options.max_grad_nrom"),
+    "core/best.py": ("options.save_strategy", "options.save_strategie"),
+    "app/build.py": ("options.dataloader_drop_last", "options.dataloader_drop_lost"),
+    "app/assemble.py": ("options.save_only_model", "options.save_model_only"),
+    "app/checks.py": ("options.eval_dataset", "options.evaldataset"),
+    "adapters/lora.py": ("options.loraplus_lr_ratio", "options.loraplus_ratio"),
+    "data/batches/batching.py": ("options.neat_packing", "options.nice_packing"),
+    "models/tokens.py": ("options.trust_remote_code", "options.trust_remote"),
+    "optim/builtin.py": ("options.adam_beta1", "options.adam_beta"),
+    "report/profile.py": ("options.profile_steps", "options.profiled_steps"),
+}
+"""File -> what it reads, and the misspelling that stands there in the copy."""
+
+
+def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_runs():
+    from burnish.app import options
+
+    tree = ast.parse(Path(options.__file__).read_text(encoding="utf-8"))
+    (seen,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "RunOptions")
+    joined = {group.__name__ for group in (*options.GROUPS, *options.MEMBER_GROUPS)}
+    assert {base.id for base in seen.bases} == {name for name in joined if not name.startswith("Dummy")}
+
+
+@pytest.mark.slow
+def test_a_misspelt_option_fails_the_type_check(tmp_path):
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name, (right, wrong) in PLANTED.items():
+        file = tmp_path / "src" / "burnish" / name
+        text = file.read_text(encoding="utf-8")
+        assert right in text, name
+        file.write_text(text.replace(right, wrong, 1), encoding="utf-8")
+    checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = set(re.findall(r"src/burnish/(\S+?):\d+: error: .* has no attribute", checked.stdout))
+    assert found == set(PLANTED), checked.stdout

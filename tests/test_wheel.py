@@ -1,0 +1,35 @@
+"""The wheel, away from the checkout: what is packed is all that a newcomer needs."""
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_demo_from_an_empty_environment(tmp_path):
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(
+            [str(word) for word in command], cwd=tmp_path, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path / "dist", ROOT)
+    (wheel,) = (tmp_path / "dist").glob("burnish-*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    pinned = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    run(python, "-m", "pip", "install", "--quiet", pinned)  # first, so that nothing later asks for another build of it
+    run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    where = run(python, "-c", "import burnish; print(burnish.__file__)")
+    assert Path(where.strip()).is_relative_to(tmp_path / "env")
+    said = run(tmp_path / "env" / "bin" / "burnish", "demo")
+    before, after = map(float, re.findall(r"([\d.]+) before, ([\d.]+) after", said)[0])
+    assert after > 0.8 > before
+    assert (tmp_path / "demo-run" / "model.safetensors").is_file()

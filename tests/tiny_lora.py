@@ -1,0 +1,33 @@
+"""A layer under a LoRA adapter of peft's, with burnish's forward pass or without it."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from burnish.core.patching import patch
+from burnish.models.fused import ADAPTED
+from burnish.ops.lora import LoraForward
+
+
+def adapted(base: nn.Module, *names: str, is_patched: bool = True, seed: int = 0, **settings) -> nn.Module:
+    """``base`` under adapters of these names ("one"), with factors that are not zero; the first of them is active."""
+    holder = nn.ModuleDict({"layer": base})
+    generator = torch.Generator().manual_seed(seed)
+    for name in names or ("one",):
+        config = LoraConfig(**{"r": 4, "lora_alpha": 4, "target_modules": ["layer"], **settings})
+        inject_adapter_in_model(config, holder, name)
+        layer = holder["layer"]
+        for factor in factors(layer, name):
+            factor.data = torch.randn(factor.shape, generator=generator)
+    layer.set_adapter([*names, "one"][:1])
+    base.requires_grad_(False)
+    if is_patched:
+        patch(layer, "forward", LoraForward(layer).forward, ADAPTED)
+    return layer
+
+
+def factors(layer: nn.Module, name: str = "one") -> tuple[nn.Parameter, nn.Parameter]:
+    """A (r, I) and B (O, r)."""
+    return layer.lora_A[name].weight, layer.lora_B[name].weight

@@ -1,0 +1,61 @@
+"""The page in a thread, and a visitor of it who has signed in."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.web.app import application
+from burnish.web.home import Home
+from burnish.web.options import WebOptions
+from burnish.web.session import Sessions
+from burnish.web.site import Site
+from serve.running import serve_app
+
+
+@dataclass
+class Page:
+    port: int
+    site: Site
+    sessions: Sessions
+    cookie: str = ""
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
+        """With the cookie and the Origin of a page of ours, unless ``headers`` says otherwise ("" leaves one out)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        usual = {"Cookie": f"burnish={self.cookie}", "Origin": f"http://127.0.0.1:{self.port}"}
+        if body is not None:
+            usual["Content-Type"] = "application/json"
+        given = {name: value for name, value in {**usual, **headers}.items() if value}
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, data, given)
+        response = connection.getresponse()
+        text = response.read().decode("utf-8", "replace")
+        connection.close()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, text
+
+    def get(self, path: str) -> Any:
+        status, _, text = self.send("GET", path)
+        assert status == 200, text
+        return json.loads(text)
+
+    def id_of(self, name: str) -> str:
+        return next(run["id"] for run in self.get("/api/runs")["runs"] if run["name"] == name)
+
+
+@contextmanager
+def begun(root: Path, home: Path, key: str | None, **options: Any) -> Iterator[Page]:
+    given = WebOptions(web_roots=[str(root)], web_home=str(home), **options)
+    loop, sessions = asyncio.new_event_loop(), Sessions(key)
+    site = Site(given, Home(given.web_home))
+    port, end = serve_app(application(site, sessions), loop)
+    yield Page(port, site, sessions, sessions.made())
+    site.planner.end()
+    site.engines.end_all()
+    end()

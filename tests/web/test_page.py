@@ -1,0 +1,544 @@
+"""The page without a browser: who gets in, what it serves, what it reads, and what it refuses to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.core.errors import UserError
+from burnish.report.journal import launched
+from burnish.web.command import read_options
+from burnish.web.follow import Place, cursor_text, news, read_cursor
+from burnish.web.home import Home
+from burnish.web.layout import BOXES, DEPENDS, PLACES, PRESETS, RISKY
+from burnish.web.places import Places
+from burnish.web.series import columns_of, thinned
+from burnish.web.words import language_of, words_of
+from burnish.wire.errors import Refusal
+from web.conftest import KEY
+from web.running import begun
+
+WEB = Path(burnish.__file__).parent / "web"
+PAGES = ["/runs", "/new", "/compare", "/talk", "/export", "/settings"]
+READS = ["/api/runs", "/api/models", "/api/datasets", "/api/engines", "/api/chats", "/api/poll"]
+EFFECTS = [
+    ("POST", "/api/runs"), ("POST", "/api/check"), ("POST", "/api/yaml"),
+    ("POST", "/api/runs/{id}/stop"), ("POST", "/api/runs/{id}/continue"),
+    ("DELETE", "/api/queue/1"), ("POST", "/api/engines"), ("DELETE", "/api/engines/x"), ("POST", "/api/chat/x"),
+    ("PUT", "/api/chats/x"), ("POST", "/api/exports"), ("POST", "/sign-out"),
+]  # fmt: skip
+
+
+# --- who gets in ------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_cookie_a_page_leads_to_the_sign_in_and_a_script_hears_401(page) -> None:
+    for path in PAGES:
+        status, headers, _ = page.send("GET", path, Cookie="")
+        assert (status, headers["location"].partition("?")[0]) == (303, "sign-in")
+    for path in READS:
+        assert page.send("GET", path, Cookie="")[0] == 401
+    for method, path in EFFECTS:
+        assert page.send(method, path.format(id="x"), {}, Cookie="burnish=1.2")[0] == 401
+    assert page.send("GET", "/healthz", Cookie="")[0] == 200
+
+
+def test_signing_in_by_script_and_by_the_form_alone_gives_a_strict_cookie(page) -> None:
+    status, headers, _ = page.send("POST", "/sign-in", {"key": KEY}, Cookie="")
+    assert status == 200
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= {part.strip() for part in headers["set-cookie"].split(";")}
+    value = headers["set-cookie"].partition("=")[2].partition(";")[0]
+    assert page.send("GET", "/runs", Cookie=f"burnish={value}")[0] == 200
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    status, headers, _ = page.send("POST", "/sign-in", f"key={KEY}&to=new".encode(), Cookie="", **kind)
+    assert (status, headers["location"]) == (303, "new")
+    for to in ("//evil.example", "https://evil.example", "../x", "javascript:alert(1)"):
+        _, headers, _ = page.send("POST", "/sign-in", f"key={KEY}&to={to}".encode(), Cookie="", **kind)
+        assert headers["location"] == "runs"
+    status, _, text = page.send("POST", "/sign-in", b"key=wrong", Cookie="", **kind)
+    assert status == 403
+    assert "not the key" in text
+
+
+def test_ten_wrong_keys_a_minute_end_the_trying_and_the_key_is_in_no_page(page) -> None:
+    statuses = [page.send("POST", "/sign-in", {"key": f"wrong {n}"}, Cookie="")[0] for n in range(12)]
+    assert statuses == [403] * 10 + [429] * 2
+    for path in [*PAGES, *READS, f"/runs/{page.id_of('first')}"]:
+        assert KEY not in page.send("GET", path)[2]
+
+
+def test_a_session_ends_with_its_time_and_with_the_key(page) -> None:
+    sessions = page.sessions
+    assert sessions.knows(sessions.made())
+    ends, _, proof = sessions.made().partition(".")
+    assert not sessions.knows(f"{int(ends) + 1}.{proof}")
+    assert not sessions.knows(f"{ends}.{proof[:-1]}0")
+    assert not sessions.knows("")
+    past = str(int(time.time()) - 1)
+    assert not sessions.knows(f"{past}.{sessions._proof(past)}")
+    assert not type(sessions)("another key of sixteen").knows(sessions.made())
+
+
+@pytest.mark.parametrize("origin", ["", "null", "https://evil.example", "http://localhost:1", "http://127.0.0.1"])
+def test_what_has_an_effect_needs_an_origin_that_is_ours(page, origin) -> None:
+    for method, path in [*EFFECTS, ("POST", "/sign-in")]:
+        status, _, text = page.send(method, path.format(id=page.id_of("first")), {"key": KEY}, Origin=origin)
+        assert (status, json.loads(text)["error"]["code"]) == (403, "origin_not_allowed"), path
+
+
+def test_another_site_and_another_host_are_refused(page) -> None:
+    assert page.send("POST", "/sign-out", {}, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert page.send("GET", "/runs", Host="evil.example")[0] == 421
+    status, headers, _ = page.send("GET", "/runs", Origin="https://evil.example")
+    assert status == 403
+    assert not [name for name in headers if name.startswith("access-control")]
+
+
+def test_every_response_carries_the_strict_policy_and_no_page_has_script_or_style_within(page) -> None:
+    for path in [*PAGES, f"/runs/{page.id_of('first')}", "/api/runs", "/nowhere", "/sign-in"]:
+        _, headers, text = page.send("GET", path)
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "require-trusted-types-for 'script'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+        if not headers["content-type"].startswith("text/html"):
+            continue
+        found = _Attributes()
+        found.feed(text)
+        assert not [name for name, _ in found.all if name == "style" or name.startswith("on")], path
+        assert not [value for name, value in found.all if name in ("src", "href") and "//" in (value or "")], path
+        assert not re.search(r"<script(?![^>]*\bsrc=)|<style", text), path
+
+
+class _Attributes(HTMLParser):
+    """All attributes of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.all += attrs
+
+
+def test_no_module_makes_html_or_code_of_text_and_none_asks_another_origin() -> None:
+    for file in (WEB / "static").glob("*.js"):
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setTimeout\(['\"]", text
+        )
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), file
+        assert len(text.splitlines()) <= 400
+    assert sum(len(file.read_text().splitlines()) for file in (WEB / "static").glob("*.js")) <= 3000
+
+
+def test_a_get_changes_nothing(page, root) -> None:
+    def state() -> list[tuple[str, int]]:
+        return sorted((str(path), path.stat().st_mtime_ns) for path in root.rglob("*") if path.is_file())
+
+    before = state()
+    for path in [*PAGES, *READS, f"/runs/{page.id_of('first')}", f"/api/runs/{page.id_of('first')}/series"]:
+        assert page.send("GET", path)[0] == 200
+    assert state() == before
+    for _, path in EFFECTS:
+        assert page.send("GET", path.format(id="x"))[0] in {200, 404, 405}
+    assert state() == before
+
+
+# --- what it reads ----------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_all_makers_are_listed_with_their_states(page) -> None:
+    runs = {run["name"]: run for run in page.get("/api/runs")["runs"]}
+    assert {name: (run["maker"], run["state"]) for name, run in runs.items()} == {
+        "first": ("burnish", "done"), "factory": ("LLaMA-Factory", "done"), "trl": ("transformers", "running"),
+        "<img src=x onerror=alert(1)>": ("burnish", "failed"),
+    }  # fmt: skip
+    _, _, text = page.send("GET", "/runs")
+    assert "<img src=x" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert text.count("<polyline") >= 2
+
+
+def test_a_run_reads_without_script(page) -> None:
+    _, _, text = page.send("GET", f"/runs/{page.id_of('first')}")
+    assert "Loss 3 to 0.075 over 40 steps, lowest 0.075 at step 40." in text
+    assert "<noscript><svg" in text
+    assert 'lang="en"' in text
+
+
+def test_the_page_speaks_chinese_to_who_reads_it(page) -> None:
+    _, _, text = page.send("GET", "/runs", **{"Accept-Language": "zh-CN,zh;q=0.9,en;q=0.5"})
+    assert 'lang="zh"' in text
+    assert "训练列表" in text
+    assert language_of("en", "zh") == "en"
+    assert language_of("xx", "fr,zh") == "zh"
+
+
+def test_both_languages_have_the_same_words_and_the_same_places_in_them() -> None:
+    english, chinese = words_of("en"), words_of("zh")
+    assert english.keys() == chinese.keys()
+    for key, text in english.items():
+        assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[key])), key
+
+
+def test_every_word_that_is_asked_for_is_there_and_pages_hold_no_text_of_their_own() -> None:
+    english, used = words_of("en"), set()
+    for file in [*(WEB / "static").glob("*.js"), *(WEB / "pages").glob("*.html")]:
+        text = file.read_text(encoding="utf-8")
+        used |= set(re.findall(r"\bt\(['\"](\w+)['\"]", text))
+        if file.suffix == ".html":
+            bare = re.sub(r"\{[{%#].*?[%}#]\}|<[^>]*>", "", text, flags=re.DOTALL)
+            left = set(re.findall(r"[A-Za-z]{3,}", bare)) - {
+                "burnish",
+                "run",
+                "yaml",
+                "CSV",
+                "ids",
+                "temperature",
+                "seed",
+            }
+            assert not left - {"top"}, (file.name, left)
+    used = {word for word in used if not word.endswith("_")}  # the beginning of words that are put together
+    assert used <= english.keys(), used - english.keys()
+
+
+def test_a_series_keeps_every_spike_and_says_what_is_no_number(page, root) -> None:
+    found = page.get(f"/api/runs/{page.id_of('first')}/series?points=16")
+    columns = found["columns"]
+    assert max(value for value in columns["loss"] if value is not None) == pytest.approx(3 / 20 + 5)
+    assert 0.5 in columns["eval_loss"]
+    assert found["rows"] == 41
+    trl = page.get(f"/api/runs/{page.id_of('trl')}/series")["columns"]
+    assert trl["loss"][2] == "NaN"
+    assert trl["grad_norm"] == [0.3] * 5
+
+
+def test_thinning_keeps_least_and_most_of_every_stretch() -> None:
+    draw = random.Random(3)
+    rows = [{"current_steps": step, "loss": draw.random()} for step in range(5000)]
+    rows[1234]["loss"], rows[4321]["loss"] = 99.0, -99.0
+    rows[77]["loss"] = float("inf")
+    columns = columns_of(rows)
+    few = thinned(columns, 200)
+    assert len(few["step"]) <= 450
+    assert {1234, 4321, 77, 0, 4999} <= set(few["step"])
+    assert few["loss"][few["step"].index(77)] == "Infinity"
+
+
+def test_a_reader_that_comes_and_goes_sees_every_row_once(tmp_path) -> None:
+    draw, folder = random.Random(11), tmp_path / "run"
+    folder.mkdir()
+    (folder / "launch.json").write_text(json.dumps(launched([])))
+    path, seen, written = folder / "trainer_log.jsonl", [], 0
+    cursor, pending = "", b""
+    with path.open("ab", buffering=0) as file:
+        for _ in range(1000):
+            for _ in range(draw.randrange(3)):
+                written += 1
+                pending += json.dumps({"current_steps": written, "loss": 1.0}).encode() + b"\n"
+            cut = draw.randrange(len(pending) + 1)  # torn anywhere
+            file.write(pending[:cut])
+            pending = pending[cut:]
+            if draw.random() < 0.5:
+                place = read_cursor(cursor).get("a" * 12, Place())
+                for name, data, behind in news("a" * 12, folder, place, log=False):
+                    place = behind
+                    if name == "rows":
+                        seen += data["columns"]["step"]
+                cursor = cursor_text({"a" * 12: place})
+        file.write(pending)
+    for name, data, _ in news("a" * 12, folder, read_cursor(cursor)["a" * 12], log=False):
+        if name == "rows":
+            seen += data["columns"]["step"]
+    assert seen == list(range(1, written + 1))
+
+
+def test_a_log_that_was_cut_is_fetched_anew(tmp_path) -> None:
+    (tmp_path / "trainer_log.jsonl").write_text('{"current_steps": 1, "loss": 1}\n')
+    names = [name for name, _, _ in news("b" * 12, tmp_path, Place(rows=1000), log=False)]
+    assert names[0] == "resync"
+
+
+def test_what_is_new_comes_as_messages_and_goes_on_from_its_cursor(page, root) -> None:
+    run = page.id_of("first")
+    first = page.get(f"/api/poll?runs={run}&log=1")
+    assert [m["event"] for m in first["messages"]] == ["rows", "event", "run", "log"]
+    again = page.get(f"/api/poll?runs={run}&log=1&after={first['cursor']}")
+    assert again["messages"] == []
+    with (root / "saves/first/trainer_log.jsonl").open("a") as file:
+        file.write('{"current_steps": 41, "total_steps": 41, "loss": 0.01}\n')
+    third = page.get(f"/api/poll?runs={run}&after={again['cursor']}")
+    assert third["messages"][0]["data"]["columns"]["step"] == [41]
+    assert page.get("/api/poll?runs=nobody&after=%00%ff,x:y")["messages"] == []
+
+
+def test_the_log_is_text_and_files_are_only_those_of_the_list(page) -> None:
+    run = page.id_of("first")
+    assert "onerror" in page.get(f"/api/runs/{run}/log")["text"]
+    names = [file["name"] for file in page.get(f"/api/runs/{run}")["files"]]
+    assert "training_loss.png" in names
+    assert "model.safetensors" not in names
+    status, headers, _ = page.send("GET", f"/api/runs/{run}/download/training_loss.png")
+    assert (status, headers["content-disposition"]) == (200, 'attachment; filename="training_loss.png"')
+    for name in ("model.safetensors", "..%2frun.yaml", "%2e%2e", "/etc/passwd", ".lock"):
+        assert page.send("GET", f"/api/runs/{run}/download/{name}")[0] == 404
+
+
+# --- what it does not do ----------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "; touch PWNED", "$(touch PWNED)", "`touch PWNED`", "a\nb: c", "--help", "@/etc/passwd",
+    "!!python/object/apply:os.system",
+    "&a [*a,*a]", "\u202egnp.exe", "x" * 200_000, "{{7*7}}", "<img src=x onerror=alert(1)>", "'; DROP TABLE runs; --",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["/etc", "../outside", "a/../../outside", "link", "a\0b", "x" * 300, "~root"])
+def test_a_place_outside_of_the_roots_is_refused_with_one_sentence(page, root, place) -> None:
+    (root / "link").symlink_to("/etc")
+    for name in ("output_dir", "dataset_dir", "model_name_or_path"):
+        values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/x", name: place}
+        status, _, text = page.send("POST", "/api/runs", {"values": values})
+        error = json.loads(text)["error"]
+        assert (status, error["code"], error["option"]) == (422, "outside", name)
+    assert not (root.parent / "outside").exists()
+
+
+@pytest.mark.parametrize("name", sorted(RISKY))
+def test_options_that_are_a_risk_are_not_set_from_a_page(page, name) -> None:
+    values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/x", name: "true"}
+    status, _, text = page.send("POST", "/api/runs", {"values": values})
+    assert (status, json.loads(text)["error"]["option"]) == (422, name)
+
+
+def test_hostile_texts_are_values_and_nothing_else(page, root, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr("burnish.web.starting.start", lambda words, *rest: started.append(words) or _Ended())
+    for number, text in enumerate(HOSTILE):
+        values = {
+            "model_name_or_path": "m",
+            "dataset": "d",
+            "output_dir": f"saves/h{number}",
+            "run_name": text,
+            text[:99]: text,
+        }
+        status, _, body = page.send("POST", "/api/runs", {"values": values})
+        assert status in {201, 422}, body
+    assert not list(root.rglob("PWNED"))
+    assert started
+    for words in started:
+        assert words[0] == "train"
+        assert Path(words[1]).name == "run.yaml"
+        assert len(words) == 2
+
+
+class _Ended:
+    pid = 2**22 + 5
+
+    def poll(self) -> int:
+        return 0
+
+
+def test_a_folder_is_proposed_that_holds_nothing_yet(page, root) -> None:
+    assert page.get("/api/free?folder=saves/first") == {"folder": "saves/first-2"}
+    assert page.get("/api/free?folder=saves/fresh") == {"folder": "saves/fresh"}
+    assert page.send("GET", "/api/free?folder=/etc")[0] == 422
+
+
+def test_a_folder_that_holds_a_run_is_not_taken_without_a_word(page, root, monkeypatch) -> None:
+    monkeypatch.setattr("burnish.web.starting.start", lambda *_: _Ended())
+    values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/first"}
+    status, _, text = page.send("POST", "/api/runs", {"values": values})
+    assert (status, json.loads(text)["error"]["code"]) == (409, "folder_not_empty")
+    status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "another"})
+    assert status == 201
+    assert (root / "saves/first-2/run.yaml").is_file()
+    (root / "saves/first/launch.json").write_text(json.dumps(launched([])))
+    status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "anew"})
+    assert (status, json.loads(text)["error"]["code"]) == (409, "folder_in_use")
+
+
+def test_a_signal_goes_only_to_the_process_that_is_proven_to_be_the_runs(page, root) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    run = root / "saves/first/launch.json"
+    given = {**launched([], child.pid), "time": time.time()}
+    (root / "saves/first/outcome.json").unlink()
+    identity = page.id_of("first")
+    for wrong in ({"start_ticks": given["start_ticks"] + 1}, {"boot_id": "x"}, {"pid": 1}, {"pid": -1}):
+        run.write_text(json.dumps({**given, **wrong}))
+        status, _, _ = page.send("POST", f"/api/runs/{identity}/stop", {"how": "now"})
+        assert status == 409
+        assert child.poll() is None
+    run.write_text(json.dumps(given))
+    assert page.send("POST", f"/api/runs/{identity}/stop", {"how": "save"})[0] == 202
+    assert child.wait(10) == -15
+
+
+def test_the_queue_outlives_the_page_and_goes_on(root, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("burnish.web.starting.start", lambda *_: _Ended())
+    (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "time": 1.9e9}))
+    values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
+    with begun(root, tmp_path / "home", KEY) as page:
+        status, _, text = page.send("POST", "/api/runs", {"values": values, "when": "queue"})
+        assert (status, json.loads(text)) == (202, {"queued": 1})
+    with begun(root, tmp_path / "home", KEY) as page:
+        assert [one["number"] for one in page.get("/api/runs")["queue"]] == [1]
+        starter = page.site.starter
+        import asyncio
+
+        from burnish.web.runs import find
+
+        assert starter.next_of_queue(find([root])) is None  # the other one still runs
+        (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "start_ticks": 1}))
+        (root / "trl/trainer_state.json").unlink()
+        assert starter.next_of_queue(find([root])) == root / "saves/next"
+        assert starter.queued() == []
+        assert asyncio.run(page.site.found(0.0))
+
+
+def test_a_yaml_text_is_read_as_a_file_is_and_its_faults_have_lines(page) -> None:
+    status, _, text = page.send(
+        "POST", "/api/yaml", {"text": "lora_rank: 8 # so\ndataset: [a, b]\nlearning_rate: 1e-4\n"}
+    )
+    assert (status, json.loads(text)["values"]) == (
+        200,
+        {"lora_rank": "8", "dataset": ["a", "b"], "learning_rate": "1e-4"},
+    )
+    for wrong, said in (
+        ("a: 1\nb: [1\n", "run.yaml"), ("a: 1\na: 2\n", "line 2"), ("a: &x [*x]\n", "run.yaml, line 1"),
+        ("", "run.yaml"),
+        ("!!python/object/apply:os.system ['touch PWNED']", "run.yaml"),
+    ):  # fmt: skip
+        _, _, text = page.send("POST", "/api/yaml", {"text": wrong})
+        problems = json.loads(text)["problems"]
+        assert said in problems[0]
+        assert str(page.site.home.folder) not in problems[0]
+    assert page.send("POST", "/api/yaml", {"text": 3})[0] == 422
+
+
+def test_wrong_bodies_are_never_our_fault(page) -> None:
+    draw = random.Random(23)
+    odd = [None, 1, -1, "x", "", [], {}, {"a": 1}, ["x"], True, 1e300, "\u0000", "../..", {"output_dir": 3}, [1, "a"]]
+    names = [
+        "values",
+        "folder",
+        "when",
+        "devices",
+        "how",
+        "run",
+        "checkpoint",
+        "path",
+        "key",
+        "seed",
+        "messages",
+        "targets",
+    ]
+    run = page.id_of("first")
+    for _ in range(400):
+        method, path = draw.choice(EFFECTS)
+        if path in ("/api/check", "/sign-out"):
+            continue
+        body = {draw.choice(names): draw.choice(odd) for _ in range(draw.randrange(4))}
+        status, _, text = page.send(method, path.format(id=run), body)
+        assert status < 500, (path, body, text)
+
+
+# --- small things -----------------------------------------------------------------------------------------------------
+
+
+def test_the_layout_names_options_that_there_are() -> None:
+    from burnish.app.form import form
+    from burnish.app.plan import RunOptions
+    from burnish.core.options import specs
+
+    known = set(specs(RunOptions))
+    fields = form()["fields"]
+    assert [field["name"] for field in fields] == list(specs(RunOptions))
+    assert {name for names in BOXES.values() for name in names} <= known
+    assert set(DEPENDS) | {on for on, _ in DEPENDS.values()} <= known
+    assert {name for preset in PRESETS.values() for name in preset} <= known
+    assert set(RISKY) & known
+    assert set(PLACES) & known
+    controls = {field["name"]: field["control"] for field in fields}
+    assert (controls["bf16"], controls["learning_rate"], controls["dataset"], controls["finetuning_type"]) == (
+        "switch", "number", "list", "choice",
+    )  # fmt: skip
+
+
+def test_what_is_carried_is_what_it_says_it_is() -> None:
+    carried = WEB / "carried"
+    said = dict(
+        reversed(line.split()) for line in (carried / "README.md").read_text().splitlines() if line.startswith("    ")
+    )
+    assert set(said) == {"uPlot.iife.min.js", "uPlot.min.css"}
+    for name, digest in said.items():
+        assert hashlib.sha256((carried / name).read_bytes()).hexdigest() == digest
+    assert "MIT" in (carried / "uPlot.LICENSE").read_text()
+
+
+def test_the_pages_folder_is_its_owners_and_one_page_uses_it(tmp_path) -> None:
+    home = Home(str(tmp_path / "state"))
+    assert oct(home.folder.stat().st_mode & 0o777) == "0o700"
+    key = home.key()
+    assert Home(str(tmp_path / "state")).key() == key
+    assert oct((home.folder / "key").stat().st_mode & 0o777) == "0o600"
+    home.hold("http://127.0.0.1:7860")
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:7860"):
+        Home(str(tmp_path / "state")).hold("http://127.0.0.1:7861")
+
+
+def test_options_of_the_page_are_refused_where_they_are_wrong(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GRADIO_SERVER_PORT", "7999")
+    assert read_options(["--page", "chat"])[0].web_port == 7999
+    assert read_options(["--page", "chat"])[1] == "talk"
+    for words, said in (
+        (["web_key=0123456789abcdef"], "list of processes"), (["web_prot=1"], "web_port"),
+        (["web_roots=[/no/where]"], "no folder"),
+        (["web_no_key=true", "web_host=0.0.0.0"], "start processes"), (["--page", "admin"], "no page"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            read_options(words)
+    monkeypatch.setenv("GRADIO_SHARE", "true")
+    with pytest.raises(UserError, match="tunnel"):
+        read_options([])
+
+
+def test_places_are_judged_after_links_are_followed(tmp_path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "out").symlink_to(tmp_path)
+    places = Places([str(tmp_path / "in")])
+    assert places.within("a/b", "x") == tmp_path / "in" / "a" / "b"
+    with pytest.raises(Refusal):
+        places.within("out/secret", "x")
+
+
+def test_the_page_starts_without_a_library_of_models_and_ends_on_a_signal(tmp_path) -> None:
+    script = (
+        "import sys, threading, time, os, signal\n"
+        "def look():\n    time.sleep(3)\n"
+        "    print('LOADED', *({'torch', 'transformers'} & set(sys.modules)), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "threading.Thread(target=look, daemon=True).start()\n"
+        "from burnish.cli import main\nsys.exit(main(['webui', 'web_port=0']))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(WEB.parents[1]), "BURNISH_HOME": str(tmp_path / "home")}
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "LOADED\n" in run.stdout
+    assert re.search(r"page     http://127\.0\.0\.1:\d+/sign-in#key=\S{40,}", run.stdout)
+    assert run.returncode == 143, run.stderr
