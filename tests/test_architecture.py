@@ -448,3 +448,24 @@ def test_what_stands_beside_the_register_is_still_there() -> None:
 )  # fmt: skip
 def test_a_change_past_the_register_is_found(line: str) -> None:
     assert list(patches_past_the_door(ast.parse(line)))
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Docstrings of a file, its classes and functions, and the strings below constants and fields."""
+    bodies = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        for statement in node.body if isinstance(node, bodies) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
+    asks = re.compile(r"\s*(What|Whether|Of|How|Who|When|Where|Which|Why)\b")
+    found = [
+        f"{name_of(file)}:{line}: {text.splitlines()[0]}"
+        for file in FILES
+        for line, text in _docstrings(ast.parse(file.read_text(encoding="utf-8")))
+        if asks.match(text)
+    ]
+    assert not found, "\n".join(found)

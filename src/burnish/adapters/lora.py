@@ -194,7 +194,7 @@ def _pissa(iterations: int) -> str:
 
 @dataclass
 class Beginning:
-    """What an adapter began with whose factors PiSSA took out of the weights: ``W = W_res + s B0 A0`` (Meng et al.
+    """The factors an adapter began with that PiSSA took out of the weights: ``W = W_res + s B0 A0`` (Meng et al.
     2024, section 3, https://arxiv.org/abs/2404.02948).
 
     Such an adapter is saved as what it has become since, plain LoRA of twice the rank, so that it fits the weights that

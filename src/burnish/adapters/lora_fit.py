@@ -165,7 +165,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _more_than_lora(raw: Mapping[str, Any]) -> str:
-    """What an adapter is or has that LoRA is not; the empty string for none."""
+    """The trait of an adapter that LoRA does not have; the empty string for none."""
     if raw.get("peft_type") != "LORA":
         return f"the method {raw.get('peft_type')}"
     if raw.get("bias", "none") != "none":

@@ -23,7 +23,7 @@ from burnish.core.patching import Reason, patch, restore
 from burnish.ops.quantised import is_quantised
 
 FILE_PREFIX = "base_model.model."
-"""What peft's classes around a model add to every name in a file."""
+"""The beginning that peft's classes around a model add to every name in a file."""
 BASE = "__base__"
 """In ``rows_through``: the row that gets no adapter; peft's name."""
 ROWS = Reason("adapted layer", "each row of a batch goes through an adapter of its own")
@@ -278,7 +278,7 @@ def _merges(layer: Any) -> bool:
 
 
 def _in_use(module: Any) -> nn.Module:
-    """What stands for a module that is trained whole: its copy, or where none is active itself."""
+    """The copy that stands for a module that is trained whole, or the module itself where none is active."""
     names = [name for name in module.active_adapters if name in module.modules_to_save]
     used: nn.Module = module.modules_to_save[names[-1]] if names else module.original_module
     return used
@@ -331,7 +331,7 @@ def _within(path: str, module: str) -> bool:
 
 
 def _skips(model: nn.Module, path: str) -> bool:
-    """Whether the fast kernels of a state-space model go past a layer, so that peft refuses to adapt it."""
+    """Tell whether the fast kernels of a state-space model go past a layer, so that peft refuses to adapt it."""
     family = getattr(getattr(model, "config", None), "model_type", "")
     return "mamba" in family and path.endswith("out_proj")
 

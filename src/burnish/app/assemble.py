@@ -52,7 +52,7 @@ class ModelPart(Stateful, Protocol):
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a run is made of besides its options.
+    """The parts of a run besides its options.
 
     Args:
         model: its ``model`` is what trains, on its device.

@@ -75,7 +75,7 @@ from burnish.report.results import parameters_without_embeddings
 
 @dataclass(frozen=True)
 class Result:
-    """What ``train_run`` leaves behind."""
+    """The outcome of ``train_run``."""
 
     output: TrainOutput | None  # None where there was nothing left to do
     folder: Path
@@ -147,7 +147,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
 
 
 def journal_of(plan: Plan, engine: Engine) -> Journal:
-    """What others may read of the run, begun: who runs it, and what was given."""
+    """Facts about the run for other readers, begun: who runs it, and what was given."""
     folder = output_folder(plan.options)
     journal = Journal(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
@@ -254,7 +254,7 @@ def eval_sets(prepared: Prepared, options: RunOptions, engine: Engine, budget: B
 
 
 def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: Path) -> None:
-    """What makes the weights of a checkpoint loadable elsewhere."""
+    """Files that make the weights of a checkpoint loadable elsewhere."""
     if adapter.saves_whole_model:
         save_config(model, target)
     else:
@@ -289,18 +289,18 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: RunOption
 
 
 def takes_own_attention(options: RunOptions) -> bool:
-    """Whether burnish's attention may stand in for the model's."""
+    """Tell whether burnish's attention may stand in for the model's."""
     return asked_attention(options) is None and allows(options, PADDING_FREE)
 
 
 def wants_flat(options: RunOptions) -> bool:
-    """Whether rows are to be laid end to end; the model has the last word."""
+    """Tell whether rows are to be laid end to end; the model has the last word."""
     return bool(options.padding_free or packs_rows(options, options.stage))
 
 
 def wants_needed_only(objective: Any, model: Any, options: RunOptions, device: torch.device) -> bool:
-    """Whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it. ``model``
-    need have no weights."""
+    """Tell whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it.
+    ``model`` need have no weights."""
     is_usual = device.type == "cpu" and not options.torch_compile
     wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
     allows = getattr(objective, "allows_needed_only", None)  # an objective of a plugin need not know of it
@@ -316,7 +316,7 @@ def load_dtype(options: RunOptions, engine: Any) -> Any:
 
 
 def trainable_dtype(options: RunOptions, model: Any, engine: Any) -> torch.dtype:
-    """Of what the method trains; in a run that only evaluates or predicts, as the other weights."""
+    """Format of the trained weights; in a run that only evaluates or predicts, that of the other weights."""
     if options.pure_bf16:
         return torch.bfloat16
     loaded: torch.dtype = next(model.parameters()).dtype
@@ -326,5 +326,5 @@ def trainable_dtype(options: RunOptions, model: Any, engine: Any) -> torch.dtype
 
 
 def keeps_load_precision(options: RunOptions) -> bool:
-    """Whether the optimizer keeps float32 copies of its own."""
+    """Tell whether the optimizer keeps float32 copies of its own."""
     return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))

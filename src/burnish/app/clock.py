@@ -1,4 +1,4 @@
-"""How long a training may take.
+"""Time limit of a training.
 
 ``max_train_seconds`` ends it after a step, with a checkpoint, from which the same command goes on: for a machine that
 is lent by the hour. ``interrupt.py`` answers it as it answers a signal.
@@ -16,7 +16,7 @@ TIME_IS_UP = 124
 
 @dataclass
 class ClockOptions:
-    """How long a training may take."""
+    """Time limit of a training."""
 
     max_train_seconds: float | None = option(
         None, "End the training after the step in which so much time has passed, with a checkpoint.", unit="s", gt=0

@@ -280,7 +280,7 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
 
 
 def _starter(plan: Plan) -> str:
-    """Who says how many processes there are."""
+    """Source of the number of processes."""
     given = plan.where("num_processes")
     return given or ("the launcher" if plan.world_size > 1 else "")
 

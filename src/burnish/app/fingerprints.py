@@ -56,7 +56,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "ddp_static_graph",
     ),
 }  # fmt: skip
-"""Why -> options that change neither rows nor arithmetic."""
+"""Reason -> options that change neither rows nor arithmetic."""
 HARMLESS_GROUPS = ("GenerationOptions", "MetricOptions", "ExportOptions", "ReportOptions", "ProfileOptions")
 LIBRARIES = ("torch", "transformers")
 

@@ -31,7 +31,7 @@ EXTRA = "gguf"
 ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """model_type -> llama.cpp's name of the shape."""
 OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
-"""What the library ``gguf`` can write; the K-quants are llama.cpp's own."""
+"""Types that the library ``gguf`` can write; the K-quants are llama.cpp's own."""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPLITS: Final = {
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
@@ -39,7 +39,7 @@ _SPLITS: Final = {
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
     "": "gpt-2",
 }
-"""How a tokenizer cuts text into words -> llama.cpp's name of it; "" is the cut that byte-level tokenizers bring."""
+"""A tokenizer's cut of text into words -> llama.cpp's name of it; "" is the cut that byte-level tokenizers bring."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
@@ -62,7 +62,7 @@ def write_gguf(folder: Path, options: RunOptions) -> list[str]:
 
 
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
-    """What keeps burnish's own way from writing this model; nothing where llama.cpp does it."""
+    """Reason why burnish's own writer cannot write this model; none where llama.cpp does it."""
     if options.llama_cpp:
         return []
     kind, model_type = options.export_gguf_type, config.model_type

@@ -1,4 +1,4 @@
-"""How a run goes on where it stopped: from which checkpoint, with which batches, and when there is nothing left to do.
+"""Resuming a run where it stopped: from which checkpoint, with which batches, and when there is nothing left to do.
 
 In: a plan, and ``output_dir``. Out: the checkpoint to continue from, and a run whose parts have its state.
 Refuses: a checkpoint that is asked for and is not there or not whole; more steps than a finished run that kept no
@@ -30,7 +30,7 @@ from burnish.report.pace import counted
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """The place at which a run begins.
 
     Args:
         checkpoint: the one that it goes on from; None for step 0.
@@ -44,7 +44,7 @@ class Start:
 
 
 def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> Start:
-    """Where the run begins, as the options and ``output_dir`` say. Nothing is changed there.
+    """Find where the run begins, as the options and ``output_dir`` say. Nothing is changed there.
 
     Args:
         fingerprints: called where there is a run to compare with.
@@ -75,13 +75,13 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
 
 
 def goes_on(options: RunOptions) -> bool:
-    """Whether the run goes on with what it finds in ``output_dir``."""
+    """Tell whether the run goes on with what it finds in ``output_dir``."""
     begins_anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
     return trains(options) and not begins_anew
 
 
 def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
-    """Whether a folder that the options name is a checkpoint, and whole."""
+    """Tell whether a folder that the options name is a checkpoint, and whole."""
     if not asked.is_dir():
         there = ", ".join(str(path) for path in checkpoints.all()) or "none"
         what = "is a file, not a folder" if asked.exists() else "is not there"
@@ -92,7 +92,7 @@ def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
 
 
 def nothing_left_to_do(folder: Path, found: Path, steps: StepPlan) -> str:
-    """Why the run that stands in ``folder`` need not go on, as a sentence; "" where it has to."""
+    """Say why the run that stands in ``folder`` need not go on, as a sentence; "" where it has to."""
     last = load_state(found).global_step
     if last > steps.max_steps:
         done = f"{found} has done {counted(last, 'step')}, and this run is to have {steps.max_steps}"
@@ -104,7 +104,7 @@ def nothing_left_to_do(folder: Path, found: Path, steps: StepPlan) -> str:
 
 
 def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
-    """Why a run without checkpoints has nothing left to do, as a sentence; "" where it has not begun.
+    """Say why a run without checkpoints has nothing left to do, as a sentence; "" where it has not begun.
 
     Raises:
         UserError: where it is another run, or is to go on after its last step.

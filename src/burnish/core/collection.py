@@ -1,4 +1,4 @@
-"""When Python searches for cyclic garbage: not while a run is made ready, and then among new objects alone.
+"""Times at which Python searches for cyclic garbage: not while a run is made ready, and then among new objects alone.
 
 Imports, options and encoding make some million objects, which stay, and next to no cycles. A full search walks all of
 them: 0.2 to 0.35 s each time once torch and transformers are there, and it falls into importing a dozen times.

@@ -64,7 +64,7 @@ UNUSABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RecursionError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What a library raises that is given a file with something else in it than it expects. For the doors at which a
+"""Errors of a library that is given a file with something else in it than it expects. For the doors at which a
 user's file goes to a library, and nowhere else."""
 
 

@@ -44,7 +44,7 @@ class Message:
 
 
 Answer: TypeAlias = "tuple[Message, ...] | str"
-"""What follows a prompt: messages, usually one, or a text where the prompt is a text."""
+"""The answer to a prompt: messages, usually one, or a text where the prompt is a text."""
 
 
 @dataclass(frozen=True, slots=True)

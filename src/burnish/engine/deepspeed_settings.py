@@ -38,7 +38,7 @@ _OF_THE_MACHINE = {
     "sparse_gradients", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
     "comms_logger", "aio", "checkpoint", "torch_autocast", "bfloat16",
 }  # fmt: skip
-"""Where numbers lie, how they travel, what is printed; the size of a step follows from the options."""
+"""Settings of memory, communication and printing; the size of a step follows from the options."""
 _OWN = {
     "optimizer": "optim, learning_rate and weight_decay take its place",
     "scheduler": "lr_scheduler_type and warmup_steps take its place",

@@ -29,7 +29,7 @@ from burnish.hf.in_step import no_rows_of
 
 
 class Gathered:
-    """What an evaluation keeps of its batches, on all ranks: losses, predictions, labels, inputs.
+    """Results that an evaluation keeps of its batches, on all ranks: losses, predictions, labels, inputs.
 
     Args:
         compute_metrics: ``EvalPrediction`` -> metrics; None for the loss alone.
@@ -104,7 +104,7 @@ class Gathered:
 
 
 def has_loss(inputs: Any, label_names: list[str], can_return_loss: bool) -> bool:
-    """Whether a model gives a loss for a batch: all labels are there, or it needs none."""
+    """Tell whether a model gives a loss for a batch: all labels are there, or it needs none."""
     if label_names:
         return all(inputs.get(name) is not None for name in label_names)
     return_loss = inputs.get("return_loss")

@@ -101,7 +101,7 @@ def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
 
 
 def write_configs(model: Any, folder: Path) -> None:
-    """What makes the weights of a checkpoint, which are a part of it, loadable elsewhere."""
+    """Files that make the weights of a checkpoint, which are a part of it, loadable elsewhere."""
     if is_peft_model(model):
         model.save_pretrained(str(folder))
     for name in ("config", "generation_config"):

@@ -1,4 +1,4 @@
-"""What a ``Trainer`` is given: led to where it belongs, checked against each other, or refused.
+"""Arguments of a ``Trainer``: led to where it belongs, checked against each other, or refused.
 
 In: the arguments of the constructor. Raises in transformers' words, because scripts and tests look for them.
 """
@@ -122,7 +122,7 @@ def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any,
 
 
 def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, compute_metrics: Any) -> None:
-    """What the arguments ask for, and the sets and functions cannot give."""
+    """Refuse what the arguments ask for and the sets and functions cannot give."""
     by_batch = compute_metrics if args.batch_eval_metrics else None
     if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
         raise ValueError(

@@ -50,7 +50,7 @@ class Hub:
         )  # fmt: skip
 
     def is_due(self, args: TrainingArguments) -> bool:
-        """Whether a checkpoint is to be pushed now; a push that goes on is not joined by another."""
+        """Tell whether a checkpoint is to be pushed now; a push that goes on is not joined by another."""
         asks = args.hub_strategy != "end" and args.process_index == 0
         return asks and (args.hub_always_push or all(upload.done() for upload in self.uploads))
 

@@ -1,4 +1,4 @@
-"""What the Trainer has to know of a model before it trains it, read from its class and its config.
+"""Facts that the Trainer needs about a model before it trains it, read from its class and its config.
 
 Nothing here calls the model; what only a forward pass can tell is asked in ``models/fitted.py``.
 """
@@ -31,7 +31,7 @@ def is_causal_lm(model: Any) -> bool:
 
 
 def takes_loss_arguments(model: Any) -> bool:
-    """Whether ``forward`` may be given ``num_items_in_batch``: as the model says, or where it takes any keyword."""
+    """Tell whether ``forward`` takes ``num_items_in_batch``: as the model says, or where it takes any keyword."""
     base = base_model(model)
     parameters = inspect.signature(base.forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -51,14 +51,14 @@ def columns_of(model: Any, label_names: list[str]) -> list[str]:
 
 
 def loss_shifts_labels(model: Any) -> bool:
-    """Whether position t of the logits is held against label t + 1, so that the first label is never learned."""
+    """Tell whether position t of the logits is held against label t + 1, so that the first label is never learned."""
     base = base_model(model)
     is_shifted = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
     return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
 def waits_for_its_device(model: Any, args: Any) -> bool:
-    """Whether it is not moved when the Trainer is made: it lies on several devices, or its dtype comes first."""
+    """Tell whether it is not moved when the Trainer is made: it lies on several devices, or its dtype comes first."""
     is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     return bool(is_split or args.fp16_full_eval or args.bf16_full_eval)
 
@@ -79,7 +79,7 @@ def smoother_of(model: Any, factor: float) -> Any:
 
 
 def has_virtual_tokens(model: Any) -> bool:
-    """Whether a learned prompt stands before the ids (prompt tuning, p-tuning); a prefix stands in the cache."""
+    """Tell whether a learned prompt stands before the ids (prompt tuning, p-tuning); a prefix stands in the cache."""
     config = getattr(model, "active_peft_config", None) if is_peft_model(model) else None
     return bool(config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING")
 

@@ -135,6 +135,6 @@ def collator_without_unused(collate: Any, taken: list[str], model_name: str, des
 
 
 def is_datasets_set(dataset: Any) -> bool:
-    """Whether it is a ``datasets.Dataset``; the library is not loaded to find out."""
+    """Tell whether it is a ``datasets.Dataset``; the library is not loaded to find out."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(dataset, datasets.Dataset)

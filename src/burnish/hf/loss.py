@@ -45,7 +45,7 @@ class StepUnderWay:
 
 
 class TrainerObjective(Objective):
-    """What a Trainer learns, as the loop's ``Objective``.
+    """The Trainer's loss, as the loop's ``Objective``.
 
     Args:
         weigh: (batch) -> () its items.

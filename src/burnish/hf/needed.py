@@ -68,7 +68,7 @@ def fit_needed(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> F
 
 
 def _may_lie_flat(model: nn.Module) -> bool:
-    """Whether nothing in the configs of model and adapter speaks against it: no learned prompt, no loss over all
+    """Tell whether nothing in the configs of model and adapter speaks against it: no learned prompt, no loss over all
     tokens, no attention that was asked for by name."""
     adapters = getattr(model, "peft_config", {})
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
@@ -79,7 +79,7 @@ def _may_lie_flat(model: nn.Module) -> bool:
 
 
 def has_plain_loss(model: nn.Module) -> bool:
-    """Whether the loss that ``model`` gives is the cross entropy of the next token and nothing besides: a causal
+    """Tell whether the loss that ``model`` gives is the cross entropy of the next token and nothing besides: a causal
     language model of transformers itself, of which nobody changed or watches the forward pass."""
     inner = causal_lm(model)
     is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)

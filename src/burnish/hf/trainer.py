@@ -95,7 +95,7 @@ class Trainer:
     """
 
     arguments_class: type[TrainingArguments] = TrainingArguments
-    """What arguments of transformers are made into, by their names."""
+    """Options that transformers' arguments become, by their names."""
 
     loss_is_scaled_for_ga: bool | None = None
     """True where ``compute_loss`` divides by the items of the whole step itself; see ``loss.py``."""
@@ -422,7 +422,7 @@ class Trainer:
 
     @property
     def _fitted(self) -> Fitted:
-        """What the model was seen to do; asked once, by ``train`` before its first step."""
+        """Findings about the model's forward pass; asked once, by ``train`` before its first step."""
         if self._asked is None or self._asked.model is not self.model:
             self._asked = self._ask()
         return self._asked
@@ -432,12 +432,12 @@ class Trainer:
 
     @property
     def _computes_loss_itself(self) -> bool:
-        """Whether ``compute_loss`` is burnish's; an override may never come to what is asked here."""
+        """Tell whether ``compute_loss`` is burnish's; an override may never come to what is asked here."""
         return type(self).compute_loss.__module__.startswith("burnish.") and "compute_loss" not in vars(self)
 
     @property
     def _leaves_tokens_out(self) -> bool:
-        """Whether tokens that no loss depends on are to be left out: as asked, and else on a CPU."""
+        """Tell whether tokens that no loss depends on are to be left out: as asked, and else on a CPU."""
         wanted = self.args.needed_tokens_only
         is_usual = self._engine.device.type == "cpu" and not self.args.torch_compile
         return bool(is_usual if wanted is None else wanted) and self.neftune_noise_alpha is None
@@ -713,7 +713,7 @@ class Trainer:
         return self.optimizer
 
     def _chooses_itself(self) -> bool:
-        """Whether a subclass says which optimizer there is, or what decays."""
+        """Tell whether a subclass says which optimizer there is, or what decays."""
         names = ("get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
         return any(getattr(type(self), name) is not getattr(Trainer, name) for name in names)
 
@@ -791,7 +791,7 @@ class Trainer:
         return str(self._run.checkpoints.path(self.state.global_step))
 
     def _write_extras(self, folder: Path) -> None:
-        """What makes a checkpoint loadable elsewhere; the weights themselves are a part, written by ``Checkpoints``."""
+        """Write the files that make a checkpoint loadable elsewhere; ``Checkpoints`` writes its weights."""
         if type(self).save_model is not Trainer.save_model or type(self)._save is not Trainer._save:
             self.save_model(str(folder), _internal_call=True)
             return
@@ -825,7 +825,7 @@ class Trainer:
         self._tell("on_log", logs=logs)
 
     def _log_from_loop(self, values: dict[str, Any], started: float) -> None:
-        """What the loop has to say, by way of ``log``."""
+        """Pass the loop's messages on, by way of ``log``."""
         if "skipped_steps" in values:
             logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
         if "train_runtime" in values:

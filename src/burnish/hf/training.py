@@ -1,4 +1,4 @@
-"""What ``Trainer.train`` is made of: the model made ready, the steps, the checkpoint to go on from.
+"""Pieces of ``Trainer.train``: the model made ready, the steps, the checkpoint to go on from.
 
 Nothing of what training *is* happens here (``core/loop.py``), and nothing knows the ``Trainer``: each function is given
 what it needs.
@@ -48,7 +48,7 @@ def made_ready(
     model: nn.Module, args: TrainingArguments, accelerator: EngineAccelerator, processing_class: Any,
     noise: float | None,
 ) -> Iterator[None]:  # fmt: skip
-    """What is done to a model for the time of its training.
+    """Changes that are made to a model for the time of its training.
 
     Args:
         noise: the strength of NEFTune; None for none.
@@ -93,7 +93,7 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int) -> 
 
 
 def fingerprints_of(args: TrainingArguments, plan: StepPlan, rows_per_step: int) -> dict[str, Any]:
-    """What the run depends on, for the sentences at a resume."""
+    """Fingerprints of all that the run depends on, for the sentences at a resume."""
     return {
         "learning_rate": args.learning_rate, "max_steps": plan.max_steps, "rows_per_step": rows_per_step,
         "seed": args.seed, "data_seed": args.data_seed, "steps_per_epoch": plan.steps_per_epoch,

@@ -58,7 +58,7 @@ def check_infer(options: Any) -> list[Problem]:
 
 
 def infer_notes(options: Any) -> list[str]:
-    """What was set for another engine than the one that answers."""
+    """Names of options that were set for another engine than the one that answers."""
     notes = set_without(options, {"infer_executable": "infer_backend"})
     settings = [name for name in vars(options) if name.startswith(("vllm_", "sglang_"))]
     plain = InferOptions()
@@ -70,5 +70,5 @@ def infer_notes(options: Any) -> list[str]:
 
 
 def is_remote(options: Any) -> bool:
-    """Whether another process answers."""
+    """Tell whether another process answers."""
     return options.infer_url is not None or options.infer_backend not in _OWN

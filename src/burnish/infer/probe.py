@@ -20,7 +20,7 @@ from burnish.ops.probe import REFUSALS, causal_lm
 _LENGTHS = (7, 12, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _COARSE = 3e-2
-"""Of the largest logit, in formats of 16 bits."""
+"""Tolerance as a share of the largest logit, in formats of 16 bits."""
 
 
 def choose(model: nn.Module, seats: int, precision: Precision = nullcontext) -> tuple[Forward, str]:

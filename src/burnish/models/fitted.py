@@ -42,5 +42,5 @@ def fit(
 
 
 def _has_router(model: nn.Module) -> bool:
-    """Whether it is a mixture of experts, whose loss may be made of its own output."""
+    """Tell whether it is a mixture of experts, whose loss may be made of its own output."""
     return hasattr(causal_lm(model).config.get_text_config(), "router_aux_loss_coef")

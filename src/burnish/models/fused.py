@@ -46,7 +46,7 @@ ADAPTED = Reason("adapted layer", "layer and update in one product, which keeps 
 ROTARY = Reason("rotary function", "queries and keys turned by one kernel each")
 
 Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
-"""What makes a forward pass for a module, and why; None where there is none for it."""
+"""Builder of a forward pass for a module, and its reason; None where there is none for it."""
 
 _EVERYTHING = PatchOptions()
 
@@ -74,7 +74,7 @@ def forwards_of(
 
 
 def _method(forward: Callable[..., Any]) -> Callable[[nn.Module], Callable[..., Any]]:
-    """What makes ``forward(module, ...)`` a method of a module."""
+    """Descriptor that makes ``forward(module, ...)`` a method of a module."""
     return partial(MethodType, forward)
 
 

@@ -30,7 +30,7 @@ from burnish.objectives.sequence_logps import SequenceValues, collate_sequences,
 FEW_RECORDS = 8
 """Below so many records in a step the mean over them says little."""
 _LEAST, _MOST = 1.0, 4 / 3
-"""Of desirable weight times count over the other (Ethayarajh et al. 2024, eq. 8)."""
+"""Bounds of desirable weight times count over the other (Ethayarajh et al. 2024, eq. 8)."""
 
 
 @dataclass

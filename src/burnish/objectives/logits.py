@@ -21,7 +21,7 @@ NOT_FOR_THE_MODEL = frozenset(
         "matches_rejected", "baseline", "pairs_per_token", "kl",
     }
 )  # fmt: skip
-"""What a batch says of the loss, and not of the model's input."""
+"""Keys of a batch that belong to the loss and not to the model's input."""
 
 
 def target_positions(labels: Tensor) -> Tensor:

@@ -119,8 +119,8 @@ class AnswersObjective(StageObjective):
         return items.sum()
 
     def answered(self, module: nn.Module, batch: Batch) -> SequenceValues:
-        """What the policy says; in an evaluation too with the rounding of a step, so that an untouched model is its own
-        reference to the bit."""
+        """Log-probabilities of the policy; in an evaluation too with the rounding of a step, so that an
+        untouched model is its own reference to the bit."""
         with rounding_as_trained():
             values: SequenceValues = module(batch)
         return values

@@ -26,7 +26,7 @@ def collate_learned(collate: Callable[[Sequence[Row]], Batch], rows: Sequence[Ro
 
 
 class Targets(NamedTuple):
-    """What is learned of a batch. (N,) each.
+    """Target positions of a batch. (N,) each.
 
     Args:
         positions: counted through the rows.

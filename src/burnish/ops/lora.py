@@ -271,7 +271,7 @@ class _Siblings(torch.autograd.Function):
 
 
 class LoraModule(Protocol):
-    """What is asked of a module: peft's names."""
+    """Attributes that are read of a module: peft's names."""
 
     base_layer: Any
     lora_A: Mapping[str, Any]
@@ -355,7 +355,7 @@ def together(*layers: nn.Module) -> Iterator[None]:
 
 
 class Together:
-    """What layers answered to the tensor that one of them was first asked about, until each is asked."""
+    """Results of sibling layers for the tensor that one of them was first asked about, until each is asked."""
 
     def __init__(self, forwards: Sequence[LoraForward]) -> None:
         self._forwards = forwards
@@ -392,7 +392,7 @@ def _is_frozen_product(layer: nn.Module) -> bool:
 
 
 def holds_factors(module: Any) -> bool:
-    """Whether ``module`` holds a linear layer and plain factors, and its class computes the formula of them."""
+    """Tell whether ``module`` holds a linear layer and plain factors, and its class computes the formula of them."""
     factors = getattr(module, "lora_A", None)
     if not isinstance(factors, nn.ModuleDict) or not isinstance(getattr(module, "lora_B", None), nn.ModuleDict):
         return False
@@ -404,7 +404,7 @@ def holds_factors(module: Any) -> bool:
 
 @cache
 def _computes_the_formula(kind: Any) -> bool:
-    """Whether modules of a class answer what ``LoraForward`` does; asked with a small layer in their place."""
+    """Tell whether modules of a class answer what ``LoraForward`` does; asked with a small layer in their place."""
     module: Any = kind.__new__(kind)
     nn.Module.__init__(module)
     module.base_layer, module.training = nn.Linear(4, 3), False
@@ -427,4 +427,4 @@ _ASKED: dict[str, Any] = {
     "merged_adapters": [], "lora_variant": {}, "_disable_adapters": False, "_active_adapter": "x",
     "cast_input_dtype_enabled": True, "kwargs": {}, "fan_in_fan_out": False, "_caches": {},
 }  # fmt: skip
-"""What a module of peft's keeps besides."""
+"""Other attributes of a module of peft's."""

@@ -127,7 +127,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a model was seen to do; false and None where it does not, or was not asked.
+    """Findings about a model; false and None where it does not, or was not asked.
 
     Args:
         model: the one that was asked.

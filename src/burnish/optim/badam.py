@@ -109,7 +109,7 @@ class _BlockAdam(Optimizer):
     """
 
     changes_what_trains = True
-    """Which weights have gradients changes during the run; an engine may not settle on those of its beginning."""
+    """The set of weights with gradients changes during the run; an engine may not settle on those of its beginning."""
 
     def __init__(self, groups: Groups, options: Any) -> None:
         super().__init__(groups, {"lr": options.learning_rate, "weight_decay": 0.0})

@@ -196,7 +196,7 @@ def launched(devices: Iterable[str], pid: int | None = None, argv: Iterable[str]
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in ticks since the machine did: with the pid, it names the process for good. None where
+    """Start of a process, in ticks since the machine did: with the pid, it names the process for good. None where
     there is no such process.
 
     Source: field 22 of /proc/PID/stat, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html

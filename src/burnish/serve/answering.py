@@ -266,7 +266,7 @@ _STATUS = {"non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500
 
 
 def refusal_of(made: Made) -> Refusal:
-    """Why an ask ended before its time. An engine's sentence begins with a code: ``out_of_memory: ...``."""
+    """Reason why an ask ended before its time. An engine's sentence begins with a code: ``out_of_memory: ...``."""
     if made.error is None:
         return DRAINING
     if made.reason == "cancelled":

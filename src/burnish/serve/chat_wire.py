@@ -122,7 +122,7 @@ class Wire:
 
 
 LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON cannot say, as in OpenAI's API."""
+"""Stand-in for minus infinity, which JSON cannot say, as in OpenAI's API."""
 
 
 def finite(logprob: float) -> float:

@@ -28,7 +28,7 @@ from burnish.wire.errors import Refusal
 
 THOUGHTLESS = ("none", "minimal")
 _SETTLED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
-"""What a chat template reads that no request may set."""
+"""Variables of a chat template that no request may set."""
 
 
 class Prompter:

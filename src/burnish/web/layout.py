@@ -36,7 +36,7 @@ RISKY: dict[str, str] = {
     "infer_executable": "it names a program",
     "infer_url": "it sends texts to another machine",
 }
-"""What a page may not set unless ``web_allow`` names it, and why."""
+"""Options that a page may not set unless ``web_allow`` names it, and why."""
 PLACES: tuple[str, ...] = (
     "output_dir", "dataset_dir", "logging_dir", "cache_dir", "tokenized_path", "export_dir", "model_name_or_path",
     "adapter_name_or_path", "new_special_tokens_config", "resume_from_checkpoint", "eval_dataset", "dataset",

@@ -1,4 +1,4 @@
-"""Who may see the page: whoever showed its key once, by a cookie that the key has signed.
+"""Access to the page: for whoever showed its key once, by a cookie that the key has signed.
 
 In: the head of a request. Out: it passes, or a refusal: a page sends to the sign-in, a script hears 401. Changing the
 key ends every session; ten wrong keys a minute end the trying.

@@ -1,4 +1,4 @@
-"""What an ``SFTTrainer`` is handed, made ready: arguments, model, tokenizer, adapter.
+"""Preparation of what an ``SFTTrainer`` is handed: arguments, model, tokenizer, adapter.
 
 In: what the constructor was given. Out: ``SFTConfig``, a model, a tokenizer that agrees with it on eos and pad, and the
 adapter around the model. Refused, in TRL's words: what does not fit together.
@@ -204,7 +204,7 @@ def attach_peft(model: Any, peft_config: Any, added_tokens: list[int]) -> Any:
 
 
 def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
-    """What was added to the vocabulary has to be learned: read, and written."""
+    """Train the rows that were added to the vocabulary: as they are read, and as they are written."""
     by_layer = dict(peft_config.trainable_token_indices or {})
     peft_config.trainable_token_indices = {
         **by_layer, "embed_tokens": [*by_layer.get("embed_tokens", []), *added_tokens]
@@ -219,7 +219,7 @@ def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
 
 
 def finish_peft(model: Any, args: SFTConfig) -> None:
-    """What an adapted model needs besides: gradients through checkpointed layers, and the dtype of its adapter."""
+    """Prepare an adapted model: gradients through checkpointed layers, and the dtype of its adapter."""
     head: Any = model.get_output_embeddings()
     if hasattr(head, "base_layer"):
         raise ValueError(

@@ -35,7 +35,7 @@ _ANSWER = {"en": "\nAnswer:", "zh": "\n答案："}
 
 @dataclass(frozen=True)
 class Chosen:
-    """What became of one question. ``is_right`` is None where its answer is not told."""
+    """Outcome of one question. ``is_right`` is None where its answer is not told."""
 
     letter: str
     chances: tuple[float, ...]

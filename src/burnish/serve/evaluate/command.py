@@ -33,7 +33,7 @@ HARNESS = "lm_eval:"
 
 @dataclass
 class EvalOptions:
-    """What ``burnish eval`` measures."""
+    """Options of what ``burnish eval`` measures."""
 
     task: str | None = option(
         None, "A task of local files and its split (mmlu_test), or lm_eval: and names of lm-evaluation-harness."
@@ -115,7 +115,7 @@ def _loaded(serving: Serving, options: EvalOptions) -> tuple[Answerer, SeatLoop]
 
 
 def _facts(answerer: Answerer, options: EvalOptions, subjects: Sequence[Subject]) -> dict[str, Any]:
-    """What answers depend on."""
+    """Fingerprint of all that answers depend on."""
     given = answerer.options
     settings = {
         name: value for name, value in asdict(options).items() if name not in ("save_dir", "task_dir", "batch_size")

@@ -25,7 +25,7 @@ _GREEDY = {"temperature": 0.0}
 
 
 class EngineModel:
-    """What the harness asks of a model.
+    """The interface that the harness asks of a model.
 
     Args:
         loop: over the model.
@@ -86,7 +86,7 @@ class EngineModel:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _start(self) -> list[int]:
-        """What stands before a text that nothing precedes."""
+        """Token that stands before a text that nothing precedes."""
         first = self.tokenizer.bos_token_id
         return [self.tokenizer.eos_token_id if first is None else first]
 

@@ -1,4 +1,4 @@
-"""What an evaluation writes, and the table in which several models stand.
+"""Files that an evaluation writes, and the table in which several models stand.
 
     results.json        subject -> number of the question -> letter (LLaMA-Factory's file, and C-Eval's submission)
     results.log         averages over questions, LLaMA-Factory's lines

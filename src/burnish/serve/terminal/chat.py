@@ -20,7 +20,7 @@ from burnish.serve.terminal.talk import Talk
 
 @dataclass
 class _Words:
-    """What is the command's own."""
+    """Options of the command alone."""
 
     others: list[str]
     url: str = ""
@@ -76,7 +76,7 @@ def _read(words: Sequence[str]) -> _Words:
 
 
 def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, ChatSettings, list[str]]:
-    """Who answers, the settings of the command line, and the lines that say so."""
+    """Partners, the settings of the command line, and the lines that say so."""
     if own.url:
         if own.others:
             what = f"with --url the server has its own options. Received: {' '.join(own.others)}."

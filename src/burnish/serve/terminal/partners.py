@@ -1,4 +1,4 @@
-"""Who answers a conversation at a terminal: the engine in this process, or a server that speaks OpenAI's API.
+"""Partners of a conversation at a terminal: the engine in this process, or a server that speaks OpenAI's API.
 
 In:  messages in OpenAI's words, settings. Out: events as they come: pieces of thought and content, calls, and at the
      end what was measured. Closing the iterator ends the answer.
@@ -22,7 +22,7 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How answers are made. None: as the model or the server has it."""
+    """Settings of an answer. None: as the model or the server has it."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,7 +41,7 @@ class ChatSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """A request.
 
     Args:
         thinks: None leaves it to the template.
@@ -72,7 +72,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Ended:
-    """What an answer was.
+    """An answer.
 
     Args:
         tokens: of the answer; None where a server does not say.
@@ -93,7 +93,7 @@ class Ended:
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """A partner that answers."""
 
     name: str
     adapters: tuple[str, ...]

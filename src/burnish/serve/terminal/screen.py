@@ -1,4 +1,4 @@
-"""What is read from a terminal and written to it: lines with a history, text whose control characters are visible.
+"""Input and output of a terminal: lines with a history, text whose control characters are visible.
 
 A model cannot move the cursor, change the title or write to the clipboard: an escape in its text is shown as ``␛``.
 """
