@@ -108,7 +108,7 @@ def ways() -> tuple[Setting, ...]:
     options: dict[str, Any] = {"padding_free": False, "attn_implementation": "sdpa", "fused_loss": False}
     options |= {"optim": "adamw_torch", "needed_tokens_only": False}
     without = ["attention", "memory"]
-    left_out = ["norm", "gated layer", "activation", "linear layer", "tied embedding", "last feed-forward part"]
+    left_out = ["norm", "gated layer", "activation", "linear layer", "tied embedding"]
     found = []
     for name, *there in WAYS:
         options = {option: value for option, value in options.items() if option not in there}
@@ -130,7 +130,6 @@ WAYS = (
     ("+ norms, gated layers and activations by blocks", "norm", "gated layer", "activation"),
     ("+ no copies of the weights kept", "linear layer"),
     ("+ one gradient for embedding and head", "tied embedding"),
-    ("+ the last feed-forward part where something is learned", "last feed-forward part"),
     ("+ no token that nothing depends on, and what rows share once", "needed_tokens_only"),
 )  # fmt: skip
 

@@ -23,7 +23,6 @@ from burnish.engine import base
 from burnish.models.fused import ACTIVATION, ATTENTION, GATED, LINEAR, NORM
 from burnish.ops import attention
 from burnish.ops.cpu import buffer_pool
-from burnish.ops.last_layer import LAST
 from burnish.ops.tied import TIED
 from small_run import make_user
 
@@ -182,7 +181,7 @@ def _words(setting):
 PLAIN = {"patches": False,
          "padding_free": False, "fused_loss": False, "attn_implementation": "sdpa", "optim": "adamw_torch",
          "needed_tokens_only": False}  # fmt: skip
-KINDS = (NORM, GATED, ACTIVATION, ATTENTION, LINEAR, TIED, LAST)
+KINDS = (NORM, GATED, ACTIVATION, ATTENTION, LINEAR, TIED)
 OWN = {
     "attention": [(attention, "is_half_on_cpu")], "memory": [(base, "keep_freed_memory"), (buffer_pool, "empty")],
 }  # fmt: skip

@@ -206,17 +206,6 @@ def test_the_fused_loss_is_refused_where_it_was_asked_for_and_cannot_be():
         fitted(model, fused_loss=True)
 
 
-def test_logits_are_kept_only_where_they_are_asked_for():
-    objective, module = fitted(tiny())
-    batch = objective.collate(rows(3))
-    without = objective.loss(module, batch)
-    module.keeps_outputs = True
-    kept = objective.loss(module, batch)
-    assert without.outputs is None
-    assert kept.outputs.shape == (1, batch["input_ids"].numel(), 97)
-    assert torch.allclose(kept.total, without.total)
-
-
 def test_smoothing_is_transformers_label_smoothing():
     from transformers.trainer_pt_utils import LabelSmoother
 

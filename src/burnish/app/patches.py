@@ -26,7 +26,6 @@ from burnish.models.source import adapter_folders
 from burnish.models.tokens import fitted_shapes
 from burnish.objectives.neftune import EmbeddingNoise
 from burnish.ops.gpu.kernels import ask_for_kernels
-from burnish.ops.last_layer import LAST
 from burnish.ops.probe import causal_lm
 from burnish.ops.tied import TIED
 
@@ -54,7 +53,6 @@ def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
     wanted = {
         PADDING_FREE: wants_flat(options) and takes_own_attention(options),
         TIED: options.fused_loss is not False and config.get_text_config().tie_word_embeddings,
-        LAST: options.fused_loss is not False,
         LIGER: takes_liger(options, device_of(options)),
     }
     found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ from burnish.objectives.neftune import EmbeddingNoise
 from burnish.objectives.targets import Targets, collate_learned, sums_of_hidden, sums_of_logits
 from burnish.ops.cross_entropy import TokenLoss, TokenSums
 from burnish.ops.head_kernels import BACKENDS, LIBRARIES, obstacle
-from burnish.ops.last_layer import LAST
 from burnish.ops.probe import Fitted, Head, causal_lm
 from burnish.ops.tied import TIED, TiedEmbedding
 
@@ -213,9 +212,7 @@ class ModelWithLoss(nn.Module):
         head: the model's head; None to let the model compute its logits.
         makes_some_logits: whether the model can compute the logits of chosen positions alone.
         options: those of ``LmOptions`` are read.
-        patches: whether embedding and last feed-forward part may be patched.
-
-    ``keeps_outputs`` is for an evaluation that needs logits: ``Loss.outputs`` is (B, T, V) then.
+        patches: whether the embedding may be patched.
     """
 
     def __init__(
@@ -225,10 +222,7 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         inner = causal_lm(model)
         self.model = model
-        self.keeps_outputs = False
         self._head = head
-        if head is not None and head.last is not None:
-            self._head = replace(head, last=head.last.installed() if allows(patches, LAST) else None)
         self._tied = tied_embedding(inner, head) if head is not None and allows(patches, TIED) else None
         self._way = way_of(options)
         self._rules = token_loss(options, head.softcap if head else None)
@@ -243,7 +237,7 @@ class ModelWithLoss(nn.Module):
         inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
         inputs["use_cache"] = False  # with a cache, the sequences of a padding-free row would attend to each other
         with self._noise.around(batch) if self._noise and self.training else nullcontext():
-            if self._head is not None and not self.keeps_outputs and not self._aux_coefficient:
+            if self._head is not None and not self._aux_coefficient:
                 return self._loss(self._sums_in_chunks(self._head, inputs, targets))
             return self._loss_from_logits(inputs, targets)
 
@@ -257,14 +251,13 @@ class ModelWithLoss(nn.Module):
 
     def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
         """From logits that the model makes: of learned positions where it can make some only, else of all."""
-        makes_some, asks_router = self._makes_some_logits and not self.keeps_outputs, bool(self._aux_coefficient)
-        of_targets, output = logits_at(self.model, inputs, targets.positions, makes_some, asks_router)
+        asks_router = bool(self._aux_coefficient)
+        of_targets, output = logits_at(self.model, inputs, targets.positions, self._makes_some_logits, asks_router)
         sums = sums_of_logits(of_targets, targets, self._rules)
         aux = output.aux_loss * targets.counts.sum() if self._aux_coefficient else None
-        kept = output.logits[:, -inputs["input_ids"].shape[1] :].detach() if self.keeps_outputs else None
-        return self._loss(sums, aux, kept)
+        return self._loss(sums, aux)
 
-    def _loss(self, sums: TokenSums, aux: Tensor | None = None, outputs: Tensor | None = None) -> Loss:
+    def _loss(self, sums: TokenSums, aux: Tensor | None = None) -> Loss:
         """Combine the sums to a ``Loss``. Args: aux: () the loss of a router: its mean over tokens times the weight of
         the micro-batch."""
         named = {}
@@ -273,8 +266,8 @@ class ModelWithLoss(nn.Module):
         if self._rules.entropy:
             named["entropy"] = sums.entropy
         if aux is None:
-            return Loss(sums.total, named, outputs)
-        return Loss(sums.total + self._aux_coefficient * aux, named | {"aux_loss": aux.detach()}, outputs)
+            return Loss(sums.total, named)
+        return Loss(sums.total + self._aux_coefficient * aux, named | {"aux_loss": aux.detach()})
 
 
 def tied_embedding(model: Any, head: Head) -> TiedEmbedding | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from burnish.core.types import Batch, Row
 from burnish.objectives.base import Collate
 from burnish.objectives.lm import tied_embedding
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, logits_at, target_positions
-from burnish.ops.last_layer import LAST
 from burnish.ops.probe import Head, causal_lm
 from burnish.ops.tied import TIED
 from burnish.ops.token_logps import LogpRules, TokenLogps, linear_token_logps, plain_token_logps
@@ -79,7 +77,7 @@ class SequenceModel(nn.Module):
         makes_some_logits: whether it then can make those of chosen positions alone.
         rules: what else is asked of each token.
         aux_coefficient: of a router's loss; 0 leaves it out.
-        patches: whether embedding and last feed-forward part may be patched.
+        patches: whether the embedding may be patched.
     """
 
     def __init__(
@@ -89,8 +87,6 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.model = model
         self._head = head
-        if head is not None and head.last is not None:
-            self._head = replace(head, last=head.last.installed() if allows(patches, LAST) else None)
         self._tied = tied_embedding(causal_lm(model), head) if head is not None and allows(patches, TIED) else None
         self._makes_some_logits = makes_some_logits
         self._rules = rules

@@ -10,8 +10,8 @@ mode; weights, gradients, random numbers and the mode of every module are the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.patching import Reason, hooked
-from burnish.ops.last_layer import LastFeedForward, last_feed_forward
 
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NotImplementedError)
 """Errors that models raise for inputs they do not support; they count as a result of the probe."""
@@ -100,25 +99,20 @@ class Head:
         linear: (B, T, H) -> (B, T, V); its weight may be the embedding's.
         scale: before the cap; Cohere and Granite have one.
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
-        last: the last feed-forward part, after which positions are independent; None where it was not found.
     """
 
     backbone: nn.Module
     linear: nn.Linear
     scale: float = 1.0
     softcap: float | None = None
-    last: LastFeedForward | None = None
 
     def hidden(self, **inputs: Any) -> Tensor:
         states: Tensor = self.backbone(**inputs)[0]
         return states
 
     def hidden_at(self, positions: Tensor, **inputs: Any) -> Tensor:
-        """(N, H) the hidden states at ``positions`` (N,), indices into the flattened rows; others are not computed
-        where that is less work."""
-        is_less = self.last is not None and self.last.spares(positions, inputs["input_ids"].numel())
-        with self.last.only_at(positions) if self.last is not None and is_less else nullcontext():
-            return self.hidden(**inputs).flatten(0, 1).index_select(0, positions)
+        """(N, H) the hidden states at ``positions`` (N,), indices into the flattened rows."""
+        return self.hidden(**inputs).flatten(0, 1).index_select(0, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.linear(hidden) * self.scale
@@ -161,26 +155,9 @@ def find_head(model: nn.Module) -> Head | None:
         with _asking(model) as ask, _louder(head.linear):
             said = ask(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
-            if not _close(said, head.logits(hidden), model):
-                return None
-            return replace(head, last=_proven(last_feed_forward(head.backbone), head, tokens, hidden, model))
+            return head if _close(said, head.logits(hidden), model) else None
     except REFUSALS:
         return None
-
-
-def _proven(
-    last: LastFeedForward | None, head: Head, tokens: Tensor, hidden: Tensor, model: nn.Module
-) -> LastFeedForward | None:
-    """Return ``last`` if the hidden states (1, T, H) of some positions are the same when it computes only these."""
-    chosen = torch.tensor([1, 4, 5], device=tokens.device)
-    if last is None:
-        return None
-    try:
-        with last.tried(), last.only_at(chosen):
-            some = head.hidden(input_ids=tokens, use_cache=False)[:, chosen]
-    except REFUSALS:
-        return None
-    return last if _close(some, hidden[:, chosen], model) else None
 
 
 def makes_some_logits(model: nn.Module) -> bool:
