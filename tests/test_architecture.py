@@ -469,3 +469,10 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
         if asks.match(text)
     ]
     assert not found, "\n".join(found)
+
+
+def test_no_component_takes_options_of_any_type() -> None:
+    untyped = re.compile(r"\b_?options: (Any|object)\b")
+    generic = {"core/options.py", "core/registry.py"}  # read by declared names alone
+    found = [name_of(f) for f in FILES if name_of(f) not in generic and untyped.search(f.read_text(encoding="utf-8"))]
+    assert not found

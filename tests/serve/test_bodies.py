@@ -163,10 +163,11 @@ def broken_text(draw: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_thousands_of_wrong_bodies_are_never_our_fault(serve) -> None:
+@pytest.mark.parametrize("bodies", [150, pytest.param(3000, marks=pytest.mark.slow)])
+def test_wrong_bodies_are_never_our_fault(serve, bodies: int) -> None:
     running, draw = serve(), random.Random(17)
     seen: dict[int, int] = {}
-    for turn in range(3000):
+    for turn in range(bodies):
         body = odd_body(draw) if turn % 3 else broken_text(draw)
         route = draw.choice(ROUTES)
         status, _, text = send(running, "POST", route, body)
@@ -177,7 +178,7 @@ def test_thousands_of_wrong_bodies_are_never_our_fault(serve) -> None:
             error = json.loads(text)["error"]
             assert error["message"].endswith((".", "!", "?")), error
             assert error["code"], error
-    assert seen[200] > 100
-    assert seen[400] > 1000
+    assert seen[200] > bodies // 30
+    assert seen[400] > bodies // 3
     assert post(running, "/v1/chat/completions", CHAT)[0] == 200
     assert running.engine.num_open == 0

@@ -78,7 +78,14 @@ class FinetuningOptions:
     print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
 
 
-def finetuning_notes(options: Any) -> list[str]:
+class FinetuningChoices(Protocol):
+    """The options read here."""
+
+    finetuning_type: str
+    print_param_status: bool
+
+
+def finetuning_notes(options: FinetuningChoices) -> list[str]:
     """Notes on options of other finetuning types than the one of this run."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
     return [f'"{name}" has no effect: it is not for finetuning_type {options.finetuning_type}.' for name in unread]

@@ -83,7 +83,7 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, str], steps: StepPlan) ->
     made: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return made | {
         **contents,
-        "base_model": base_fingerprint(plan.options),
+        "base_model": base_fingerprint(plan.options, plan.options.seed),
         "config": config_fingerprint(plan.options),
         "adapters": adapters_fingerprint(plan.options),
         "rows_per_step": steps.rows_per_step,

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 from burnish.core.errors import MissingExtraError, Problem
 from burnish.core.options import option
@@ -35,7 +35,15 @@ class MetricOptions:
     )
 
 
-def check_metrics(options: Any) -> list[Problem]:
+class MetricChoices(Protocol):
+    """The options read here."""
+
+    do_predict: bool
+    predict_metrics: list[str]
+    predict_with_generate: bool
+
+
+def check_metrics(options: MetricChoices) -> list[Problem]:
     """Check that the libraries of the metrics are installed."""
     if not (options.predict_with_generate and options.do_predict):
         return []
@@ -54,7 +62,7 @@ def check_metrics(options: Any) -> list[Problem]:
     return problems
 
 
-def scores(predictions: Sequence[str], labels: Sequence[str], options: Any) -> dict[str, float]:
+def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:
     """Compute all metrics that the options name."""
     found: dict[str, float] = {}
     for name in options.predict_metrics:

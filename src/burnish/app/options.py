@@ -105,15 +105,16 @@ MEMBER_GROUPS: tuple[type, ...] = (
 """Groups of options that single members of a family read, plugins included."""
 
 if TYPE_CHECKING:  # it does not see into a union; a test holds the two against each other
+    from burnish.infer.options import AnsweringOptions
 
     @dataclass
     class RunOptions(
-        TaskOptions, ModelOptions, LigerOptions, PatchOptions, QuantizationOptions, FinetuningOptions,
+        AnsweringOptions, TaskOptions, LigerOptions, PatchOptions,
         PreferenceOptions, ReferenceOptions, DataOptions,
-        TemplateOptions, EncodingOptions, BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
-        LoopOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions, GenerationOptions,
-        InferOptions, MetricOptions, ExportOptions,
-        ReportOptions, ProfileOptions, EngineOptions, FreezeOptions, LoraOptions,
+        BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
+        LoopOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
+        MetricOptions,
+        ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
         PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
         RewardOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
     ):  # fmt: skip

@@ -70,7 +70,7 @@ class Registry(Generic[T]):
             )
         return self._members[name]
 
-    def choose(self, name: str, options: Any) -> Member[T]:
+    def choose(self, name: str, options: object) -> Member[T]:
         """The member that ``options`` ask for: one whose ``when`` is true, else the one called ``name``."""
         return next((member for member in self if member.when is not None and member.when(options)), None) or self.get(
             name
@@ -95,7 +95,7 @@ class Registry(Generic[T]):
         """The option groups of all members, each once, in order of registration."""
         return list(dict.fromkeys(member.options for member in self if member.options is not None))
 
-    def unread(self, chosen: Member[T], options: Any) -> list[str]:
+    def unread(self, chosen: Member[T], options: object) -> list[str]:
         """The options, not at their default, that members of the family read and the chosen one does not."""
         of_others = {name for group in self.option_groups() if group is not chosen.options for name in specs(group)}
         return [name for name in changed(options) if name in of_others]

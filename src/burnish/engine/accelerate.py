@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from burnish.engine.choices import EngineChoices
 from burnish.engine.ddp import BUFFERS, DdpEngine, syncing_arguments
 
 
@@ -28,7 +29,7 @@ class AccelerateEngine(DdpEngine):
         return cast(nn.Module, self.accelerator.prepare_model(model))
 
 
-def _accelerator(options: Any, is_on_cpu: bool) -> Any:
+def _accelerator(options: EngineChoices, is_on_cpu: bool) -> Any:
     """An ``Accelerator`` that does only what the options say."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from burnish.core.parts import Part
 from burnish.core.types import Batch, Engine, Stateful
 from burnish.engine.checkpointing import checkpoint_activations
+from burnish.engine.choices import EngineChoices
 from burnish.engine.layers import layers_of
 from burnish.engine.memory import keep_few_kernels, keep_freed_memory
 from burnish.engine.offloading import Offloading
@@ -29,7 +30,7 @@ from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, 
 __all__ = ["EngineOptions", "SingleEngine", "check_engine", "create_engine", "set_seed"]
 
 
-def create_engine(options: Any) -> Engine:
+def create_engine(options: EngineChoices) -> Engine:
     """The engine that the options and the number of processes ask for."""
     name = engine_name(options)
     if name == "single":
@@ -62,7 +63,7 @@ class SingleEngine:
     world_size: int = 1
     checkpoints_layers = False  # an engine's own settings may ask for gradient checkpointing too
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: EngineChoices) -> None:
         self.options = options
         self.device = device_of(options)
         self.dtype = autocast_dtype(options, self.device)

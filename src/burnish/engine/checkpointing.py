@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from burnish.core.errors import Problem, did_you_mean
 from burnish.core.patching import Reason, record
+from burnish.engine.choices import EngineChoices
 
 CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing asks for it")
 _OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -22,7 +23,7 @@ _OF_MODELS = {"every_n_layers": 1, "offload": False}
 """Further arguments of transformers 5.23's models, and the value at which each does nothing."""
 
 
-def checkpointing_problems(options: Any) -> Iterator[Problem]:
+def checkpointing_problems(options: EngineChoices) -> Iterator[Problem]:
     """Find what is wrong with ``gradient_checkpointing_kwargs``."""
     given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
     for name in [name for name in given if name not in known]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from burnish.engine.choices import EngineChoices
 from burnish.engine.parallel import ParallelEngine
 
 
@@ -70,7 +71,7 @@ _OF_TORCH = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OF_TORCH else "broadcast_buffers"  # before torch 2.13
 
 
-def syncing_arguments(options: Any) -> dict[str, Any]:
+def syncing_arguments(options: EngineChoices) -> dict[str, Any]:
     """The ``ddp_*`` options as torch's arguments; defaults are those of transformers."""
     finds = options.ddp_find_unused_parameters
     if finds is None:

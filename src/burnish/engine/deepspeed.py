@@ -38,6 +38,7 @@ from burnish.core.parts import Part
 from burnish.core.pieces import Piece
 from burnish.core.types import Loss, Stateful
 from burnish.engine.base import set_precision
+from burnish.engine.choices import EngineChoices
 from burnish.engine.deepspeed_settings import filled, zero_stage
 from burnish.engine.parallel import ParallelEngine
 
@@ -49,7 +50,7 @@ class DeepSpeedEngine(ParallelEngine):
 
     is_sharded = True
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: EngineChoices) -> None:
         super().__init__(options)
         self.dtype = None  # DeepSpeed makes the weights what they are to be; autocast would undo it
         self.scaler, self.scales_loss = None, bool(options.fp16 and self.device.type != "cpu")

@@ -22,7 +22,7 @@ from burnish.core.errors import Problem, did_you_mean
 
 AUTO = "auto"
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-_SAYS_AGAIN: dict[str, tuple[str, Callable[[Asked], Any]]] = {
+_SAYS_AGAIN: dict[str, tuple[str, Callable[[DeepspeedChoices], Any]]] = {
     "train_micro_batch_size_per_gpu": (
         "per_device_train_batch_size", lambda options: options.per_device_train_batch_size
     ),
@@ -45,7 +45,7 @@ _OWN = {
 }
 
 
-class Asked(Protocol):
+class DeepspeedChoices(Protocol):
     """The options read here."""
 
     deepspeed: dict[str, Any] | str | None
@@ -57,11 +57,11 @@ class Asked(Protocol):
     pure_bf16: bool
 
 
-def asks_for_deepspeed(options: Asked) -> bool:
+def asks_for_deepspeed(options: DeepspeedChoices) -> bool:
     return bool(_source(options))
 
 
-def zero_stage(options: Asked) -> int:
+def zero_stage(options: DeepspeedChoices) -> int:
     """0 to 3; 1 where the settings cannot be read, which their check says."""
     try:
         return int((raw_settings(options).get("zero_optimization") or {}).get("stage", 0))
@@ -69,7 +69,7 @@ def zero_stage(options: Asked) -> int:
         return 1
 
 
-def raw_settings(options: Asked) -> dict[str, Any]:
+def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
     """As they were given.
 
     Raises:
@@ -111,7 +111,7 @@ def named(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def filled(options: Asked, hidden_size: int, world_size: int, on_cpu: bool = False) -> dict[str, Any]:
+def filled(options: DeepspeedChoices, hidden_size: int, world_size: int, on_cpu: bool = False) -> dict[str, Any]:
     """The settings for ``deepspeed.initialize``.
 
     Args:
@@ -150,7 +150,7 @@ def filled(options: Asked, hidden_size: int, world_size: int, on_cpu: bool = Fal
     return {name: value for name, value in settings.items() if value != AUTO}
 
 
-def deepspeed_problems(options: Asked) -> Iterator[Problem]:
+def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
     source = _source(options)
     if not source:
         return
@@ -180,7 +180,7 @@ def deepspeed_problems(options: Asked) -> Iterator[Problem]:
     yield from _offloads(where, settings)
 
 
-def deepspeed_notes(options: Asked) -> Iterator[str]:
+def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
     if not asks_for_deepspeed(options):
         return
     if zero_stage(options) == 0:
@@ -190,7 +190,7 @@ def deepspeed_notes(options: Asked) -> Iterator[str]:
     )
 
 
-def _source(options: Asked) -> Any:
+def _source(options: DeepspeedChoices) -> Any:
     """``deepspeed``; else the file or the stage that accelerate was told."""
     if options.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
         return options.deepspeed
@@ -202,7 +202,7 @@ def _source(options: Asked) -> Any:
     return f"zero{stage}{offload}"
 
 
-def _difference(where: str, key: str, value: Any, options: Asked) -> Iterator[Problem]:
+def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> Iterator[Problem]:
     """The file and the options may not say two things."""
     asked = value.get("enabled", AUTO) if isinstance(value, Mapping) else value
     name, value_of = _SAYS_AGAIN[key]

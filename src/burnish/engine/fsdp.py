@@ -33,6 +33,7 @@ from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.parts import Part
 from burnish.core.pieces import Piece, Scattered
 from burnish.core.types import Loss, Stateful
+from burnish.engine.choices import EngineChoices
 from burnish.engine.fsdp_settings import FsdpSettings, fsdp_settings
 from burnish.engine.layers import layers_of
 from burnish.engine.parallel import ParallelEngine
@@ -49,7 +50,7 @@ register_pytree_node(
 class FsdpEngine(ParallelEngine):
     """One of several processes, each with a part of everything."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: EngineChoices) -> None:
         super().__init__(options)
         self.settings = fsdp_settings(options)
         self.trained_in: torch.dtype | None = None

@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-class Asked(Protocol):
+class FsdpChoices(Protocol):
     """The options read here."""
 
     fsdp: bool | str | list[str] | None
@@ -75,11 +75,11 @@ class FsdpSettings:
     copies: int | None = None
 
 
-def asks_for_fsdp(options: Asked) -> bool:
+def asks_for_fsdp(options: FsdpChoices) -> bool:
     return options.fsdp not in OFF or _is_true(os.environ.get("ACCELERATE_USE_FSDP"))
 
 
-def fsdp_settings(options: Asked) -> FsdpSettings:
+def fsdp_settings(options: FsdpChoices) -> FsdpSettings:
     """Read the settings of checked options."""
     words, values = _words(options), _values(options)
     strategy = _strategy(words, values)
@@ -103,7 +103,7 @@ _OLD_RESHARD = {
 """FSDP1's strategies, which accelerate passes as the value of ``reshard_after_forward``."""
 
 
-def fsdp_problems(options: Asked) -> Iterator[Problem]:
+def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
     value = options.fsdp_config
     if isinstance(value, str) and not Path(value).is_file():
         there = sorted(map(str, Path(value).parent.glob("*.json"))) if Path(value).parent.is_dir() else []
@@ -125,7 +125,7 @@ def fsdp_problems(options: Asked) -> Iterator[Problem]:
         yield Problem(f'"fsdp_config": the file {error}.', where=str(value))
 
 
-def fsdp_notes(options: Asked) -> Iterator[str]:
+def fsdp_notes(options: FsdpChoices) -> Iterator[str]:
     """Notes on words of other versions, and their meaning here."""
     if not asks_for_fsdp(options):
         return
@@ -144,7 +144,7 @@ def _strategy(words: set[str], values: Mapping[str, Any]) -> str:
     return named or next((word for word in sorted(words) if "shard" in word), "full_shard")
 
 
-def _words(options: Asked) -> set[str]:
+def _words(options: FsdpChoices) -> set[str]:
     """The words of ``"full_shard auto_wrap"``, ``["full_shard", "auto_wrap"]``, or true."""
     if options.fsdp in OFF or isinstance(options.fsdp, bool):
         return set()
@@ -152,11 +152,11 @@ def _words(options: Asked) -> set[str]:
     return {word for word in text.replace(",", " ").split() if word.lower() != "true"}
 
 
-def _values(options: Asked) -> dict[str, Any]:
+def _values(options: FsdpChoices) -> dict[str, Any]:
     return {**_of_environment(), **_given(options)}
 
 
-def _given(options: Asked) -> dict[str, Any]:
+def _given(options: FsdpChoices) -> dict[str, Any]:
     """Read ``fsdp_config``, without the prefix ``fsdp_`` that some write before its keys.
 
     Raises:

@@ -17,6 +17,7 @@ import torch
 from burnish.core.errors import Problem, did_you_mean
 from burnish.core.options import option
 from burnish.engine.checkpointing import checkpointing_problems
+from burnish.engine.choices import DeviceChoice, EngineChoices, FormatChoices
 from burnish.engine.deepspeed_settings import (
     NAMES,
     asks_for_deepspeed,
@@ -104,7 +105,7 @@ class EngineOptions:
     full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
 
 
-def check_engine(options: Any) -> list[Problem]:
+def check_engine(options: EngineChoices) -> list[Problem]:
     """Find options that this machine, or any machine, does not support."""
     return [
         *_formats(options), *checkpointing_problems(options), *deepspeed_problems(options), *fsdp_problems(options),
@@ -113,7 +114,7 @@ def check_engine(options: Any) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _compiling(options: Any) -> Iterator[Problem]:
+def _compiling(options: EngineChoices) -> Iterator[Problem]:
     """Find a backend or a mode that torch does not have; if one is given, torch's compiler is loaded to list them."""
     given = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
     if not options.torch_compile or set(given.values()) <= {None, "inductor"}:
@@ -130,7 +131,7 @@ def _compiling(options: Any) -> Iterator[Problem]:
             )
 
 
-def _formats(options: Any) -> Iterator[Problem]:
+def _formats(options: EngineChoices) -> Iterator[Problem]:
     asked = [name for name in ("bf16", "fp16", "pure_bf16") if getattr(options, name)]
     if "fp16" in asked and len(asked) > 1:
         yield Problem(
@@ -144,7 +145,7 @@ def _formats(options: Any) -> Iterator[Problem]:
         yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.")
 
 
-def _processes(options: Any) -> Iterator[Problem]:
+def _processes(options: EngineChoices) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(options.num_processes, str) and options.num_processes != AUTO:
         yield Problem(f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".')
@@ -160,7 +161,7 @@ def _processes(options: Any) -> Iterator[Problem]:
         yield Problem("This run needs the library accelerate, which is not installed.", remedy="pip install accelerate")
 
 
-def engine_notes(options: Any) -> list[str]:
+def engine_notes(options: EngineChoices) -> list[str]:
     """Notes on options that have no effect here, or another one than expected."""
     device, notes = device_of(options), []
     if options.fp16 and device.type == "cpu":
@@ -185,7 +186,7 @@ def engine_notes(options: Any) -> list[str]:
     return notes
 
 
-def engine_name(options: Any, num_processes: int | None = None) -> str:
+def engine_name(options: EngineChoices, num_processes: int | None = None) -> str:
     """The engine that the options and the number of processes ask for.
 
     Args:
@@ -201,7 +202,7 @@ def engine_name(options: Any, num_processes: int | None = None) -> str:
     return "single" if count == 1 else "ddp"
 
 
-def device_of(options: Any) -> torch.device:
+def device_of(options: DeviceChoice) -> torch.device:
     """The device of this process: one of the machine's accelerators, or the CPU."""
     accelerator = None if options.use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return torch.device(accelerator.type, local_rank()) if accelerator else torch.device("cpu")
@@ -212,7 +213,7 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def autocast_dtype(options: Any, device: torch.device) -> torch.dtype | None:
+def autocast_dtype(options: FormatChoices, device: torch.device) -> torch.dtype | None:
     """The dtype of products in the forward pass; None where it is that of the weights.
 
     There are no fast kernels for float16 on a CPU: bfloat16 is used where the processor has it, else float32.
@@ -224,7 +225,7 @@ def autocast_dtype(options: Any, device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if options.bf16 and not options.pure_bf16 else None
 
 
-def full_eval_dtype(options: Any) -> torch.dtype | None:
+def full_eval_dtype(options: FormatChoices) -> torch.dtype | None:
     """The dtype to which the weights are converted for an evaluation outside of training; None leaves them."""
     if options.bf16_full_eval:
         return torch.bfloat16

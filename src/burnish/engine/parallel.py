@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from burnish.core.types import IGNORE_INDEX
 from burnish.engine.base import SingleEngine
+from burnish.engine.choices import EngineChoices
 
 
 class ParallelEngine(SingleEngine):
@@ -33,7 +34,7 @@ class ParallelEngine(SingleEngine):
         options: the flat options; those of ``EngineOptions`` are read.
     """
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: EngineChoices) -> None:
         super().__init__(options)
         self.open_group()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -20,9 +20,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from burnish.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from burnish.infer.options import AnsweringOptions
 
 WAIT_S = 900.0
 """For the weights of a large model to be loaded."""
@@ -49,7 +52,7 @@ class Child:
                 self.process.wait()
 
 
-def start(options: Any, folder: str, adapters: dict[str, str], wait_s: float = WAIT_S) -> Child:
+def start(options: AnsweringOptions, folder: str, adapters: dict[str, str], wait_s: float = WAIT_S) -> Child:
     """Start the server that ``infer_backend`` names and wait until it answers.
 
     Raises:
@@ -76,7 +79,7 @@ def start(options: Any, folder: str, adapters: dict[str, str], wait_s: float = W
     return child
 
 
-def arguments(options: Any, folder: str, adapters: dict[str, str], port: int) -> list[str]:
+def arguments(options: AnsweringOptions, folder: str, adapters: dict[str, str], port: int) -> list[str]:
     """The words after the program. The key travels in the environment."""
     if options.infer_backend == "vllm":
         words = [

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,6 +45,9 @@ from burnish.models.quantize import is_quantised
 from burnish.models.source import adapter_folders, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
 
+if TYPE_CHECKING:
+    from burnish.infer.options import AnsweringOptions
+
 LONG_ENOUGH = 1 << 20
 """No cut: a template that only writes prompts has no rows to keep short."""
 SEATS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
@@ -69,7 +72,7 @@ class Answerer:
     """
 
     name: str
-    options: Any
+    options: AnsweringOptions
     model: nn.Module | None
     tokenizer: Any
     template: Template
@@ -83,7 +86,7 @@ class Answerer:
     notes: tuple[str, ...] = ()
 
 
-def load_answerer(options: Any, name: str = "", on_note: Callable[[str], None] | None = None) -> Answerer:
+def load_answerer(options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None) -> Answerer:
     """Load what the options name.
 
     Args:
@@ -134,7 +137,7 @@ def seat_engine(answerer: Answerer, waiting: int | None = None, deliver: Deliver
 # --- how much, and how ------------------------------------------------------------------------------------------------
 
 
-def context_of(options: Any, config: Any) -> int:
+def context_of(options: AnsweringOptions, config: Any) -> int:
     """Tokens that prompt and answer may have together: as asked, within what the model was made for."""
     own = context_length(config) or MOST_CONTEXT
     if is_remote(options) and options.infer_url is None:
@@ -142,7 +145,7 @@ def context_of(options: Any, config: Any) -> int:
     return min(own, options.infer_context or MOST_CONTEXT)
 
 
-def seats_of(options: Any, model: nn.Module, context: int) -> int:
+def seats_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
     """Answers at once: as asked; else 8 on a CPU, and on a GPU what fits into 90 % of the free memory, at most 64."""
     device = next(model.parameters()).device
     if options.infer_seats or device.type != "cuda":
@@ -160,14 +163,14 @@ def seat_bytes(model: nn.Module, context: int) -> int:
     return int(2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size() * context)
 
 
-def longest_answer(options: Any) -> int:
+def longest_answer(options: AnsweringOptions) -> int:
     return int(options.max_new_tokens if options.max_new_tokens > 0 else options.max_length)
 
 
 _OWN_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def default_sampling(options: Any, model: nn.Module | None = None) -> Sampling:
+def default_sampling(options: AnsweringOptions, model: nn.Module | None = None) -> Sampling:
     """As the options say. Where they are at their defaults and the model's own ``generation_config`` says something,
     as that says."""
     plain, config = type(options)(), getattr(model, "generation_config", None)
@@ -187,7 +190,7 @@ def default_sampling(options: Any, model: nn.Module | None = None) -> Sampling:
 # --- template ---------------------------------------------------------------------------------------------------------
 
 
-def with_recorded_template(options: Any, tokenizer: Any) -> Any:
+def with_recorded_template(options: AnsweringOptions, tokenizer: Any) -> Any:
     """The options with the template that trained, where the folder records one and none is asked for."""
     recorded = tokenizer.init_kwargs.get(RECORDED)
     if options.template is not None or not isinstance(recorded, Mapping):
@@ -242,7 +245,7 @@ def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
 # --- model and adapters -----------------------------------------------------------------------------------------------
 
 
-def tokenizer_of(options: Any, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Any]:
+def tokenizer_of(options: AnsweringOptions, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Any]:
     """The tokenizer, and options with which the model fits it: from the last adapter that has one, where training saves
     it with new tokens and chat template; else the model's."""
     for folder in reversed(adapters):
@@ -252,7 +255,9 @@ def tokenizer_of(options: Any, adapters: Sequence[Path], notes: list[str]) -> tu
     return load_tokenizer(options, notes), options
 
 
-def problems_of_adapters(options: Any, config: Any, tokenizer: Any, adapters: Sequence[Path]) -> list[Problem]:
+def problems_of_adapters(
+    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path]
+) -> list[Problem]:
     """Find adapters that do not fit the base. No weight is read."""
     if _is_of_peft(options):
         return []  # peft checks its own adapters
@@ -260,12 +265,17 @@ def problems_of_adapters(options: Any, config: Any, tokenizer: Any, adapters: Se
     return [problem for folder in adapters for problem in check_fit(model, folder)]
 
 
-def _is_of_peft(options: Any) -> bool:
+def _is_of_peft(options: AnsweringOptions) -> bool:
     return bool(ADAPTERS.get(options.finetuning_type).traits.get("is_of_peft"))
 
 
 def merged_model(
-    options: Any, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str], device: str | torch.device
+    options: AnsweringOptions,
+    config: Any,
+    tokenizer: Any,
+    adapters: Sequence[Path],
+    notes: list[str],
+    device: str | torch.device,
 ) -> nn.Module:
     """Merge every adapter into the base, in order. Sums are computed in float32, whatever the dtype of the weights."""
     dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
@@ -284,7 +294,9 @@ def merged_model(
     return model
 
 
-def _model(options: Any, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str]) -> nn.Module:
+def _model(
+    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str]
+) -> nn.Module:
     """The model that answers, on its device and in its format; an adapter stays beside a quantised base."""
     device = device_of(options)
     if method := is_quantised(options, config):
@@ -305,7 +317,7 @@ def _model(options: Any, config: Any, tokenizer: Any, adapters: Sequence[Path], 
     return model.eval().requires_grad_(False)
 
 
-def _served_folders(options: Any) -> dict[str, Path]:
+def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
     """Name -> folder of each adapter that is served beside the model."""
     named: dict[str, Path] = {}
     problems: list[Problem] = []
@@ -319,7 +331,7 @@ def _served_folders(options: Any) -> dict[str, Path]:
             continue
         config = named[name] / "adapter_config.json"
         whole = read_json(config).get("modules_to_save") if config.is_file() else None
-        if whole and len(options.served_adapters) > 1:
+        if whole and len(options.served_adapters or ()) > 1:
             what = f'the adapter "{name}" holds whole modules ({", ".join(whole)}), which others do not share.'
             problems.append(Problem(what, remedy="Serve it alone, as adapter_name_or_path."))
     raise_if(problems)

@@ -4,10 +4,20 @@ LLaMA-Factory's."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from burnish.core.errors import Problem
 from burnish.core.options import option, set_without
+
+if TYPE_CHECKING:
+    from burnish.adapters.base import FinetuningOptions
+    from burnish.data.templates.choose import TemplateOptions
+    from burnish.data.templates.truncate import EncodingOptions
+    from burnish.engine.options import EngineOptions
+    from burnish.models.export import ExportOptions
+    from burnish.models.generate import GenerationOptions
+    from burnish.models.options import ModelOptions
+    from burnish.models.quantize import QuantizationOptions
 
 _OWN = {"huggingface", "burnish"}
 """Names of the engine in this process."""
@@ -50,14 +60,24 @@ class InferOptions:
     sglang_config: dict[str, Any] | str | None = option(None, "More of SGLang's settings.")
 
 
-def check_infer(options: Any) -> list[Problem]:
+if TYPE_CHECKING:
+
+    @dataclass
+    class AnsweringOptions(
+        ModelOptions, QuantizationOptions, FinetuningOptions, TemplateOptions, EncodingOptions, GenerationOptions,
+        InferOptions, ExportOptions, EngineOptions,
+    ):  # fmt: skip
+        """The options that answers are made with, as a type checker sees them."""
+
+
+def check_infer(options: InferOptions) -> list[Problem]:
     if options.infer_url is None or options.infer_url.startswith(("http://", "https://")):
         return []
     what = f'"infer_url" begins with http:// or https://. Received: {options.infer_url}.'
     return [Problem(what, remedy="For a server on this machine: infer_url: http://127.0.0.1:8000")]
 
 
-def infer_notes(options: Any) -> list[str]:
+def infer_notes(options: InferOptions) -> list[str]:
     """Names of options that were set for another engine than the one that answers."""
     notes = set_without(options, {"infer_executable": "infer_backend"})
     settings = [name for name in vars(options) if name.startswith(("vllm_", "sglang_"))]
@@ -69,6 +89,6 @@ def infer_notes(options: Any) -> list[str]:
     return notes
 
 
-def is_remote(options: Any) -> bool:
+def is_remote(options: InferOptions) -> bool:
     """Tell whether another process answers."""
     return options.infer_url is not None or options.infer_backend not in _OWN

@@ -17,6 +17,7 @@ from burnish.core.options import raise_if
 from burnish.core.tensor_files import TensorInfo, read_headers
 from burnish.models.attention_choice import attention_problems
 from burnish.models.load import load_config, meta_model, own_layers, weight_problems
+from burnish.models.options import ModelOptions
 from burnish.models.quantize import check_quantised_files
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, shard_names
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
-def check_model(options: Any, asks_library: bool = True, needs_head: bool = True) -> list[Problem]:
+def check_model(options: ModelOptions, asks_library: bool = True, needs_head: bool = True) -> list[Problem]:
     """Find everything that would keep the model from being loaded.
 
     Args:
@@ -90,7 +91,7 @@ def _check_json(folder: Path) -> list[Problem]:
     return problems
 
 
-def _check_identity(folder: Path, raw: dict[str, Any], options: Any) -> list[Problem]:
+def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) -> list[Problem]:
     """Check that transformers knows the model as a causal language model, or that it brings code of its own."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -119,7 +120,7 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: Any) -> list[Pro
 
 
 def _check_weights(
-    folder: Path, raw: dict[str, Any], options: Any, asks_library: bool, needs_head: bool
+    folder: Path, raw: dict[str, Any], options: ModelOptions, asks_library: bool, needs_head: bool
 ) -> list[Problem]:
     try:
         files = weight_files(folder)

@@ -12,6 +12,7 @@ from typing import Any
 
 from burnish.core.json_files import read_object
 from burnish.models.check import weight_files
+from burnish.models.options import ModelOptions
 from burnish.models.source import adapter_folders, local_folder
 
 SAMPLES = 64
@@ -19,17 +20,17 @@ SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
-def base_fingerprint(options: Any) -> str:
+def base_fingerprint(options: ModelOptions, seed: int) -> str:
     """A hash of the weight files: their sizes, their headers, and bytes from evenly spaced places.
 
-    For a model that is trained from scratch, a hash of its config and seed.
+    For a model that is trained from scratch, a hash of its config and ``seed``.
     """
     patterns = ("*.json", "*.safetensors")
-    folder = local_folder(options.model_name_or_path, options, "model_name_or_path", patterns)
+    folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", patterns)
     digest = hashlib.sha256()
     if options.train_from_scratch:
         digest.update((folder / "config.json").read_bytes())
-        digest.update(f"seed {options.seed}".encode())
+        digest.update(f"seed {seed}".encode())
     else:
         for path in weight_files(folder):
             _add_samples(digest, path)
@@ -40,15 +41,15 @@ _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_
 """Keys of a config that change no number; what the weights are saved in is in their headers."""
 
 
-def config_fingerprint(options: Any) -> str:
+def config_fingerprint(options: ModelOptions) -> str:
     """A hash of ``config.json``: the same weights under another config are another model."""
-    folder = local_folder(options.model_name_or_path, options, "model_name_or_path", ("*.json", "*.safetensors"))
+    folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", ("*.json", "*.safetensors"))
     raw = read_object(folder / "config.json")
     kept = {name: value for name, value in raw.items() if name not in _SAYS_NOTHING and value is not None}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def adapters_fingerprint(options: Any) -> str:
+def adapters_fingerprint(options: ModelOptions) -> str:
     """A hash of the adapters that the run begins with; "" where there are none."""
     digest = hashlib.sha256()
     for folder in adapter_folders(options):

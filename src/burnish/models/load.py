@@ -22,6 +22,7 @@ from burnish.core.json_files import read_object
 from burnish.core.patching import Reason, patch
 from burnish.core.work import work
 from burnish.models.attention_choice import asked_attention
+from burnish.models.options import ModelOptions
 from burnish.models.quantize import keep_as_loaded, quantization_arguments, use_kernels_that_train
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def load_config(options: Any, max_length: int | None = None, notes: list[str] | None = None) -> PreTrainedConfig:
+def load_config(
+    options: ModelOptions, max_length: int | None = None, notes: list[str] | None = None
+) -> PreTrainedConfig:
     """Load the model's config.
 
     Args:
@@ -58,7 +61,7 @@ def load_config(options: Any, max_length: int | None = None, notes: list[str] | 
 
 
 def load_model(
-    options: Any, *, dtype: torch.dtype | str = "auto", attn_implementation: str | None = None,
+    options: ModelOptions, *, dtype: torch.dtype | str = "auto", attn_implementation: str | None = None,
     device: torch.device | str | None = None, config: PreTrainedConfig | None = None, notes: list[str] | None = None,
     needs_head: bool = True,
 ) -> PreTrainedModel:  # fmt: skip
@@ -256,7 +259,7 @@ def upcast_norms(model: nn.Module) -> None:
 
 
 def _random_model(
-    options: Any, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None
+    options: ModelOptions, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None
 ) -> PreTrainedModel:
     """Make a model with random weights, drawn on the CPU in float32, so that a seed gives the same ones everywhere."""
     from transformers import AutoModelForCausalLM
@@ -272,7 +275,7 @@ def _random_model(
 
 
 def _pretrained_model(
-    options: Any, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None,
+    options: ModelOptions, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None,
     notes: list[str], needs_head: bool,
 ) -> PreTrainedModel:  # fmt: skip
     from transformers import AutoModelForCausalLM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
@@ -75,7 +75,19 @@ def check_new_tokens(options: ModelOptions) -> list[Problem]:
     return problems
 
 
-def check_norms(options: Any) -> list[Problem]:
+class NormChoices(Protocol):
+    """The options read here."""
+
+    add_special_tokens: list[str] | None
+    init_special_tokens: str
+    model_name_or_path: str | None
+    new_special_tokens_config: str | dict[str, Any] | None
+    pure_bf16: bool
+    trust_remote_code: bool
+    upcast_layernorm: bool
+
+
+def check_norms(options: NormChoices) -> list[Problem]:
     if not (options.upcast_layernorm and options.pure_bf16):
         return []
     what = '"upcast_layernorm" holds norms in float32, and "pure_bf16" holds every weight in bfloat16.'

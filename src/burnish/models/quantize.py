@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 from burnish.core.errors import MissingExtraError, Problem
 from burnish.core.options import changed, option, raise_if, set_without
 from burnish.core.patching import Reason, patch
+from burnish.models.options import ModelOptions
 
 EXTRA = "quantization"
 LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
@@ -104,7 +105,7 @@ def quantization_notes(options: QuantizationOptions) -> list[str]:
     return notes
 
 
-def quantization_arguments(options: Any, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
+def quantization_arguments(options: ModelOptions, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
     """Further arguments of ``from_pretrained``; none where nothing is to be quantised.
 
     Args:
@@ -116,7 +117,11 @@ def quantization_arguments(options: Any, dtype: torch.dtype | str, config: Any) 
         return {}
     raise_if(check_quantised_files(options, config))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
-    return {"quantization_config": METHODS[options.quantization_method](options, wanted)}
+    return {"quantization_config": _quantized(cast(QuantizationOptions, options), wanted)}
+
+
+def _quantized(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
+    return METHODS[options.quantization_method](options, compute_dtype)
 
 
 def _bitsandbytes(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
@@ -184,7 +189,7 @@ def is_quantised(options: QuantizationOptions, config: Any) -> str:
     return f"{options.quantization_bit} bits" if options.quantization_bit else quantised_by(config)
 
 
-def check_quantised_files(options: Any, config: Any) -> list[Problem]:
+def check_quantised_files(options: ModelOptions, config: Any) -> list[Problem]:
     """Find what keeps a model whose files are quantised from being loaded."""
     method = quantised_by(config)
     if not method:
@@ -200,11 +205,10 @@ def check_quantised_files(options: Any, config: Any) -> list[Problem]:
                 remedy=f"Install it with: pip install {' '.join(missing)}; or use the model as it was before.",
             )
         )
-    if getattr(options, "finetuning_type", "lora") in ("full", "freeze"):
+    if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
         problems.append(
             Problem(
-                f"its weights are quantised by {method} and cannot be trained; "
-                f'"finetuning_type" is {options.finetuning_type}.',
+                f'its weights are quantised by {method} and cannot be trained; "finetuning_type" is {trained}.',
                 where=where,
                 remedy="Set finetuning_type: lora, or use the model as it was before.",
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.core.types import Batch, Engine, Example, FlatRow, Loss, Metric, Row, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder
-from burnish.objectives.pairs import AnswersObjective, asking
+from burnish.objectives.pairs import AnswersObjective, PairChoices, asking
 from burnish.objectives.preference_losses import kto
 from burnish.objectives.sequence_logps import SequenceValues, collate_sequences, mean_row
 
@@ -44,11 +44,21 @@ class KtoOptions:
     )
 
 
+class KtoChoices(PairChoices, Protocol):
+    """The options of KTO."""
+
+    kto_chosen_weight: float
+    kto_loss: str
+    kto_rejected_weight: float
+
+
 @OBJECTIVES.register("kto", options=KtoOptions)
 class KtoObjective(AnswersObjective):
     """Single answers with a verdict on each (KTO)."""
 
-    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+    options: KtoChoices
+
+    def __init__(self, options: KtoChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
         self.has_baseline = options.kto_loss == "kto"
 

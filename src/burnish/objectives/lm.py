@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, is_grad_enabled, nn
 
@@ -24,6 +24,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.core.patching import PatchChoice, PatchOptions, allows
 from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Row
+from burnish.engine.choices import DeviceChoice
 from burnish.engine.options import device_of
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, logits_at
@@ -63,7 +64,28 @@ class LmOptions:
     compute_entropy: bool = option(False, "Log the mean entropy of the predictions.")
 
 
-def check_fused_loss(options: Any) -> list[Problem]:
+class CheckpointingChoices(Protocol):
+    """The options of gradient checkpointing."""
+
+    gradient_checkpointing: bool
+    gradient_checkpointing_kwargs: dict[str, Any] | None
+
+
+class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
+    """The options of the loss of a language model."""
+
+    compute_accuracy: bool
+    compute_entropy: bool
+    eaft_alpha: float
+    fused_loss: bool | str
+    label_smoothing_factor: float
+    neftune_noise_alpha: float | None
+    router_aux_loss_coef: float | None
+    use_dft_loss: bool
+    use_eaft_loss: bool
+
+
+def check_fused_loss(options: LmChoices) -> list[Problem]:
     """Refuse a kernel for the loss that was asked for by name and cannot run here, or not with the other options."""
     reason = obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
     if not reason:
@@ -71,24 +93,24 @@ def check_fused_loss(options: Any) -> list[Problem]:
     return [Problem(f"fused_loss: {options.fused_loss} cannot be used. {reason}", remedy="Leave fused_loss out.")]
 
 
-def check_loss_factors(options: Any) -> list[Problem]:
+def check_loss_factors(options: LmChoices) -> list[Problem]:
     if not (options.use_dft_loss and options.use_eaft_loss):
         return []
     return [Problem('"use_dft_loss" and "use_eaft_loss" are two losses.', remedy="Leave one of the two out.")]
 
 
-def loss_notes(options: Any) -> list[str]:
+def loss_notes(options: LmChoices) -> list[str]:
     if options.eaft_alpha == LmOptions().eaft_alpha or options.use_eaft_loss:
         return []
     return ['"eaft_alpha" has no effect without use_eaft_loss.']
 
 
-def way_of(options: Any) -> str:
+def way_of(options: LmChoices) -> str:
     """The backend of ``ops.head_kernels`` that computes head and loss, where they are fused."""
     return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
 
 
-def token_loss(options: Any, softcap: float | None = None) -> TokenLoss:
+def token_loss(options: LmChoices, softcap: float | None = None) -> TokenLoss:
     factor: Literal["dft", "eaft"] | None = "dft" if options.use_dft_loss else "eaft" if options.use_eaft_loss else None
     return TokenLoss(
         options.label_smoothing_factor, softcap, options.compute_accuracy, options.compute_entropy, factor,
@@ -105,7 +127,7 @@ class LmObjective(StageObjective):
         tokenizer: what every objective is given; not read here.
     """
 
-    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+    def __init__(self, options: LmChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
         self.head: Head | None = None
@@ -216,7 +238,7 @@ class ModelWithLoss(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: Any,
+        self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: LmChoices,
         patches: PatchChoice = _EVERYTHING,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -276,7 +298,7 @@ def tied_embedding(model: Any, head: Head) -> TiedEmbedding | None:
     return TiedEmbedding.of(embedding) if getattr(embedding, "weight", None) is head.linear.weight else None
 
 
-def is_reentrant(options: Any) -> bool:
+def is_reentrant(options: CheckpointingChoices) -> bool:
     given = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
     return bool((given or {}).get("use_reentrant"))
 

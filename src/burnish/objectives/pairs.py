@@ -14,16 +14,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from burnish.core.errors import UserError
 from burnish.core.modes import evaluating
+from burnish.core.patching import PatchChoice
 from burnish.core.types import Batch, Engine, Example, FlatRow, Loss, Metric, Row, Stateful, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
-from burnish.objectives.lm import ROUTER_WITHOUT_GRADIENT, aux_coefficient, is_reentrant, unfitted
+from burnish.objectives.lm import (
+    ROUTER_WITHOUT_GRADIENT,
+    CheckpointingChoices,
+    aux_coefficient,
+    is_reentrant,
+    unfitted,
+)
 from burnish.objectives.preference_losses import (
     PAIR_LOSSES,
     Matches,
@@ -51,6 +58,30 @@ from burnish.ops.probe import Fitted, Head, causal_lm, find_head, makes_some_log
 from burnish.ops.token_logps import LogpRules
 
 
+class PairChoices(CheckpointingChoices, PatchChoice, Protocol):
+    """The options of losses over answers."""
+
+    alphapo_alpha: float
+    compute_accuracy: bool
+    compute_entropy: bool
+    cpo_alpha: float
+    discopop_tau: float
+    dpo_label_smoothing: float
+    dpop_lambda: float
+    f_alpha_divergence_coef: float
+    f_divergence_type: str
+    fused_loss: bool | str
+    ld_alpha: float | None
+    pref_bco_weight: float
+    pref_beta: float
+    pref_ftx: float
+    pref_loss: list[str]
+    pref_loss_weights: list[float] | None
+    router_aux_loss_coef: float | None
+    simpo_gamma: float
+    use_weighting: bool
+
+
 class AnswersObjective(StageObjective):
     """Base of learning from pairs and from verdicts: log-probabilities of answers under policy and reference.
 
@@ -66,7 +97,7 @@ class AnswersObjective(StageObjective):
     asks_evenness = False
     needs_reference = True
 
-    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+    def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
         self.reference: Reference | None = None
@@ -144,7 +175,7 @@ class AnswersObjective(StageObjective):
 class PairObjective(AnswersObjective):
     """Pairs of answers, the better one named (DPO and its relatives)."""
 
-    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+    def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
         self.losses: list[PairLoss] = [PAIR_LOSSES[name] for name in options.pref_loss]
         self.weights: list[float] = options.pref_loss_weights or [1.0] * len(self.losses)
@@ -358,7 +389,7 @@ def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engin
     return [{**batch, "matches_chosen": a, "matches_rejected": b} for batch, a, b in zip(batches, *ours, strict=True)]
 
 
-def token_metrics(values: SequenceValues, batch: Batch, options: Any) -> dict[str, Metric]:
+def token_metrics(values: SequenceValues, batch: Batch, options: PairChoices) -> dict[str, Metric]:
     """Means over the learned tokens of pairs, each with its own count."""
     counted = batch["items"].repeat_interleave(2)  # (S,)
     sides = {"chosen": slice(0, None, 2), "rejected": slice(1, None, 2)}

@@ -6,7 +6,7 @@ Names and defaults are LLaMA-Factory's where it has the option, else TRL's; TRL'
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from burnish.core.errors import Problem
 from burnish.core.options import changed, option, specs
@@ -80,7 +80,23 @@ class PairOptions:
     dpop_lambda: float = option(50.0, "Weight of dpop's penalty on chosen answers that become less likely.", ge=0)
 
 
-def check_preferences(options: Any) -> list[Problem]:
+class PreferenceChoices(Protocol):
+    """The options read here."""
+
+    dpo_label_smoothing: float
+    f_divergence_type: str
+    finetuning_type: str
+    learning_rate: float
+    packing: bool | None
+    pref_bco_weight: float
+    pref_beta: float
+    pref_loss: list[str]
+    pref_loss_weights: list[float] | None
+    stage: str
+    use_weighting: bool
+
+
+def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Find options that contradict each other, or that need rows of another stage."""
     of_sft = [name for name in options.pref_loss if name in _OF_SFT]
     if options.stage not in PREFERENCE_STAGES:
@@ -102,7 +118,7 @@ def _only_sft(name: str) -> Problem:
                    remedy="Leave it out.")  # fmt: skip
 
 
-def _check_pairs(options: Any) -> list[Problem]:
+def _check_pairs(options: PreferenceChoices) -> list[Problem]:
     names, weights = options.pref_loss, options.pref_loss_weights
     problems = [Problem(REMOVED[name]) for name in names if name in REMOVED]
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
@@ -126,7 +142,7 @@ def _check_pairs(options: Any) -> list[Problem]:
     return problems
 
 
-def preference_notes(options: Any) -> list[str]:
+def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options that have no effect, or are probably not meant."""
     if options.stage not in PREFERENCE_STAGES:
         groups = (PreferenceOptions, ReferenceOptions, PairOptions)
@@ -143,12 +159,12 @@ def preference_notes(options: Any) -> list[str]:
     ]
 
 
-def _unread(options: Any, *groups: type, why: str) -> list[str]:
+def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:
     names = {name for group in groups for name in specs(group)}
     return [f'"{name}" has no effect: {why}.' for name in changed(options) if name in names]
 
 
-def _pair_notes(options: Any, names: list[str]) -> list[str]:
+def _pair_notes(options: PreferenceChoices, names: list[str]) -> list[str]:
     losses, said = [PAIR_LOSSES[name] for name in names], changed(options)
     shown = ", ".join(names)
     needs = {
@@ -169,7 +185,7 @@ def _pair_notes(options: Any, names: list[str]) -> list[str]:
     return notes
 
 
-def _rate_notes(options: Any, usual: str) -> list[str]:
+def _rate_notes(options: PreferenceChoices, usual: str) -> list[str]:
     if options.finetuning_type != "full" or options.learning_rate < _FULL_RATE:
         return []
     return [

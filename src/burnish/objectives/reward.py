@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +105,18 @@ class ScoringModel(nn.Module):
         return torch.zeros_like(scores).index_add(0, batch["owner"], scores)
 
 
+class RewardChoices(Protocol):
+    """The options read here."""
+
+    center_rewards_coefficient: float | None
+    reward_head: str | None
+
+
 @OBJECTIVES.register("rm", options=RewardOptions)
 class RewardObjective(StageObjective):
     """Scores of answers, from pairs of them (a reward model)."""
 
-    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None:
+    def __init__(self, options: RewardChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
         self.head: ValueHead | None = None

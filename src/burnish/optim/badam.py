@@ -20,7 +20,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.optim import AdamW, Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import changed, option
-from burnish.optim.builtin import OPTIMIZERS, Groups, adam_arguments, asked_by, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, AdamChoices, Groups, adam_arguments, asked_by, only_adamw
 
 logger = logging.getLogger(__name__)
 _IN_A_LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -61,7 +61,22 @@ class BadamOptions:
     badam_verbose: int = option(0, "What is logged at a switch: nothing, the block, its parameters.", choices=(0, 1, 2))
 
 
-def check_badam(options: Any) -> list[Problem]:
+class BadamChoices(AdamChoices, Protocol):
+    """The options of AdamW and of its blocks."""
+
+    use_badam: bool
+    seed: int
+    badam_mask_mode: str
+    badam_mode: str
+    badam_start_block: int | None
+    badam_switch_interval: int
+    badam_switch_mode: str
+    badam_update_ratio: float
+    badam_verbose: int
+    finetuning_type: str
+
+
+def check_badam(options: BadamChoices) -> list[Problem]:
     if not _is_chosen(options):
         return []
     problems = only_adamw(options, "use_badam", "badam")
@@ -78,7 +93,7 @@ def check_badam(options: Any) -> list[Problem]:
     return problems
 
 
-def badam_notes(options: Any) -> list[str]:
+def badam_notes(options: BadamChoices) -> list[str]:
     """Notes on options that were set and belong to the other mode of BAdam."""
     if not _is_chosen(options):
         return []  # said for the whole group
@@ -86,7 +101,7 @@ def badam_notes(options: Any) -> list[str]:
     return [f'"{name}" has no effect: it is not for badam_mode {options.badam_mode}.' for name in unread]
 
 
-def _is_chosen(options: Any) -> bool:
+def _is_chosen(options: BadamChoices) -> bool:
     return bool(options.use_badam) or options.optim == "badam"
 
 
@@ -96,7 +111,7 @@ def _is_chosen(options: Any) -> bool:
     keeps_load_precision=True,
     **asked_by("use_badam"),
 )
-def badam(groups: Groups, options: BadamOptions) -> Optimizer:
+def badam(groups: Groups, options: BadamChoices) -> Optimizer:
     """AdamW on one block of layers at a time."""
     made = _LayerAdam if options.badam_mode == "layer" else _RatioAdam
     return made(groups, options)
@@ -111,7 +126,7 @@ class _BlockAdam(Optimizer):
     changes_what_trains = True
     """The set of weights with gradients changes during the run; an engine may not settle on those of its beginning."""
 
-    def __init__(self, groups: Groups, options: Any) -> None:
+    def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, {"lr": options.learning_rate, "weight_decay": 0.0})
         self.options = options
         self.round = 0  # switches so far
@@ -176,7 +191,7 @@ class _BlockAdam(Optimizer):
 class _LayerAdam(_BlockAdam):
     """The mode ``layer``: one layer after another."""
 
-    def __init__(self, groups: Groups, options: Any) -> None:
+    def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, options)
         self.blocks = blocks_of([name for group in groups for name in group["param_names"]])
         start = options.badam_start_block
@@ -249,7 +264,7 @@ class _LayerAdam(_BlockAdam):
 class _RatioAdam(_BlockAdam):
     """The mode ``ratio``: a share of the entries of every tensor in a layer. ``entries`` index the flattened tensor."""
 
-    def __init__(self, groups: Groups, options: Any) -> None:
+    def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, options)
         in_layers = {
             name for names in blocks_of([n for g in groups for n in g["param_names"]]).values() for name in names

@@ -364,7 +364,7 @@ class LowRank(Delegating):
 class _Within:
     """The options for the inner optimizer: without ``optim_args``, which belong to the projection."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: AdamChoices) -> None:
         self._options = options
         self.optim_args = None
 

@@ -183,9 +183,8 @@ def _weights(answerer: Answerer) -> str:
     model = answerer.model
     parameter = next(model.parameters()) if model is not None else None
     place = f"{parameter.dtype} {parameter.device.type}" if parameter is not None else "elsewhere"
-    return (
-        f"{base_fingerprint(answerer.options)} {answerer.name} {answerer.notes} {place}"  # notes name what was merged
-    )
+    base = base_fingerprint(answerer.options, answerer.options.seed)
+    return f"{base} {answerer.name} {answerer.notes} {place}"  # notes name what was merged
 
 
 def _versions(engine: Engine) -> dict[str, str]:

@@ -124,8 +124,8 @@ class Prompter:
         if not values:
             return template
         if template.spec is not None:
-            options: Any = template.options
-            return load_template(replace(options, **values), template.tokenizer, template.cutoff_len)
+            asked: Any = template.options  # those that named it, which are more than a template reads
+            return load_template(replace(asked, **values), template.tokenizer, template.cutoff_len)
         form = template.form
         assert isinstance(form, JinjaFormat)
         head = "".join(f"{{%- set {name} = {_literal(value)} %}}" for name, value in values.items())

@@ -268,7 +268,7 @@ def _answered(examples: Sequence[Example], options: DataOptions, tally: Tally) -
 # --- kinds of sources -------------------------------------------------------------------------------------------------
 
 
-def _records(source: DataSource, options: Any) -> Iterator[Located]:
+def _records(source: DataSource, options: DataOptions) -> Iterator[Located]:
     if source.kind == "file":
         for path in data_files(source.location):
             yield from ((values, str(path), number) for number, values in enumerate(read_records(path), start=1))
@@ -311,7 +311,7 @@ def _table(path: Path) -> Table:
     return TABLES[path.suffix.lower()](path)
 
 
-def _hugging_face(source: DataSource, options: Any) -> Iterable[Values]:
+def _hugging_face(source: DataSource, options: DataOptions) -> Iterable[Values]:
     """A data set of the Hugging Face hub, or of its cache."""
     import datasets
 
@@ -325,7 +325,7 @@ def _hugging_face(source: DataSource, options: Any) -> Iterable[Values]:
     return loaded
 
 
-def _modelscope(source: DataSource, options: Any) -> Iterable[Values]:
+def _modelscope(source: DataSource, options: DataOptions) -> Iterable[Values]:
     """A data set of ModelScope, or of its cache."""
     try:
         from modelscope import MsDataset
@@ -342,7 +342,7 @@ def _modelscope(source: DataSource, options: Any) -> Iterable[Values]:
     return records
 
 
-def _of_hub(options: Any, name: str) -> str | None:
+def _of_hub(options: DataOptions, name: str) -> str | None:
     """The value of an option of the hubs; None for a caller from Python that has the options of the data only."""
     value: str | None = getattr(options, name, None)
     return value
@@ -361,7 +361,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
 
 
-def _remote_info(options: Any, repository: str) -> Path:
+def _remote_info(options: DataOptions, repository: str) -> Path:
     """The dataset_info.json of a repository of the Hugging Face hub, as a local file."""
     from huggingface_hub import hf_hub_download
 
@@ -377,7 +377,7 @@ def _remote_info(options: Any, repository: str) -> Path:
         raise UserError(Problem(what, where="dataset_dir", remedy="Check the name and the network.")) from error
 
 
-def _cloud(source: DataSource, options: Any) -> Iterator[Values]:
+def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:
     """Files of a cloud store, by address (s3://bucket/folder/file.jsonl), read from a local copy."""
     import fsspec  # type: ignore[import-untyped]
 

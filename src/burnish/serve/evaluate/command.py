@@ -121,7 +121,7 @@ def _facts(answerer: Answerer, options: EvalOptions, subjects: Sequence[Subject]
         name: value for name, value in asdict(options).items() if name not in ("save_dir", "task_dir", "batch_size")
     }
     return {
-        **settings, "model": base_fingerprint(given),
+        **settings, "model": base_fingerprint(given, given.seed),
         "adapters": [str(folder) for folder in given.adapter_name_or_path or []],
         "template": answerer.template.fingerprint, "seed": given.seed, "infer_dtype": given.infer_dtype,
         "context": answerer.context, "files": {subject.key: subject.fingerprint for subject in subjects},

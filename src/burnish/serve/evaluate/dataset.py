@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from burnish.app.build import train_run
 from burnish.app.plan import placing, plan
@@ -17,6 +17,9 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given, changed
 from burnish.data.templates.choose import RECORDED
 from burnish.report.console import note
+
+if TYPE_CHECKING:
+    from burnish.infer.options import AnsweringOptions
 
 HERE = "burnish eval"
 
@@ -45,7 +48,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None) -> int:
     return 0
 
 
-def _recorded(options: Any) -> dict[str, Given]:
+def _recorded(options: AnsweringOptions) -> dict[str, Given]:
     """The template that the folder records, where none is asked for."""
     if options.template is not None:
         return {}
