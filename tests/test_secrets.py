@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bad_inputs import ROWS, write
+from burnish import cli
 from burnish.app.plan import RunOptions
 from burnish.core.options import specs
 from burnish.core.secrets import BLOTTED, has_secret_name, without_secrets
@@ -60,11 +61,15 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_prints_or_writes_a_secret(name: str, user_folder: Path) -> None:
+def test_no_command_prints_or_writes_a_secret(
+    name: str, user_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for variable in ("HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(variable, OF_THE_SYSTEM)
     words, status = COMMANDS[name]
-    done = run(*words, *([] if name == "env" else WORDS))
-    assert done.returncode == status, done.stderr
-    assert_nowhere(done, user_folder)
+    assert cli.main([*words, *([] if name == "env" else WORDS)]) == status
+    out, err = capfd.readouterr()
+    assert_nowhere(out + err, user_folder)
 
 
 @pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["file", "debug"])
@@ -75,13 +80,13 @@ def test_no_traceback_holds_a_secret(debug: list[str], user_folder: Path, monkey
     assert done.returncode == 1
     assert f"the hub refused {BLOTTED} and {BLOTTED}" in done.stderr
     Path("sitecustomize.py").unlink()
-    assert_nowhere(done, user_folder)
+    assert_nowhere(done.stdout + done.stderr, user_folder)
 
 
-def assert_nowhere(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+def assert_nowhere(said: str, folder: Path) -> None:
     caches = [Path(os.environ["BURNISH_CACHE"])]
     for marker in (GIVEN, OF_THE_SYSTEM):
-        assert marker not in done.stdout + done.stderr
+        assert marker not in said
         for path in (path for place in (folder, *caches) for path in place.rglob("*") if path.is_file()):
             assert marker.encode() not in path.read_bytes(), path
     write("data/rows.json", ROWS)

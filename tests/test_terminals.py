@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,11 @@ pytestmark = pytest.mark.run
 
 PROGRAM = [sys.executable, "-m", "burnish"]
 TRAIN = [*PROGRAM, "train", "run.yaml"]
+
+
+def rarely(*values: object) -> list[Any]:
+    """Cases that differ little from their neighbours, and start a process each: for ``make test-slow``."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +40,7 @@ def test_an_explanation_on_a_terminal_of_ascii_is_written_with_plain_marks(user_
     assert done.stdout.isascii()
 
 
-@pytest.mark.parametrize("where", [">&-", "> /dev/full", "2>&-", "2> /dev/full", ">&- 2>&-"])
+@pytest.mark.parametrize("where", [">&- 2>&-", "> /dev/full", "2> /dev/full", *rarely(">&-", "2>&-")])
 def test_a_training_outlives_its_output(where: str, user_folder: Path) -> None:
     done = shell(f"$B train run.yaml {where}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,7 +58,7 @@ def test_a_reader_that_leaves_does_not_end_a_training(user_folder: Path) -> None
     assert "Trained 8 steps" in Path("out/run.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["explain run.yaml", "version", "train --help", "env", "help"])
+@pytest.mark.parametrize("command", ["explain run.yaml", "version", *rarely("train --help", "env", "help")])
 def test_what_was_asked_for_and_cannot_be_said_is_a_failure_in_a_sentence(command: str, user_folder: Path) -> None:
     done = shell(f"$B {command} > /dev/full")
     assert done.returncode == 1
@@ -74,7 +80,7 @@ def test_what_a_terminal_has_no_letters_for_is_written_otherwise() -> None:
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delay_s", [0.25, 0.6, 1.2, 2.0])
+@pytest.mark.parametrize("delay_s", [0.25, 1.2, *rarely(0.6, 2.0)])
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_ctrl_c_on_the_way_to_the_first_step_is_one_line(delay_s: float, command: str, user_folder: Path) -> None:
     started = subprocess.Popen(

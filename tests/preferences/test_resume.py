@@ -31,7 +31,10 @@ def weights(folder):
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
+RARELY = ("aot", "rm, lora", "dpo, full")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARELY else n for n in RUNS])
 def test_a_run_that_was_stopped_ends_in_the_same_weights(workplace, monkeypatch, name):
     made = {**RUNS[name], "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
     if "adapter_name_or_path" in made:
