@@ -74,3 +74,12 @@ def originals(folder, **given):
     """transformers' own arguments, where a test needs them."""
     usual = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
     return transformers.TrainingArguments(str(folder), **{**usual, **given})
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")

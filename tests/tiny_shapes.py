@@ -45,3 +45,10 @@ def tiny(family="llama", dtype=torch.float32, seed=0, **changes):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+KEEPS_APART = [
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "phi", "gpt2", "gpt_neox", "opt", "cohere",
+    "granite", "mixtral", "qwen3_moe", "gpt_oss",
+]  # fmt: skip  # fmt: skip
+"""Families whose attention keeps the sequences of a row apart."""

@@ -15,8 +15,8 @@ import time
 import pytest
 import torch
 
+from runs import weights_in
 from small_run import as_words, make_user
-from test_train_run import weights_in
 
 pytestmark = pytest.mark.distributed
 

@@ -11,8 +11,8 @@ from burnish.cli import main
 from burnish.engine.fsdp import follow
 from burnish.engine.fsdp_settings import FsdpSettings, fsdp_notes, fsdp_settings
 from burnish.engine.options import EngineOptions, check_engine, engine_name, engine_notes
+from runs import weights_in
 from small_run import as_words, make_user
-from test_train_run import weights_in
 from two_processes import in_two_processes
 
 KINDS = {

@@ -7,7 +7,7 @@ Refuses: training weights that are quantised; decomposing them (PiSSA); other me
      loaded; a missing library.
 Models whose files hold quantised weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
 installed. Both were trained on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23
-(tests/test_quantised_files.py); on a GPU neither was tried.
+(tests/models/test_quantised_files.py); on a GPU neither was tried.
 """
 
 from __future__ import annotations

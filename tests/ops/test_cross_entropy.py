@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.ops import cross_entropy
 from burnish.ops.cross_entropy import TokenLoss, linear_cross_entropy, plain_cross_entropy
+from largest import Largest
 
 N, H, V = 37, 12, 53
 
@@ -136,22 +136,6 @@ def test_a_gradient_is_made_only_for_what_asks_for_one(frozen):
     linear_cross_entropy(*tensors, inputs()[3]).total.backward()
     assert tensors[frozen].grad is None
     assert tensors[1 - frozen].grad is not None
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes, in elements, and the number of operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel, self.calls = 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
-                self.numel = max(self.numel, tensor.numel())
-        self.calls += 1
-        return made
 
 
 def test_the_logits_of_all_tokens_are_never_held():

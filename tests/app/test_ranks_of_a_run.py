@@ -5,8 +5,8 @@ import torch
 
 import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
+from runs import weights_in
 from small_run import as_words, make_user
-from test_train_run import weights_in
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run

@@ -16,7 +16,7 @@ import burnish
 from burnish import SFTConfig, TrainingArguments
 from hf_toy import arguments
 
-SPEC = Path(__file__).parents[1].parent / "shared" / "spec" / "arguments.json"
+SPEC = Path(__file__).parents[2].parent / "shared" / "spec" / "arguments.json"
 
 
 @pytest.mark.skipif(not SPEC.is_file(), reason="the list of transformers' fields is not beside this checkout")

@@ -113,7 +113,7 @@ except BaseException as error:
 def test_a_file_that_may_not_grow_is_recognised_in_the_words_of_safetensors(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SAVE_PAST_A_LIMIT, str(tmp_path)], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip
     assert done.returncode == 1
     assert "A file would be larger than this system allows" in done.stderr
@@ -242,7 +242,7 @@ except BaseException as error:
 
 
 def test_a_reader_that_has_gone_is_no_failure_worth_a_word():
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     writer = subprocess.Popen([sys.executable, "-c", PIPE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
     assert writer.stdout is not None
     writer.stdout.readline()
@@ -256,6 +256,6 @@ def test_a_misspelled_command_is_answered_without_loading_torch():
     done = subprocess.run(
         [sys.executable, "-c", "import sys; import burnish.app.failure; print('torch' in sys.modules)"],
         capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip
     assert done.stdout == "False\n"

@@ -220,12 +220,13 @@ def in_terminal(columns=80, fail=-1, **environment):
     """What a terminal of that width receives."""
     main, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    source = str(Path(__file__).parents[1] / "src")
+    here = Path(__file__).parent
+    paths = os.pathsep.join(map(str, [here.parents[1] / "src", here.parent]))
     kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(tests=str(Path(__file__).parent), fail=fail)],
+        [sys.executable, "-c", CHILD.format(tests=str(here), fail=fail)],
         stdin=child, stdout=child, stderr=child,
-        env={**kept, "PYTHONPATH": source, "TERM": "xterm-256color", **environment},
+        env={**kept, "PYTHONPATH": paths, "TERM": "xterm-256color", **environment},
     )  # fmt: skip
     os.close(child)
     received = b""

@@ -29,8 +29,8 @@ from burnish.data.rows.encode import place_ahead
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from data_sets import data_options, load, qa, write
+from runs import KILLS_ITSELF_AFTER_STEP_FIVE, same_weights
 from small_run import as_words, make_user, records
-from test_train_run import KILLS_ITSELF_AFTER_STEP_FIVE, same_weights
 
 pytestmark = pytest.mark.run
 

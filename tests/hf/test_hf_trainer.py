@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import Dataset, IterableDataset
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
+from transformers import DataCollatorWithPadding, default_data_collator
 
 from burnish import Trainer, TrainingArguments
 from burnish.hf import reporting
@@ -28,6 +28,7 @@ from hf_toy import (
     same,
     smooths_a_whole_step,
     text_rows,
+    tiny_tokenizer,
     weights,
 )  # fmt: skip
 
@@ -170,14 +171,6 @@ def test_the_collator_follows_from_the_processing_class(tmp_path, recwarn):
     )
     with pytest.warns(FutureWarning, match="processing_class"):
         assert make_trainer(tmp_path, trainer={"tokenizer": tokenizer}).processing_class is tokenizer
-
-
-def tiny_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    made = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def test_transformers_own_arguments_are_taken(tmp_path):

@@ -17,7 +17,7 @@ from small_run import make_user
 
 pytestmark = pytest.mark.run
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 NEVER_NEEDED = {
     "datasets", "pyarrow", "pandas", "peft", "trl", "bitsandbytes", "scipy", "sklearn", "torchvision", "matplotlib",
     "wandb", "tensorboard", "gradio", "fastapi", "transformers.trainer", "transformers.training_args",

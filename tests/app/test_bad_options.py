@@ -13,7 +13,7 @@ from burnish.app.config import read_config
 from burnish.app.plan import Plan, plan
 from burnish.core.errors import UserError
 
-MODEL = Path(__file__).parents[1] / "src" / "burnish" / "demo" / "model"
+MODEL = Path(__file__).parents[2] / "src" / "burnish" / "demo" / "model"
 ROWS = [{"instruction": f"Say {word}.", "input": "", "output": word} for word in ("yes", "no", "maybe", "never")] * 6
 
 

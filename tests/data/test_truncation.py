@@ -12,7 +12,7 @@ from burnish.data.templates.choose import fit_tokenizer, load_template
 from burnish.data.templates.truncate import infer_seqlen
 from template_cases import CALL, WEATHER, byte_tokenizer, template_options
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "spec" / "golden" / "truncation_packing_pretrain.json"
+GOLDEN = Path(__file__).parents[2].parent / "shared" / "spec" / "golden" / "truncation_packing_pretrain.json"
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>\n"
 LONG = (Message("user", "question " * 20), Message("assistant", "answer " * 20))
 

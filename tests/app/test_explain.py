@@ -154,7 +154,7 @@ def test_in_a_terminal_a_row_is_folded_between_words() -> None:
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
-DEMO = Path(__file__).parents[1] / "src" / "burnish" / "demo"
+DEMO = Path(__file__).parents[2] / "src" / "burnish" / "demo"
 
 
 @pytest.fixture

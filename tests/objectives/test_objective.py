@@ -1,59 +1,19 @@
 """Next-token prediction: the same numbers however a step is cut, laid out and computed."""
 
-import random
-
 import pytest
 import torch
 
 from burnish.core.errors import UserError
-from burnish.core.options import union
-from burnish.core.patching import PatchOptions
 from burnish.core.types import IGNORE_INDEX, Example
-from burnish.data.batches.batching import BatchingOptions, collator, pack
+from burnish.data.batches.batching import pack
 from burnish.data.batches.stream import _blank
 from burnish.data.tally import Tally
-from burnish.engine.options import EngineOptions
-from burnish.models.attention import make_padding_free
-from burnish.models.fitted import fit
 from burnish.objectives.base import OBJECTIVES
-from burnish.objectives.lm import LmOptions, PretrainObjective, SftObjective
+from burnish.objectives.lm import PretrainObjective, SftObjective
 from burnish.objectives.logits import target_positions
 from burnish.objectives.neftune import sequence_lengths
+from steps import Options, cut, fitted, gradients, rows
 from tiny_shapes import tiny
-
-Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
-
-
-def rows(num=8, seed=0, weights=False):
-    """Conversations of 3 to 30 tokens whose first half is a question."""
-    generator = random.Random(seed)
-    made = []
-    for _ in range(num):
-        ids = [generator.randint(3, 96) for _ in range(generator.randint(3, 30))]
-        row = {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) // 2) + ids[len(ids) // 2 :]}
-        made.append({**row, "loss_weights": [generator.random() * 2 for _ in ids]} if weights else row)
-    return made
-
-
-def fitted(model, **given):
-    options = Options(**given)
-    objective = SftObjective(options, template=None)
-    lies_flat = options.padding_free and make_padding_free(model).is_flat
-    objective.notes = objective.fit(fit(model, head_of=model), collator(options, 0, lies_flat))
-    return objective, objective.module(model)
-
-
-def gradients(model, groups, **given):
-    """Loss and gradients of one step whose micro-batches are ``groups`` of rows."""
-    objective, module = fitted(model, **given)
-    batches = [objective.collate(group) for group in groups]
-    weight = torch.stack([objective.weight(batch) for batch in batches]).sum()
-    model.zero_grad()
-    losses = [objective.loss(module, batch) for batch in batches]
-    for loss in losses:
-        (loss.total / weight).backward()
-    mean = torch.stack([loss.total.detach() for loss in losses]).sum() / weight
-    return mean, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def reference(model, all_rows):
@@ -72,10 +32,6 @@ def same(mine, other, tolerance=1e-6):
     assert abs(mine[0] - other[0]) < tolerance * max(1, other[0])
     assert mine[1].keys() == other[1].keys()
     assert max((mine[1][name] - other[1][name]).abs().max() for name in other[1]) < tolerance
-
-
-def cut(all_rows, size):
-    return [all_rows[start : start + size] for start in range(0, len(all_rows), size)]
 
 
 # --- a step is a step -------------------------------------------------------------------------------------------------
@@ -148,7 +104,7 @@ def test_without_a_learned_token_nothing_is_nan():
 
 
 def test_training_makes_no_logits_but_those_of_a_chunk():
-    from test_cross_entropy import Largest
+    from largest import Largest
 
     objective, module = fitted(tiny(vocab_size=4001))
     batch = objective.collate(rows())

@@ -20,7 +20,7 @@ from small_run import WALK_THROUGH, make_model, records
 
 pytestmark = pytest.mark.run
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 OUT = Path("saves/Qwen2-0.5B/full/train_test")
 FILES = {
     "README.md", "all_results.json", "chat_template.jinja", "config.json", "eval_results.json",

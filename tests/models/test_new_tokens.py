@@ -17,8 +17,8 @@ from burnish.data.tally import Tally
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
 from burnish.models.tokens import fit_vocabulary, load_tokenizer
+from runs import weights_in
 from small_run import as_words, make_model, make_user, records
-from test_train_run import weights_in
 
 pytestmark = pytest.mark.run
 

@@ -16,8 +16,8 @@ from burnish.cli import main
 from burnish.data.batches.stream import order_of
 from burnish.data.sets import sources
 from data_sets import write
+from runs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
 from small_run import as_words, make_user, records
-from test_train_run import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
 
 pytestmark = pytest.mark.run
 

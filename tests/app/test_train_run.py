@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
+from runs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run
@@ -20,23 +20,6 @@ pytestmark = pytest.mark.run
 
 def run(given, command="train"):
     return main([command, *as_words(given)])
-
-
-def weights_in(folder):
-    from safetensors.torch import load_file
-
-    name = next(n for n in ("model.safetensors", "adapter_model.safetensors") if (Path(folder) / n).is_file())
-    return load_file(Path(folder) / name)
-
-
-def same_weights(a, b):
-    a, b = weights_in(a), weights_in(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def history(folder):
-    log = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
-    return [{k: v for k, v in e.items() if "runtime" not in k and "per_second" not in k} for e in log]
 
 
 def test_a_full_run_leaves_a_model_that_transformers_loads_and_the_files_people_expect(tmp_path):
@@ -104,23 +87,6 @@ def test_a_run_killed_in_the_middle_of_an_epoch_ends_in_the_same_weights(tmp_pat
     assert history(tmp_path / "whole") == history(tmp_path / "cut")
     rows = [json.loads(line)["current_steps"] for line in (tmp_path / "cut" / "trainer_log.jsonl").open()]
     assert rows == sorted(rows)
-
-
-KILLS_ITSELF_AFTER_STEP_FIVE = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-from burnish.core import loop
-from burnish.cli import main
-step = loop.take_step
-def take_step(run, group, options):
-    if run.state.global_step == 5:
-        run.checkpoints.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    step(run, group, options)
-loop.take_step = take_step
-main(["train", *sys.argv[1:]])
-"""
 
 
 def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path, capsys):

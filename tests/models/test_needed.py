@@ -23,8 +23,7 @@ from burnish.objectives.lm import LmOptions, SftObjective
 from burnish.ops.probe import shares_prefixes
 from burnish.ops.runs import laid_out
 from small_run import as_words, make_user
-from test_attention import KEEPS_APART
-from tiny_shapes import tiny
+from tiny_shapes import KEEPS_APART, tiny
 
 Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
 

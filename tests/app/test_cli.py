@@ -15,7 +15,7 @@ from burnish.core.options import specs
 
 pytestmark = pytest.mark.run
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def burnish(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ from burnish.data.templates.choose import fit_tokenizer, load_template
 from burnish.data.templates.table import Token, table
 from template_cases import chat_of, template_options
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "spec" / "golden"
+GOLDEN = Path(__file__).parents[2].parent / "shared" / "spec" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the golden rows are not beside this checkout")
 
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "function", "observation": "observation"}

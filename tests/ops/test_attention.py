@@ -12,7 +12,7 @@ from burnish.models.attention import PaddingFree, make_padding_free
 from burnish.ops import attention
 from burnish.ops.attention import Scores, Sequences, flat_attention, masked_attention
 from burnish.ops.probe import find_head, isolates_sequences
-from tiny_shapes import tiny
+from tiny_shapes import KEEPS_APART, tiny
 
 LENGTHS = [5, 1, 140, 33]
 
@@ -181,11 +181,6 @@ def test_a_compiled_layer_stays_whole_where_it_calls_torchs_kernel(monkeypatch):
 
 
 # --- transformers' models ---------------------------------------------------------------------------------------------
-
-KEEPS_APART = [
-    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "phi", "gpt2", "gpt_neox", "opt", "cohere",
-    "granite", "mixtral", "qwen3_moe", "gpt_oss",
-]  # fmt: skip
 
 
 def flat(*sequences):

@@ -216,7 +216,7 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tm
     )
     for delay_s in (0.15, 0.4):
         child = subprocess.Popen(
-            [sys.executable, "-c", code, tmp_path, Path(__file__).parent], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, tmp_path, Path(__file__).parents[1]], stdout=subprocess.PIPE, text=True
         )
         child.stdout.readline()
         deadline = time.monotonic() + 20

@@ -25,7 +25,7 @@ from template_cases import (
     template_options,
 )  # fmt: skip
 
-OWN = json.loads((Path(__file__).parent / "golden" / "own_templates.json").read_text(encoding="utf-8"))
+OWN = json.loads((Path(__file__).parents[1] / "golden" / "own_templates.json").read_text(encoding="utf-8"))
 
 
 def rendered(name):

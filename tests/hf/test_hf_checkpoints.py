@@ -131,7 +131,7 @@ def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
 
 
 def test_the_tokenizer_of_the_collator_is_saved(tmp_path):
-    from test_hf_trainer import tiny_tokenizer
+    from hf_toy import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
 

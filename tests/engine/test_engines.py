@@ -310,7 +310,7 @@ def test_two_processes_take_the_steps_of_one(folder_of_two):
 
 def two_ranks_of_a_language_model(folder):
     from burnish.data.batches.stream import _blank
-    from test_objective import cut, fitted, rows
+    from steps import cut, fitted, rows
     from tiny_shapes import tiny
 
     engine = create_engine(options(ddp_backend="gloo"))
@@ -329,7 +329,7 @@ def two_ranks_of_a_language_model(folder):
 
 
 def test_two_processes_make_the_gradients_of_one_on_a_language_model(folder_of_two):
-    from test_objective import gradients, rows
+    from steps import gradients, rows
     from tiny_shapes import tiny
 
     theirs = torch.load(folder_of_two / "gradients.pt")

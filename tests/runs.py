@@ -1,0 +1,38 @@
+"""Looking at what a run left behind, and a run that kills itself in the middle of an epoch."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+KILLS_ITSELF_AFTER_STEP_FIVE = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from burnish.core import loop
+from burnish.cli import main
+step = loop.take_step
+def take_step(run, group, options):
+    if run.state.global_step == 5:
+        run.checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(run, group, options)
+loop.take_step = take_step
+main(["train", *sys.argv[1:]])
+"""
+
+
+def weights_in(folder):
+    name = next(n for n in ("model.safetensors", "adapter_model.safetensors") if (Path(folder) / n).is_file())
+    return load_file(Path(folder) / name)
+
+
+def same_weights(a, b):
+    a, b = weights_in(a), weights_in(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def history(folder):
+    log = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [{k: v for k, v in e.items() if "runtime" not in k and "per_second" not in k} for e in log]

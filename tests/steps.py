@@ -1,0 +1,52 @@
+"""One step of a tiny language model: rows, a fitted objective, loss and gradients of a cut."""
+
+import random
+
+import torch
+
+from burnish.core.options import union
+from burnish.core.patching import PatchOptions
+from burnish.core.types import IGNORE_INDEX
+from burnish.data.batches.batching import BatchingOptions, collator
+from burnish.engine.options import EngineOptions
+from burnish.models.attention import make_padding_free
+from burnish.models.fitted import fit
+from burnish.objectives.lm import LmOptions, SftObjective
+
+Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
+
+
+def rows(num=8, seed=0, weights=False):
+    """Conversations of 3 to 30 tokens whose first half is a question."""
+    generator = random.Random(seed)
+    made = []
+    for _ in range(num):
+        ids = [generator.randint(3, 96) for _ in range(generator.randint(3, 30))]
+        row = {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) // 2) + ids[len(ids) // 2 :]}
+        made.append({**row, "loss_weights": [generator.random() * 2 for _ in ids]} if weights else row)
+    return made
+
+
+def cut(all_rows, size):
+    return [all_rows[start : start + size] for start in range(0, len(all_rows), size)]
+
+
+def fitted(model, **given):
+    options = Options(**given)
+    objective = SftObjective(options, template=None)
+    lies_flat = options.padding_free and make_padding_free(model).is_flat
+    objective.notes = objective.fit(fit(model, head_of=model), collator(options, 0, lies_flat))
+    return objective, objective.module(model)
+
+
+def gradients(model, groups, **given):
+    """Loss and gradients of one step whose micro-batches are ``groups`` of rows."""
+    objective, module = fitted(model, **given)
+    batches = [objective.collate(group) for group in groups]
+    weight = torch.stack([objective.weight(batch) for batch in batches]).sum()
+    model.zero_grad()
+    losses = [objective.loss(module, batch) for batch in batches]
+    for loss in losses:
+        (loss.total / weight).backward()
+    mean = torch.stack([loss.total.detach() for loss in losses]).sum() / weight
+    return mean, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
