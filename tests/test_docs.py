@@ -69,6 +69,11 @@ def test_the_page_of_options_is_what_the_declarations_say():
     assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == make_options_page.page()
 
 
+def test_the_map_of_the_house_is_what_the_code_says():
+    """Made again with: python scripts/make_map.py"""
+    assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == loaded(ROOT / "scripts" / "make_map.py").page()
+
+
 def test_every_key_of_the_other_tools_stands_on_the_page_of_options():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").split("## Keys of other tools")[1]
     peers = json.loads((ROOT / "scripts" / "peer_options.json").read_text(encoding="utf-8"))
