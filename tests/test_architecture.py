@@ -476,3 +476,11 @@ def test_no_component_takes_options_of_any_type() -> None:
     generic = {"core/options.py", "core/registry.py"}  # read by declared names alone
     found = [name_of(f) for f in FILES if name_of(f) not in generic and untyped.search(f.read_text(encoding="utf-8"))]
     assert not found
+
+
+def test_each_room_opens_with_a_page() -> None:
+    pages = {name_of(file): ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "" for file in FILES}
+    rooms = [name for name in pages if name.endswith("/__init__.py")]
+    assert not [name for name in rooms if len(pages[name]) < 80]
+    whole = [name for name in rooms if name.count("/") == 1]
+    assert not [name for name in whole if not re.search(r"Begin\s+with", pages[name])]

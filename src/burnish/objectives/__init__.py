@@ -1,4 +1,9 @@
-"""Training objectives, a file per kind. Importing the package imports every file, and so registers them all."""
+"""Training objectives, a file per kind: language models, pairs, verdicts, rewards.
+
+In:  examples, and later micro-batches with a module of the model. Out: rows; sums of losses with the weight that they
+     share. Begin with ``lm.py``; ``base.py`` is what each of them answers to. Importing the package imports every file,
+     and so registers them all.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules
