@@ -15,6 +15,11 @@ _PUBLIC: dict[str, str] = {
     "IGNORE_INDEX": "burnish.core.types",
     "Example": "burnish.core.types",
     "Message": "burnish.core.types",
+    **{
+        f"{method}{kind}": f"burnish.hf.preferences.{kind.lower()}"
+        for method in ("CPO", "DPO", "KTO", "ORPO", "Reward")
+        for kind in ("Config", "Trainer")
+    },
     "EvalPrediction": "burnish.hf.values",
     "SFTConfig": "burnish.hf.sft.config",
     "Seq2SeqTrainer": "burnish.hf.seq2seq",
@@ -28,9 +33,10 @@ _PUBLIC: dict[str, str] = {
 }
 
 __all__ = [
-    "IGNORE_INDEX", "EvalPrediction", "Example", "Message", "SFTConfig", "SFTTrainer", "Seq2SeqTrainer",
-    "Seq2SeqTrainingArguments", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments",
-    "UserError",
+    "IGNORE_INDEX", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "EvalPrediction", "Example", "KTOConfig",
+    "KTOTrainer", "Message", "ORPOConfig", "ORPOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer",
+    "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState",
+    "TrainingArguments", "UserError",
 ]  # fmt: skip
 
 

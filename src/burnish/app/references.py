@@ -101,7 +101,7 @@ def _second(
     for folder in adapter_folders(asked):
         load_adapter(second, folder)
         merge_into_base(second)
-    _check_vocabulary(model, second)
+    check_vocabulary(model, second)
     second.to(engine.device)
     if not options.torch_compile:
         patch_forwards(second, options)
@@ -124,7 +124,8 @@ def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bo
     return is_flat and (not shares_prefixes(model) or shares_prefixes(second))
 
 
-def _check_vocabulary(model: nn.Module, second: nn.Module) -> None:
+def check_vocabulary(model: nn.Module, second: nn.Module) -> None:
+    """Refuse a reference whose tokens are others than the policy's."""
     own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if own != other:
         raise UserError(

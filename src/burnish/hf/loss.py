@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
 
-from burnish.core.types import IGNORE_INDEX, Batch, Loss, Objective
+from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric, Objective
 from burnish.hf.stream import Lent
 
 
@@ -33,11 +33,11 @@ class StepUnderWay:
 
     Args:
         weight: () its items, over all its micro-batches and processes; None outside of a step.
-        sums: metrics of the micro-batch under way, sums over its items; ``compute_loss`` may add to it.
+        sums: metrics of the micro-batch under way, as ``Loss.sums`` has them; ``compute_loss`` may add to it.
     """
 
     weight: Tensor | None = None
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Metric] = field(default_factory=dict)
 
     def share(self, weight: Tensor) -> Tensor:
         """() of the step's mean, for a micro-batch of ``weight`` () items; outside of a step it is the whole."""

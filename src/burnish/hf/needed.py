@@ -63,11 +63,11 @@ def fit_needed(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> F
         is_wanted: whether they are to.
         needs_head: whether the head is of use where they may not.
     """
-    may = is_wanted and _may_lie_flat(model)
+    may = is_wanted and may_lie_flat(model)
     return fit(model, padding_free=may, prefix_sharing=may, head_of=causal_lm(model) if may or needs_head else None)
 
 
-def _may_lie_flat(model: nn.Module) -> bool:
+def may_lie_flat(model: nn.Module) -> bool:
     """Tell whether nothing in the configs of model and adapter speaks against it: no learned prompt, no loss over all
     tokens, no attention that was asked for by name."""
     adapters = getattr(model, "peft_config", {})

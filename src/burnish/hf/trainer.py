@@ -299,12 +299,12 @@ class Trainer:
         if self._computes_loss_itself:
             _ = self._fitted  # asked here, and not inside of the first step
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
-        started = time.time()
+        started, objective = time.time(), self._objective()
         run = assemble(
             args,
             Pieces(
                 model=files.ModelPart(self.model),
-                objective=TrainerObjective(self._weight, self.compute_loss), engine=self._engine,
+                objective=objective, engine=self._engine, parts=objective.parts,
                 stream=self._stream(loader, plan), optimizer=partial(self._optimizer_for, plan.max_steps),
                 scheduler=partial(self._scheduler_for, plan.max_steps), steps=plan, rows=self._train_batch_size,
                 callbacks=handler, folder=Path(self._get_output_dir(self._trial)),
@@ -320,6 +320,9 @@ class Trainer:
         self._run, self.state, self.model_wrapped = run, run.state, run.model
         self._name_trial(run.state)
         return run, plan
+
+    def _objective(self) -> TrainerObjective:
+        return TrainerObjective(self._weight, self.compute_loss)
 
     def _stream(self, loader: Any, plan: StepPlan) -> LoaderStream:
         main = getattr(self.model, "main_input_name", "input_ids")

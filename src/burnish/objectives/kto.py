@@ -174,7 +174,7 @@ class KtoObjective(AnswersObjective):
         if values.aux is not None:
             metrics["aux_loss"] = (values.aux * items.sum()).detach()
             total = total + values.aux * items.sum()
-        return Loss(total, metrics)
+        return Loss(total, metrics, outputs=options.pref_beta * ratio.detach())
 
     def _measured(self, values: SequenceValues, ratio: Tensor, batch: Batch) -> dict[str, Metric]:
         """Means over the desirable answers, and over the others."""

@@ -267,7 +267,8 @@ class PairObjective(AnswersObjective):
         if values.aux is not None:
             metrics["aux_loss"] = (values.aux * items.sum()).detach()
             total = total + values.aux * items.sum()
-        return Loss(total, metrics)
+        rewards = [self._reward(side) for side in detached(pairs)[:2]]
+        return Loss(total, metrics, outputs=torch.stack(rewards, 1).flatten())
 
     def _pairs(self, values: SequenceValues, batch: Batch) -> Pairs:
         """Chosen and rejected answers lie in turns."""
@@ -295,8 +296,8 @@ class PairObjective(AnswersObjective):
     def _measured(self, pairs: Pairs) -> dict[str, Tensor]:
         """(P,) of each metric, without a gradient. A tie is no success."""
         pairs = detached(pairs)
-        chosen, rejected = (self._shown(side) for side in (pairs.chosen, pairs.rejected))
-        rewards = [self.shape.beta * (side.ratio if self.needs_reference else self._shown(side)) for side in pairs[:2]]
+        chosen, rejected = (self._shown(side) for side in pairs[:2])
+        rewards = [self._reward(side) for side in pairs[:2]]
         found = {
             "rewards/chosen": rewards[0],
             "rewards/rejected": rewards[1],
@@ -307,11 +308,15 @@ class PairObjective(AnswersObjective):
         }
         if "orpo" in self.options.pref_loss:
             ratio = odds_ratio_loss(pairs)
-            found |= {"sft_loss": -pairs.chosen.mean, "odds_ratio_loss": ratio}
+            found |= {"sft_loss": -pairs.chosen.mean, "nll_loss": -pairs.chosen.mean, "odds_ratio_loss": ratio}
             found |= {"log_odds_ratio": -ratio, "log_odds_chosen": log_odds(pairs)}
         if self.counts_tokens:
             found["nll_loss"] = PAIR_LOSSES["sft"].of(pairs, self.shape)
         return found
+
+    def _reward(self, side: Side) -> Tensor:
+        """(P,) β r(y), or without a reference β times what is logged of the answer."""
+        return self.shape.beta * (side.ratio if self.needs_reference else self._shown(side))
 
     def _shown(self, side: Side) -> Tensor:
         """(P,) what is logged of an answer: its sum, or for a loss of means its mean."""

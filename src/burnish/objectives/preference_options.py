@@ -110,7 +110,7 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
                 remedy="Leave packing out.",
             )
         )
-    return problems + (_check_pairs(options) if options.stage == "dpo" else [])
+    return problems + (check_pairs(options) if options.stage == "dpo" else [])
 
 
 def _only_sft(name: str) -> Problem:
@@ -118,7 +118,7 @@ def _only_sft(name: str) -> Problem:
                    remedy="Leave it out.")  # fmt: skip
 
 
-def _check_pairs(options: PreferenceChoices) -> list[Problem]:
+def check_pairs(options: PreferenceChoices) -> list[Problem]:
     names, weights = options.pref_loss, options.pref_loss_weights
     problems = [Problem(REMOVED[name]) for name in names if name in REMOVED]
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
@@ -154,7 +154,7 @@ def preference_notes(options: PreferenceChoices) -> list[str]:
     if options.stage == "kto":
         return [*_unread(options, PairOptions, why=why), *_rate_notes(options, "1e-7 to 5e-6")]
     return [
-        *_pair_notes(options, [name for name in options.pref_loss if name in PAIR_LOSSES]),
+        *pair_notes(options, [name for name in options.pref_loss if name in PAIR_LOSSES]),
         *_rate_notes(options, "1e-7 to 5e-6"),
     ]
 
@@ -164,7 +164,7 @@ def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:
     return [f'"{name}" has no effect: {why}.' for name in changed(options) if name in names]
 
 
-def _pair_notes(options: PreferenceChoices, names: list[str]) -> list[str]:
+def pair_notes(options: PreferenceChoices, names: list[str]) -> list[str]:
     losses, said = [PAIR_LOSSES[name] for name in names], changed(options)
     shown = ", ".join(names)
     needs = {

@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal["answers", "pairs", "verdicts"]
 
 ANSWERING = ("assistant", "function")
 _WORDS = {"true": True, "false": False}
-_SAME = "chosen and rejected are the same; nothing can be learned from it."
+SAME = "chosen and rejected are the same; nothing can be learned from it."
 
 
 def judged(record: Record, example: Example) -> Example:
@@ -80,21 +80,26 @@ def _texts(example: Example, prompt: str | None, chosen: str, rejected: str) -> 
         answers = ((Message("assistant", chosen),), (Message("assistant", rejected),))
         return _checked(example, *answers)
     if prompt is None:
-        common = chosen[: _shared(chosen, rejected)]
-        if common in (chosen, rejected):
-            raise BadRecord(_SAME if chosen == rejected else "one answer is the beginning of the other one.")
-        prompt = common[: max(common.rfind(" "), common.rfind("\n"), 0)]
+        prompt = common_prompt(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     return _checked(replace(example, prompt=prompt), chosen, rejected)
+
+
+def common_prompt(chosen: str, rejected: str) -> str:
+    """Return what two texts begin with, up to the last blank, so that no word is split."""
+    common = chosen[: shared_beginning(chosen, rejected)]
+    if common in (chosen, rejected):
+        raise BadRecord(SAME if chosen == rejected else "one answer is the beginning of the other one.")
+    return common[: max(common.rfind(" "), common.rfind("\n"), 0)]
 
 
 def _conversations(
     record: Record, example: Example, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> Example:
     """Answers that are messages. Where they begin alike, that is the prompt, whatever a column says besides."""
-    shared = _shared(chosen, rejected)
+    shared = shared_beginning(chosen, rejected)
     if chosen == rejected:
-        raise BadRecord(_SAME, reason="its answers are the same")
+        raise BadRecord(SAME, reason="its answers are the same")
     before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     for part, answer in (("chosen", chosen), ("rejected", rejected)):
         column = record.layout.columns[part]
@@ -110,7 +115,7 @@ def _conversations(
     return _checked(replace(example, messages=messages, prompt=None), chosen, rejected)
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def shared_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Number of characters, or messages, that both begin with."""
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
@@ -134,7 +139,7 @@ def _check_speaker(record: Record, column: str, last: Message) -> None:
 
 def _checked(example: Example, chosen: Answer, rejected: Answer) -> Example:
     if chosen == rejected:
-        raise BadRecord(_SAME, reason="its answers are the same")
+        raise BadRecord(SAME, reason="its answers are the same")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         spoken = answer if isinstance(answer, str) else answer[-1].content
         if not spoken.strip():

@@ -1,80 +1,39 @@
-"""``SFTConfig``: every field of TRL's class, by its name, type and default, on burnish's ``TrainingArguments``.
-
-Refuses what TRL refuses, in words that scripts and tests know. Names of older versions are accepted with one warning.
-"""
+"""``SFTConfig``: every field of TRL's class, by its name, type and default."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, ClassVar
 
 from burnish.core.options import option
-from burnish.engine.options import device_of, has_fast_bfloat16
-from burnish.hf import notes
-from burnish.hf.arguments.training import TrainingArguments, for_argument_parser
-from burnish.hf.arguments.values import dictionary_of
+from burnish.hf.arguments.training import for_argument_parser
+from burnish.hf.arguments.trl import TrlArguments
 
-RENAMED = {"max_seq_length": "max_length", "use_liger": "use_liger_kernel"}
-"""Older name of a field -> today's name."""
-
-WITHOUT_EFFECT = {
-    "dataset_batch_size": "packs are filled over the whole set.",
-    "num_of_sequences": "packs are filled over the whole set.",
-    "chars_per_token": "packs are filled by tokens.",
-}
-"""Earlier field -> the reason why it has no effect."""
-
-
-class _AcceptsOldNames(type(TrainingArguments)):  # type: ignore[misc]
-    """Replaces old names by today's before any ``__init__`` runs."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        for name in [name for name in kwargs if name in RENAMED]:
-            notes.warn(f"`{name}` is now `{RENAMED[name]}`.", FutureWarning, stacklevel=2)
-            kwargs.setdefault(RENAMED[name], kwargs.pop(name))
-        for name in [name for name in kwargs if name in WITHOUT_EFFECT]:
-            if kwargs.pop(name) is not None:
-                notes.warn(f"`{name}` has no effect: {WITHOUT_EFFECT[name]}", FutureWarning, stacklevel=2)
-        return super().__call__(*args, **kwargs)
+_PACKS = "packs are filled over the whole set."
 
 
 @dataclass
-class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
+class SFTConfig(TrlArguments):
     """The arguments of an ``SFTTrainer``, as in TRL 1."""
 
-    # --- defaults that differ from those of TrainingArguments
-    learning_rate: float = option(2e-5, "The first learning rate.", ge=0, lt=math.inf)
-    logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.", unit="steps", gt=0)
-    gradient_checkpointing: bool = option(True, "Keep layer inputs only; compute the rest again backwards.")
-    bf16: bool | None = option(None, "Forward and backward in bfloat16; by default where the device is made for it.")
+    renamed: ClassVar[Mapping[str, str]] = {"max_seq_length": "max_length", "use_liger": "use_liger_kernel"}
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "dataset_batch_size": _PACKS, "num_of_sequences": _PACKS, "chars_per_token": "packs are filled by tokens."
+    }  # fmt: skip
 
-    # --- the model
-    model_init_kwargs: dict[str, Any] | str | None = option(None, "For from_pretrained, where the model is a name.")
-    trust_remote_code: bool = option(False, "Run code that comes with a model or tokenizer.")
-    router_aux_loss_coef: float | None = option(
-        None, "Weight of the load-balancing loss of a mixture of experts.", ge=0
-    )
-    chat_template_path: str | None = option(None, "A Jinja file, or a tokenizer whose chat template is taken.")
+    learning_rate: float = option(2e-5, "The first learning rate.", ge=0, lt=math.inf)
 
     # --- the data
     dataset_text_field: str = option("text", "The column of plain text.")
     dataset_kwargs: dict[str, Any] | str | None = option(None, "skip_prepare_dataset: the rows are ready as they are.")
-    dataset_num_proc: int | None = option(None, "Processes that prepare the data.", ge=1)
-    eos_token: str | None = option(None, "The token that ends a text; the tokenizer's own by default.")
     max_length: int | None = option(
         1024, "Rows are cut to it, and packs filled up to it; None cuts nothing.", unit="tokens", ge=1
     )
-    truncation_mode: str = option("keep_start", "Which part of a long row is kept.", choices=("keep_start", "keep_end"))
     shuffle_dataset: bool = option(False, "Shuffle the data once, when it is prepared.")
     packing: bool = option(False, "Put several rows into one of max_length tokens.")
     packing_strategy: str = option("bfd", "How packs are filled.", choices=("bfd", "bfd_split", "wrapped"))
-    padding_free: bool = option(False, "Lay the rows of a micro-batch end to end instead of padding them.")
-    pad_to_multiple_of: int | str | None = option(
-        "auto", "Pad to a multiple of it; auto pads no further than needed.", unit="tokens", ge=1
-    )
     eval_packing: bool | None = option(None, "Pack evaluation sets; as packing by default.")
 
     # --- what is learned
@@ -84,58 +43,15 @@ class SFTConfig(TrainingArguments, metaclass=_AcceptsOldNames):
         "nll", "dft weights each token's loss by its probability (arXiv 2508.05629).",
         choices=("nll", "dft", "chunked_nll"),
     )  # fmt: skip
-    activation_offloading: bool = option(False, "Keep what the backward pass needs in the memory of the machine.")
-    pad_token: str | None = option(None, "Deprecated: set tokenizer.pad_token.")
-
-    def __post_init__(self) -> None:
-        if self.activation_checkpointing is None:  # said here, so that the default of the old name is no warning
-            self.activation_checkpointing = self.gradient_checkpointing
-        if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and is_made_for_bfloat16(device_of(self))
-        self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
-        super().__post_init__()
-        self._lead_old_values()
-
-    def _read_json_texts(self) -> None:
-        super()._read_json_texts()
-        for name in ("model_init_kwargs", "dataset_kwargs"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                setattr(self, name, dictionary_of(name, value))
 
     def _lead_old_values(self) -> None:
-        def warn(message: str) -> None:
-            notes.warn(message, FutureWarning, stacklevel=6)
-
         if self.loss_type == "chunked_nll":
-            warn("`loss_type='chunked_nll'` is deprecated: it is 'nll' now, which never holds all logits either.")
+            self._warn("`loss_type='chunked_nll'` is deprecated: it is 'nll' now, which never holds all logits either.")
             self.loss_type = "nll"
         if self.packing_strategy == "bfd-requeue":
-            warn('`packing_strategy="bfd-requeue"` is now "bfd_split".')
+            self._warn('`packing_strategy="bfd-requeue"` is now "bfd_split".')
             self.packing_strategy = "bfd_split"
-        if self.pad_token is not None:
-            warn("`pad_token` is deprecated: set `tokenizer.pad_token`, and give the tokenizer as `processing_class`.")
-        if self.truncation_mode == "keep_end":
-            warn('`truncation_mode="keep_end"` is deprecated in TRL: a cut row loses its beginning, prompt included.')
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every argument as plain data. eos and pad are no secrets, although their names end as a secret's do."""
-        return {**super().to_dict(), "eos_token": self.eos_token, "pad_token": self.pad_token}
-
-
-def is_made_for_bfloat16(device: torch.device) -> bool:
-    """Return whether bfloat16 is fast on this device. If emulated, it would cost time and precision."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    return device.type != "cpu" or has_fast_bfloat16()
-
-
-def _multiple(given: int | str | None) -> int | None:
-    if isinstance(given, str):
-        return None if given.lower() in ("auto", "none", "null") else int(given)
-    return given
+        super()._lead_old_values()
 
 
 for_argument_parser(SFTConfig)

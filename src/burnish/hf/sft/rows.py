@@ -245,21 +245,30 @@ class Encode:
         return begin
 
     def _with_eos(self, text: str) -> str:
-        eos = self.tokenizer.eos_token
-        return text if eos is None or text.endswith(eos) else text + eos
+        return with_eos(self.tokenizer, text)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(text=texts)["input_ids"]  # type: ignore[no-any-return]
 
     def _chat_ids(self, row: Any, chat: list[Any], **more: Any) -> list[int]:
-        try:
-            found = self.tokenizer.apply_chat_template(
-                chat, tokenize=True, return_dict=True, **{**template_arguments(row), **more}
-            )
-        except TemplateError as error:
-            what = f"The chat template cannot write a row: {error}".rstrip(".")
-            raise ValueError(f"{what}. The row: {str(chat)[:200]}") from error
-        return list(found["input_ids"])
+        return chat_ids(self.tokenizer, row, chat, **more)
+
+
+def with_eos(tokenizer: Any, text: str) -> str:
+    eos = tokenizer.eos_token
+    return text if eos is None or text.endswith(eos) else text + eos
+
+
+def chat_ids(tokenizer: Any, row: Mapping[str, Any], chat: list[Any], **more: Any) -> list[int]:
+    """The ids of messages, as the chat template writes them. Args: row: has tools and arguments of the template."""
+    try:
+        found = tokenizer.apply_chat_template(
+            chat, tokenize=True, return_dict=True, **{**template_arguments(row), **more}
+        )
+    except TemplateError as error:
+        what = f"The chat template cannot write a row: {error}".rstrip(".")
+        raise ValueError(f"{what}. The row: {str(chat)[:200]}") from error
+    return list(found["input_ids"])
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Preparation of what an ``SFTTrainer`` is handed: arguments, model, tokenizer, adapter.
+"""Preparation of what a trainer of TRL is handed: arguments, model, tokenizer, adapter.
 
-In: what the constructor was given. Out: ``SFTConfig``, a model, a tokenizer that agrees with it on eos and pad, and the
+In: what the constructor was given. Out: its config, a model, a tokenizer that agrees with it on eos and pad, and the
 adapter around the model. Refused, in TRL's words: what does not fit together.
 """
 
@@ -9,33 +9,40 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
+from burnish.hf.arguments.trl import TrlArguments
 from burnish.hf.inspection import is_peft_model
-from burnish.hf.sft.config import SFTConfig
 
 logger = logging.get_logger("transformers.trainer")
 
 
-def sft_arguments(args: Any, model: Any) -> SFTConfig:
-    """burnish's ``SFTConfig``: as given, or from other arguments by their names."""
-    if isinstance(args, SFTConfig):
+Config = TypeVar("Config", bound=TrlArguments)
+
+
+def arguments_of(kind: type[Config], args: Any, model: Any) -> Config:
+    """burnish's config of this kind: as given, or from other arguments by their names."""
+    if isinstance(args, kind):
         return args
     if args is None:
         name = model if isinstance(model, str) else model_id(model)
-        return SFTConfig(output_dir=f"{name.split('/')[-1]}-SFT")
-    known = SFTConfig.__dataclass_fields__
-    given = {name: value for name, value in vars(args).items() if name in known and known[name].init}
-    config: SFTConfig = SFTConfig(**given)
-    return config
+        return kind(output_dir=f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}")
+    known = kind.__dataclass_fields__
+    return kind(**{name: value for name, value in vars(args).items() if name in known and known[name].init})
 
 
 def model_id(model: Any) -> str:
@@ -43,15 +50,17 @@ def model_id(model: Any) -> str:
 
 
 def ready_model(
-    model: Any, args: SFTConfig, processing_class: Any, quantization_config: Any
+    model: Any, args: TrlArguments, processing_class: Any, quantization_config: Any, scores: bool = False
 ) -> tuple[Any, Any, list[int]]:
     """The model and what encodes for it, loaded where they are not there yet, with eos and chat template as asked.
 
+    Args:
+        scores: whether a sequence classifier with one label is wanted, rather than a language model.
     Returns:
         model, tokenizer or processor, and the ids of tokens that came with a chat template.
     """
     if isinstance(model, str):
-        model = load_model(model, args, quantization_config)
+        model = load_model(model, args, quantization_config, scores)
     else:
         given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in [name for name, value in given.items() if value is not None]:
@@ -65,7 +74,7 @@ def ready_model(
     return model, processing_class, take_chat_template(model, processing_class, path) if path is not None else []
 
 
-def load_model(name: str, args: SFTConfig, quantization_config: Any) -> Any:
+def load_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
     """The model of that name or folder, in the class that its config names, in float32 unless told otherwise."""
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
@@ -84,6 +93,8 @@ def load_model(name: str, args: SFTConfig, quantization_config: Any) -> Any:
         )
     given.setdefault("trust_remote_code", args.trust_remote_code)
     given["dtype"] = _dtype(given.pop("torch_dtype", None) if "dtype" not in given else given["dtype"])
+    if scores:
+        return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **given})
     where = {key: given[key] for key in ("revision", "trust_remote_code", "subfolder", "token") if key in given}
     config = AutoConfig.from_pretrained(name, **where)
     architecture = (config.architectures or [""])[0]
@@ -104,7 +115,7 @@ def _dtype(asked: Any) -> Any:
     )
 
 
-def load_processing_class(model: Any, args: SFTConfig) -> Any:
+def load_processing_class(model: Any, args: TrlArguments) -> Any:
     """The tokenizer or processor that lies with the model."""
     given = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     return AutoProcessor.from_pretrained(
@@ -218,7 +229,7 @@ def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
         peft_config.modules_to_save = [*saved, "lm_head"]
 
 
-def finish_peft(model: Any, args: SFTConfig) -> None:
+def finish_peft(model: Any, args: TrlArguments) -> None:
     """Prepare an adapted model: gradients through checkpointed layers, and the dtype of its adapter."""
     head: Any = model.get_output_embeddings()
     if hasattr(head, "base_layer"):

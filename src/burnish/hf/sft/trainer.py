@@ -36,11 +36,11 @@ from burnish.hf.sft.loss import sums_of_flat, sums_without_logits
 from burnish.hf.sft.masks import AssistantMasks
 from burnish.hf.sft.rows import Preparation, column_names, first_row
 from burnish.hf.sft.setup import (
+    arguments_of,
     attach_peft,
     finish_peft,
     ready_model,
     set_pad,
-    sft_arguments,
     tokenizer_of,
 )
 from burnish.hf.trainer import Trainer
@@ -96,7 +96,7 @@ class SFTTrainer(Trainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
         peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
     ) -> None:  # fmt: skip
-        args = sft_arguments(args, model)
+        args = arguments_of(SFTConfig, args, model)
         args, processing_class = with_old_arguments(args, processing_class, old)
         check_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached

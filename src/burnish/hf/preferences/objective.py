@@ -1,0 +1,205 @@
+"""An objective of ``objectives`` as a ``Trainer`` runs it: its step by ``compute_loss``, and what it needs besides.
+
+In: an objective, a model, the reference that a script gives or none. Out: the objective fitted to the model, its module
+and its reference; ``PreferredObjective``, which the loop asks.
+"""
+
+# P pairs or records in a micro-batch, S sequences, H hidden size
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from burnish.adapters.peft import PeftAdapter, PeftOptions
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import Batch, Engine, Stateful
+from burnish.data.batches.batching import collate_needed, collate_padded, collate_padding_free
+from burnish.hf.in_step import in_step
+from burnish.hf.loss import TrainerObjective
+from burnish.hf.needed import may_lie_flat
+from burnish.hf.preferences.config import PreferenceConfig
+from burnish.hf.stream import Lent
+from burnish.models.dropout import switch_off_dropout
+from burnish.models.fitted import fit
+from burnish.objectives.base import Collate
+from burnish.objectives.pairs import AnswersObjective
+from burnish.objectives.preference_options import ReferenceOptions
+from burnish.objectives.reference import AdapterOff, Following, Reference, SecondModel, StartOfRun
+from burnish.ops.probe import Fitted, causal_lm
+
+logger = logging.get_logger("transformers.trainer")
+
+
+class PreferredObjective(TrainerObjective):
+    """An objective of preferences as the loop's ``Objective``.
+
+    Args:
+        inner: the objective itself. made: its module.
+        compute_loss: (module, batch) -> () the mean over the batch's pairs.
+    """
+
+    def __init__(self, inner: Any, made: nn.Module, compute_loss: Callable[[nn.Module, Batch], Tensor]) -> None:
+        super().__init__(inner.weight, compute_loss)
+        self.inner, self.made = inner, made
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        parts: Mapping[str, Stateful] = self.inner.parts
+        return parts
+
+    def module(self, model: nn.Module) -> nn.Module:
+        return self.made
+
+    def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        ready: Sequence[Batch] = self.inner.ready(module, [blank_if_lent(batch) for batch in batches], engine)
+        return ready
+
+    def shown(self, values: dict[str, float]) -> dict[str, float]:
+        shown: dict[str, float] = self.inner.shown(values)
+        return shown
+
+
+def blank_if_lent(batch: Batch) -> Batch:
+    """A batch that a rank computes for the others' sake counts nothing, here and in what couples a step."""
+    if not isinstance(batch, Lent):
+        return batch
+    kl = {"kl": blank_if_lent(Lent(batch["kl"]))} if "kl" in batch else {}
+    return {**batch, **kl, "items": torch.zeros_like(batch["items"])}
+
+
+class ReadyBatches:
+    """The batches of an evaluation, with what the reference says of them, the same number on every rank.
+
+    Args:
+        loader: of this rank. ready: ``Objective.evaluated`` of the module and the engine.
+    """
+
+    def __init__(self, loader: Any, ready: Callable[[Iterable[Batch]], Iterator[Batch]], engine: Engine) -> None:
+        self.loader, self.ready, self.engine = loader, ready, engine
+        self.dataset = getattr(loader, "dataset", None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.ready(_InStep(self.loader, self.engine)):
+            yield {"items": batch["items"], **batch}  # its rows are counted by the first tensor
+
+
+class _InStep:
+    """A loader that may be iterated several times, in step with the other ranks."""
+
+    def __init__(self, loader: Any, engine: Engine) -> None:
+        self.loader, self.engine = loader, engine
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch, is_own, _ in in_step(self.loader, self.engine):
+            yield batch if is_own else blank_if_lent(Lent(batch))
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def fitted(
+    model: Any, second: Any, args: PreferenceConfig, pad: int, leaves_tokens_out: bool, scores: bool
+) -> tuple[Fitted, Collate]:
+    """Ask the model, and choose the function that makes its micro-batches: flat where the model, and the reference that
+    reads the same, keep neighbours apart, else padded.
+
+    Args:
+        second: the reference, where it is a model of its own.
+        pad: the token for padding.
+        leaves_tokens_out: whether tokens on which nothing depends are left out, where that is possible.
+    """
+    may, asked = may_lie_flat(model), _AllHidden(model) if scores else model
+    found = fit(asked, padding_free=may, prefix_sharing=may and leaves_tokens_out, head_of=None if scores else model)
+    both = [found]
+    if second is not None:
+        may = found.is_padding_free and may_lie_flat(second)
+        both.append(fit(second, padding_free=may, prefix_sharing=may and found.shares_prefixes))
+    for note in (note for one in both for note in one.notes):
+        logger.warning(note)
+    if all(one.shares_prefixes for one in both):
+        return found, collate_needed
+    if all(one.is_padding_free for one in both):
+        return found, collate_padding_free
+    multiple: Any = args.pad_to_multiple_of
+    return found, partial(collate_padded, pad_id=pad, pad_to_multiple_of=multiple)
+
+
+class _AllHidden(nn.Module):
+    """A sequence classifier that is asked for the hidden states of all its tokens, as a probe wants them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def get_base_model(self) -> Any:
+        return causal_lm(self.model)
+
+    def forward(self, **inputs: Any) -> Any:
+        return SimpleNamespace(logits=self.get_base_model().base_model(**inputs)[0])
+
+
+class Score(nn.Module):
+    """The score of a sequence classifier, asked as a ``ValueHead`` is. Args: model: has it as ``score``."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        inner = causal_lm(model)
+        score = getattr(inner, "score", None)
+        if not isinstance(score, nn.Module) or inner.config.num_labels != 1:
+            raise UserError(
+                Problem(
+                    f"A reward model is a sequence classifier with one label. Received: {type(inner).__name__} with "
+                    f"{getattr(inner.config, 'num_labels', 'no')} labels.",
+                    remedy="Load it with AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), or "
+                    "give RewardTrainer its name.",
+                )
+            )
+        self.score = score
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N,) float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores: Tensor = self.score(hidden.to(next(self.score.parameters()).dtype))
+        return scores.squeeze(-1).float()
+
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+def reference_for(
+    objective: AnswersObjective, options: ReferenceOptions, model: Any, ref_model: Any, peft_config: Any, engine: Engine
+) -> Reference | None:
+    """The policy's counterpart: ``ref_model``, the model without its new adapter, or the weights at the start.
+
+    Args:
+        peft_config: of an adapter that is new; None where there is none, or it is continued.
+    """
+    if not objective.needs_reference:
+        return None
+    if ref_model is not None:
+        switch_off_dropout(ref_model)
+        return SecondModel(objective.module_of_reference(ref_model.to(engine.device)))
+    if peft_config is not None and _begins_as_nothing(peft_config) and not options.sync_ref_model:
+        adapter = PeftAdapter(PeftOptions())
+        adapter.attach(model)
+        return AdapterOff(adapter, model)
+    start = StartOfRun(model)
+    if not options.sync_ref_model:
+        return start
+    return Following(start, options.ref_model_sync_steps, options.ref_model_mixup_alpha)
+
+
+def _begins_as_nothing(peft_config: Any) -> bool:
+    """Return whether the model computes the same with the new adapter and without: not with a learned prompt, nor where
+    the adapter takes a part of the weights (PiSSA)."""
+    return not peft_config.is_prompt_learning and getattr(peft_config, "init_lora_weights", True) in (True, "gaussian")

@@ -1,0 +1,357 @@
+"""``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer``, ``ORPOTrainer``, ``CPOTrainer``, with the constructors and
+behaviour of TRL's classes, on burnish's ``Trainer`` and objectives.
+
+In: a model or its name, a config, data sets of preferences. Out: the trained model. What becomes of the data is in
+``rows.py``; the losses are in ``objectives``; ``objective.py`` fits them to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from burnish.app.references import check_vocabulary
+from burnish.core.errors import Problem, UserError
+from burnish.core.loop import TrainOutput
+from burnish.core.meter import Totals
+from burnish.core.types import Batch, Row
+from burnish.data.batches.stream import num_tokens
+from burnish.engine.base import set_seed
+from burnish.hf import notes
+from burnish.hf.loss import TrainerObjective
+from burnish.hf.preferences.config import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PreferenceConfig,
+    RewardConfig,
+)
+from burnish.hf.preferences.objective import PreferredObjective, ReadyBatches, Score, fitted, reference_for
+from burnish.hf.preferences.rows import (
+    Encode,
+    EncodeScored,
+    EncodeVerdicts,
+    pair_row,
+    prepared,
+    verdict_row,
+    with_others,
+)
+from burnish.hf.reporting import Count
+from burnish.hf.sft.checks import check_sets, refuse_images
+from burnish.hf.sft.rows import first_row
+from burnish.hf.sft.setup import (
+    arguments_of,
+    attach_peft,
+    finish_peft,
+    load_model,
+    ready_model,
+    set_pad,
+    tokenizer_of,
+)
+from burnish.hf.trainer import Trainer
+from burnish.models.dropout import switch_off_dropout
+from burnish.models.reward_files import pad_of_classifier
+from burnish.objectives.kto import KtoObjective
+from burnish.objectives.pairs import AnswersObjective, PairObjective
+from burnish.objectives.reward import RewardObjective
+
+logger = logging.get_logger("transformers.trainer")
+
+
+class CountPreferences(Count):
+    """Pairs or records, and their tokens, which are counted always."""
+
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        return len(batch["items"]), num_tokens(batch)
+
+
+class PreferenceTrainer(Trainer):
+    """The common part of the trainers of this room.
+
+    Args:
+        model: the model, a peft model, or the name or folder of one.
+        ref_model: a model of its own, or its name, with which the policy is compared; by default what training starts
+            from: the model without a new adapter, or else a copy of the weights that train.
+        args: the config of this trainer, or ``TrainingArguments`` with the rest at its defaults.
+        train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset``; the latter may be a dict of them.
+        processing_class: the tokenizer; by default what lies with the model.
+        compute_metrics: gets the rewards of pairs (P, 2), the chosen one first, with labels 0; of verdicts the rewards
+            (P,), with the verdicts.
+        peft_config: a config of the peft library; the adapter is trained and the model frozen.
+
+    ``compute_loss`` is handed a module that gives log-probabilities of answers, and a batch that is ready for it.
+    Logged beside the loss, each a mean over its own items of all micro-batches since the last log: ``rewards/*``,
+    ``logps/*``, ``logits/*``, ``entropy``, ``mean_token_accuracy``, ``num_tokens``, ``kl``; scores of a reward model.
+    """
+
+    args: PreferenceConfig
+    config_class: ClassVar[type[PreferenceConfig]]
+    objective_class: ClassVar[Callable[..., Any]]
+    encode_class: ClassVar[type[Encode]] = Encode
+    tag: ClassVar[str]
+    _counter = CountPreferences
+    _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
+
+    def __init__(
+        self, model: Any, ref_model: Any = None, args: Any = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        compute_metrics: Callable[..., Any] | None = None, callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
+        peft_config: Any = None, **old: Any,
+    ) -> None:  # fmt: skip
+        args = arguments_of(self.config_class, args, model)
+        processing_class = self._take_old_names(processing_class, data_collator, old)
+        if ref_model is not None and ref_model is model:
+            raise ValueError("`model` and `ref_model` are one object: the reference would train too. Leave it out.")
+        check_sets(train_dataset)
+        set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
+        scores = self.objective_class is RewardObjective
+        model, processing_class, added = ready_model(model, args, processing_class, quantization_config, scores)
+        refuse_images(first_row(train_dataset), processing_class)
+        if peft_config is not None:
+            model = attach_peft(model, peft_config, added)
+        if args.disable_dropout:
+            switch_off_dropout(model)
+        self._tokenizer = tokenizer_of(processing_class)
+        pad = set_pad(model, processing_class, args.pad_token)
+        if hasattr(model, "peft_config"):
+            finish_peft(model, args)
+        choices = args.choices()
+        for note in args.notes():
+            logger.warning(note)
+        self.objective = self.objective_class(choices, None, self._tokenizer)
+        super().__init__(
+            model=model, args=args, data_collator=self._collate,
+            train_dataset=self._prepared(train_dataset, "train", args),
+            eval_dataset=self._prepared_evals(eval_dataset, args), processing_class=processing_class,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self.ref_model = self._second(ref_model, args)
+        self._fit(pad, peft_config)
+        self._totals = Totals()
+        self._look_at(args)
+        tag: Any = getattr(self.model, "add_model_tags", None)
+        if tag is not None:
+            tag(["burnish", self.tag])
+
+    def _take_old_names(self, processing_class: Any, data_collator: Any, old: dict[str, Any]) -> Any:
+        name, config = type(self).__name__, self.config_class.__name__
+        if data_collator is not None:
+            raise ValueError(f"`data_collator`: {name} lays pairs out by itself. Leave it out.")
+        if "tokenizer" in old:
+            notes.warn(f"{name} takes `tokenizer` as `processing_class` today.", FutureWarning, stacklevel=4)
+            processing_class = old.pop("tokenizer") if processing_class is None else processing_class
+        for word in old:
+            where = f" Write {config}({word}=...)." if word in self.config_class.__dataclass_fields__ else ""
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {word!r}.{where}")
+        return processing_class
+
+    # --- the objective ------------------------------------------------------------------------------------------------
+
+    def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
+        """The reference, where it is a model of its own."""
+        if not getattr(self.objective, "needs_reference", False):
+            return None
+        second = load_model(ref_model, args, None) if isinstance(ref_model, str) else ref_model
+        if second is not None:
+            check_vocabulary(self.model, second)
+        return second
+
+    def _fit(self, pad: int, peft_config: Any) -> None:
+        objective, model, is_scored = self.objective, self.model, isinstance(self.objective, RewardObjective)
+        found, collate = fitted(model, self.ref_model, self.args, pad, self._leaves_tokens_out, is_scored)
+        if is_scored:
+            objective.head = Score(model)
+        for note in objective.fit(found, collate):
+            logger.warning(note)
+        if isinstance(objective, AnswersObjective):
+            choices = self.args.choices()
+            objective.reference = reference_for(objective, choices, model, self.ref_model, peft_config, self._engine)
+        self._asked = replace(found, model=model)
+        self.model_wrapped = self._made = objective.module(model)
+
+    def _objective(self) -> TrainerObjective:
+        return PreferredObjective(self.objective, self._made, self.compute_loss)
+
+    def _look_at(self, args: PreferenceConfig) -> None:
+        """Remarks on the rows of the training set."""
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
+        return prepared(dataset, name, self._tokenizer, args, self.encode_class)
+
+    def _prepared_evals(self, eval_dataset: Any, args: PreferenceConfig) -> Any:
+        if isinstance(eval_dataset, dict):
+            return {name: self._prepared(dataset, name, args) for name, dataset in eval_dataset.items()}
+        return None if eval_dataset is None else self._prepared(eval_dataset, "eval", args)
+
+    def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        batch: Batch = self.objective.collate([self._row_of(row) for row in rows])
+        return batch
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = [*self.encode_class.makes]
+
+    # --- loss ---------------------------------------------------------------------------------------------------------
+
+    def _weight(self, inputs: Batch) -> Tensor:
+        weight: Tensor = self.objective.weight(inputs)
+        return weight
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """() the mean loss of a micro-batch over its pairs or records, or (loss, rewards).
+
+        Args:
+            model: the objective's module. inputs: a batch that ``PreferredObjective.ready`` has seen.
+        """
+        found, weight = self.objective.loss(model, inputs), self._weight(inputs)
+        if model.training:
+            self._step.sums.update(found.sums)
+        else:
+            self._totals.add(found, weight)
+        loss = found.total / weight.clamp(min=1)
+        return (loss, found.outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
+        if prediction_loss_only:
+            return loss.detach(), None, None
+        counts = inputs["items"] > 0
+        rewards = rewards.view(len(counts), -1)[counts]
+        labels = inputs["tag"][counts] if "tag" in inputs else torch.zeros_like(rewards[:, 0])
+        return loss.detach(), rewards.squeeze(-1), labels
+
+    # --- evaluation and logs ------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # of a dict each comes here by itself
+            eval_dataset = self._prepared_evals(eval_dataset, self.args)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """The rewards of a set, and its metrics."""
+        return super().predict(self._prepared_evals(test_dataset, self.args), ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        self._totals, module = Totals(), self._model_for_evaluation()
+        ready = partial(self.objective.evaluated, module, engine=self._engine)
+        with torch.no_grad():
+            output = super().evaluation_loop(
+                ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._engine), description,
+                prediction_loss_only, ignore_keys, metric_key_prefix,
+            )  # fmt: skip
+        means = self.objective.shown(self._totals.means(self._engine))
+        output.metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
+        output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+        return output
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None, **kwargs: Any,
+    ) -> TrainOutput:  # fmt: skip
+        """As the Trainer's; then the model's card lies in ``output_dir``, where anything is saved."""
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+        if self.args.save_strategy != "no":
+            self.create_model_card()
+        return output
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+        super().log(logs, start_time)
+
+
+class DPOTrainer(PreferenceTrainer):
+    """Learn from pairs of answers, the better one named, compared with a reference (DPO and its relatives)."""
+
+    args: DPOConfig
+    config_class = DPOConfig
+    objective_class = PairObjective
+    tag = "dpo"
+
+
+class KTOTrainer(PreferenceTrainer):
+    """Learn from single answers, each with a label that is true for a desirable one; a set of pairs is split."""
+
+    args: KTOConfig
+    config_class = KTOConfig
+    objective_class = KtoObjective
+    encode_class = EncodeVerdicts
+    tag = "kto"
+
+    def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
+        rows = super()._prepared(dataset, name, args)
+        return with_others(rows, name) if self.objective.has_baseline else rows
+
+    def _row_of(self, row: Mapping[str, Any]) -> Row:
+        return verdict_row(row, self.args.max_length)
+
+    def _look_at(self, args: PreferenceConfig) -> None:
+        if not hasattr(self.train_dataset, "__len__"):
+            return
+        rows: Any = [{"tag": label} for label in self.train_dataset["label"]]
+        try:
+            remarks = self.objective.look_at(rows, self._rows_per_step)
+        except UserError as error:
+            raise UserError(args.in_own_words(error.problems)) from None
+        for problem in args.in_own_words(map(Problem, remarks)):
+            logger.warning(problem.what)
+
+
+class RewardTrainer(PreferenceTrainer):
+    """Learn a score per answer from pairs: a sequence classifier with one label, read at the last token of a row."""
+
+    args: RewardConfig
+    config_class = RewardConfig
+    objective_class = RewardObjective
+    encode_class = EncodeScored
+    tag = "reward-trainer"
+
+    def __init__(self, model: Any, args: Any = None, *rest: Any, **given: Any) -> None:
+        super().__init__(model, None, args, *rest, **given)
+        # transformers reads the score before the first padding token: one that ends answers would end them early.
+        self.model.config.get_text_config().pad_token_id = pad_of_classifier(self._tokenizer)
+
+
+class ORPOTrainer(PreferenceTrainer):
+    """Learn chosen answers, and by their odds to prefer them, without a reference (ORPO)."""
+
+    args: ORPOConfig
+    config_class = ORPOConfig
+    objective_class = PairObjective
+    tag = "orpo"
+
+    def __init__(self, model: Any, args: Any = None, *rest: Any, **given: Any) -> None:
+        super().__init__(model, None, args, *rest, **given)
+
+
+class CPOTrainer(ORPOTrainer):
+    """Learn to prefer chosen answers without a reference (CPO, SimPO, AlphaPO)."""
+
+    args: CPOConfig
+    config_class = CPOConfig
+    tag = "cpo"

@@ -1,0 +1,79 @@
+"""The rows that TRL makes of preferences, token for token (shared/spec/golden/preference.json)."""
+
+import pytest
+from datasets import Dataset, disable_progress_bars
+from golden_run import IS_THERE, golden
+from trl_runs import tokenizer
+
+from burnish import DPOConfig, KTOConfig, RewardConfig, UserError
+from burnish.hf.preferences.rows import Encode, EncodeScored, EncodeVerdicts, prepared, verdict_row, with_others
+
+pytestmark = pytest.mark.skipif(not IS_THERE, reason="the golden rows are not beside this checkout")
+disable_progress_bars()
+KINDS = {"DPOTrainer": (DPOConfig, Encode), "KTOTrainer": (KTOConfig, EncodeVerdicts),
+         "RewardTrainer": (RewardConfig, EncodeScored)}  # fmt: skip
+
+
+def rows_of(records, trainer="DPOTrainer", max_length=1024, chat_template=None, **given):
+    config, encode = KINDS[trainer]
+    made = tokenizer()
+    made.chat_template = chat_template or golden()["rows"]["trl"]["chat_template"]
+    args = config("unused", use_cpu=True, max_length=max_length, **given)
+    return prepared(Dataset.from_list(records), "train", made, args, encode)
+
+
+def within(row, limit):
+    """TRL cuts its rows when it collates them."""
+    at = len(row.get("prompt_ids", []))
+    sides = {name: row[name][: limit - at] for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row}
+    return {**{name: row[name] for name in ("prompt_ids", "label", "margin") if name in row}, **sides}
+
+
+CASES = golden().get("rows", {}).get("trl", {}).get("encoded", [])
+
+
+def expected_of(case):
+    """The golden rows; of a pair whose answers are the same once cut nothing is learned, so burnish leaves it out."""
+    rows = [within(row, case["max_length"]) for row in case["rows"]]
+    return [row for row in rows if "rejected_ids" not in row or row["chosen_ids"] != row["rejected_ids"]]
+
+
+def wholes(rows):
+    """Prompts with their answers, wherever these begin."""
+    return [
+        [row.get("prompt_ids", []) + row[name] for name in row if name.endswith("_ids") and name != "prompt_ids"]
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['set']}-{case['trainer']}-{case['max_length']}")
+def test_rows_are_trls(case):
+    expected, records = expected_of(case), golden()["rows"]["trl"]["records"][case["set"]]
+    if not expected:
+        with pytest.raises(UserError, match="No row of the train dataset is left"):
+            rows_of(records, case["trainer"], case["max_length"])
+        return
+    rows = [{name: row[name] for name in expected[0]} for row in rows_of(records, case["trainer"], case["max_length"])]
+    if case["set"] == "implicit_text":  # there "blue" and "black" are cut behind "bl"
+        assert wholes(rows) == wholes(expected)
+        rows, expected = rows[::2], expected[::2]
+    assert rows == expected
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case["trainer"] == "KTOTrainer"],
+    ids=lambda case: f"{case['set']}-{case['max_length']}",
+)  # fmt: skip
+def test_the_other_answer_is_that_of_the_record_before(case):
+    limit, records = case["max_length"], golden()["rows"]["trl"]["records"][case["set"]]
+    rows = rows_of(records, "KTOTrainer", limit)
+    if len({*map(tuple, rows["completion_ids"])}) == 1:
+        with pytest.raises(UserError, match="All answers of the train dataset are the same"):
+            with_others(rows, "train")
+        return
+    rows = list(with_others(rows, "train"))
+    for place, (row, theirs) in enumerate(zip(rows, case["rows"], strict=True)):
+        other = verdict_row(row, limit)["kl_input_ids"][len(row["prompt_ids"]) :]
+        assert other == rows[place - 1]["completion_ids"][: limit - len(row["prompt_ids"])]
+        if place % 2 and case["set"] != "implicit_text":  # TRL turns in blocks of two: the first takes the second
+            assert other == theirs["KL_completion_ids"][: limit - len(row["prompt_ids"])]
