@@ -23,12 +23,12 @@ from burnish.models.reward_files import (
     write_value_head,
 )
 from burnish.models.source import adapter_folders, find_source
-from burnish.objectives.reward import BIAS, RewardObjective
+from burnish.objectives.reward import BIAS, RewardObjective, ValueHead
 
 
 def begin_head(objective: Any, options: RunOptions) -> list[str]:
     """Give the objective the head that the run begins with; what a person should know of it."""
-    if not isinstance(objective, RewardObjective) or objective.head is None:
+    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
         return []
     found = read_head(head_folders(options))
     if found is None and not trains(options):
@@ -60,7 +60,7 @@ def head_folders(options: RunOptions) -> list[Path]:
 
 def save_head(objective: Any, model: nn.Module, tokenizer: Any, folder: Path, is_adapter: bool) -> None:
     """Write the head of what was saved in ``folder``, so that its owner's readers find it."""
-    if not isinstance(objective, RewardObjective) or objective.head is None:
+    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
         return
     weights = {name: value.detach().cpu() for name, value in objective.head.weights().items()}
     asked = objective.options.reward_head or ("score" if objective.came_as_score else "value_head")

@@ -111,14 +111,16 @@ def pad_of_classifier(tokenizer: Any) -> int:
         UserError: where there is none.
     """
     eos = tokenizer.eos_token_id
-    others = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *tokenizer.all_special_ids]
+    named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
+    special = sorted(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    others = [*named, *tokenizer.all_special_ids, *special]
     found = next((token for token in others if token is not None and token != eos), None)
     if found is None:
         raise UserError(
             Problem(
                 "a sequence classifier is read at the last token that is no padding, and the tokenizer pads with its "
                 "end token, so the score would be read one token early.",
-                remedy="Set reward_head: value_head, or give the tokenizer a pad token of its own.",
+                remedy="Give the tokenizer a pad token of its own, or save a value head (reward_head: value_head).",
             )
         )
     return int(found)

@@ -11,7 +11,7 @@ and what the reference says are found in ``ready``, once per step, before the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -228,12 +228,24 @@ class PairObjective(AnswersObjective):
             found = [{**more, "mean_row": row} for more in found]
         made = [{**batch, **more} for batch, more in zip(batches, found, strict=True)]
         if self.counts_tokens:
-            made = with_token_share(made, engine)
+            share = token_share(made, engine)
+            made = [{**batch, "pairs_per_token": share} for batch in made]
         if self.sorts or (self.options.pref_bco_weight and module.training):
             made = self._with_the_step(module, made, engine)
         if self.options.pref_bco_weight:
             made = [{**batch, "baseline": self.baseline.value.to(engine.device)} for batch in made]
         return made
+
+    def evaluated(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        """As ``Objective.evaluated``; ranks are those among all pairs of the set, and a mean over tokens is one over
+        the tokens of the set."""
+        if self.sorts:
+            yield from self.ready(module, [engine.to_device(batch) for batch in batches], engine)
+            return
+        share = token_share(map(engine.to_device, batches), engine) if self.counts_tokens else None
+        for batch in batches:
+            (made,) = self.ready(module, [engine.to_device(batch)], engine)
+            yield made if share is None else {**made, "pairs_per_token": share}
 
     def _with_the_step(self, module: nn.Module, batches: list[Batch], engine: Engine) -> list[Batch]:
         """Compute the policy's log-probabilities of the step's pairs without gradient: for ranks and BCO's baseline."""
@@ -365,11 +377,12 @@ def detached(pairs: Pairs) -> Pairs:
     return pairs._replace(chosen=chosen, rejected=rejected)
 
 
-def with_token_share(batches: Sequence[Batch], engine: Engine) -> list[Batch]:
-    """With () ``pairs_per_token``: pairs of the step over learned tokens of their chosen answers, over all ranks."""
+def token_share(batches: Iterable[Batch], engine: Engine) -> Tensor:
+    """() the number of pairs over that of the learned tokens of their chosen answers, over all ranks."""
     counts = [torch.stack([batch["items"].sum(), (batch["lengths"][0::2] * batch["items"]).sum()]) for batch in batches]
     pairs, tokens = engine.sum(torch.stack(counts).sum(0)).unbind()
-    return [{**batch, "pairs_per_token": pairs / tokens.clamp(min=1)} for batch in batches]
+    share: Tensor = pairs / tokens.clamp(min=1)
+    return share
 
 
 def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine, name: str) -> list[Batch]:

@@ -92,7 +92,7 @@ class ScoringModel(nn.Module):
         head: (N, H) -> (N,).
     """
 
-    def __init__(self, model: nn.Module, head: ValueHead) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.model, self.head = model, head
 
@@ -119,7 +119,7 @@ class RewardObjective(StageObjective):
     def __init__(self, options: RewardChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
-        self.head: ValueHead | None = None
+        self.head: nn.Module | None = None  # a ``ValueHead``, or a score that is a part of the model
         self.came_as_score = False  # the head was a sequence classifier's; whoever assembles the run says so
         self.collate: Collate = unfitted
 
@@ -134,7 +134,7 @@ class RewardObjective(StageObjective):
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        return {} if self.head is None else {"value_head": HeadState(self.head)}
+        return {"value_head": HeadState(self.head)} if isinstance(self.head, ValueHead) else {}
 
     def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[FlatRow | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""

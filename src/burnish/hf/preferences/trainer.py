@@ -122,7 +122,7 @@ class PreferenceTrainer(Trainer):
         if args.disable_dropout:
             switch_off_dropout(model)
         self._tokenizer = tokenizer_of(processing_class)
-        pad = set_pad(model, processing_class, args.pad_token)
+        pad = set_pad(model, processing_class, self._pad_token(args))
         if hasattr(model, "peft_config"):
             finish_peft(model, args)
         choices = args.choices()
@@ -156,6 +156,9 @@ class PreferenceTrainer(Trainer):
             where = f" Write {config}({word}=...)." if word in self.config_class.__dataclass_fields__ else ""
             raise TypeError(f"{name}.__init__() got an unexpected keyword argument {word!r}.{where}")
         return processing_class
+
+    def _pad_token(self, args: PreferenceConfig) -> str | None:
+        return args.pad_token
 
     # --- the objective ------------------------------------------------------------------------------------------------
 
@@ -333,8 +336,10 @@ class RewardTrainer(PreferenceTrainer):
 
     def __init__(self, model: Any, args: Any = None, *rest: Any, **given: Any) -> None:
         super().__init__(model, None, args, *rest, **given)
-        # transformers reads the score before the first padding token: one that ends answers would end them early.
-        self.model.config.get_text_config().pad_token_id = pad_of_classifier(self._tokenizer)
+
+    def _pad_token(self, args: PreferenceConfig) -> str | None:
+        """A token that ends no answer: transformers reads the score before the first padding token of a row."""
+        return str(self._tokenizer.convert_ids_to_tokens(pad_of_classifier(self._tokenizer)))
 
 
 class ORPOTrainer(PreferenceTrainer):

@@ -1,0 +1,62 @@
+"""Scripts in the shape of TRL's, over a few records and a model made in the test."""
+
+from datasets import Dataset, disable_progress_bars
+from transformers import PrinterCallback
+
+import burnish
+from small_run import WORDS
+
+disable_progress_bars()
+
+PLAIN = {
+    "use_cpu": True, "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 2, "report_to": "none",
+    "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+    "logging_steps": 1, "save_strategy": "no", "gradient_checkpointing": False, "max_length": 128,
+}  # fmt: skip
+
+
+def said(role, text):
+    return [{"role": role, "content": text}]
+
+
+def pairs(count=12):
+    return [
+        {
+            "prompt": said("user", f"Repeat: {WORDS[i % 10]}"),
+            "chosen": said("assistant", " ".join([WORDS[i % 10]] * (1 + i % 4))),
+            "rejected": said("assistant", WORDS[(i + 3) % 10]),
+        }
+        for i in range(count)
+    ]
+
+
+def verdicts(count=12):
+    return [
+        {"prompt": pair["prompt"], "completion": pair["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
+        for i, pair in enumerate(pairs(count))
+    ]
+
+
+def as_set(rows):
+    return Dataset.from_list(rows) if isinstance(rows, list) else rows
+
+
+def make(kind, model, output, rows=None, given=None, **arguments):
+    """A trainer of TRL's name."""
+    config = getattr(burnish, kind.replace("Trainer", "Config"))
+    rows = (verdicts() if kind == "KTOTrainer" else pairs()) if rows is None else rows
+    trainer = getattr(burnish, kind)(
+        model=str(model) if not hasattr(model, "forward") else model, train_dataset=as_set(rows),
+        args=config(str(output), **{**PLAIN, **arguments}), **(given or {}),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def losses(trainer):
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def weights(trainer):
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}

@@ -1,0 +1,374 @@
+"""The trainers of TRL that learn from preferences: references, evaluation, resume, cuts, records, what is refused."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from script_runs import as_set, losses, make, pairs, said, verdicts, weights
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
+
+import burnish
+from burnish import UserError
+from small_run import make_model
+
+TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer"]
+LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4, "task_type": "CAUSAL_LM"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripts")
+    make_model(folder / "model")
+    make_model(folder / "other", seed=1)
+    make_model(folder / "plain", end="<|endoftext|>")
+    return folder
+
+
+def read(path):
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_step_does_not_depend_on_its_micro_batches(kind, folder, tmp_path):
+    """Eight rows at once, cut as 8x1, 4x2 and 3+3+2."""
+    rows = verdicts(8) if kind == "KTOTrainer" else pairs(8)
+    found = []
+    for size, count in ((1, 8), (2, 4), (3, 3)):
+        trainer = make(
+            kind, folder / "model", tmp_path, rows,
+            {"ref_model": read(folder / "other")} if kind == "DPOTrainer" else {},
+            per_device_train_batch_size=size, gradient_accumulation_steps=count, max_steps=1, optim="sgd",
+            max_grad_norm=0, learning_rate=0.1, seed=3,
+        )  # fmt: skip
+        before = torch.cat([w.flatten() for w in weights(trainer).values()])
+        loss = losses(trainer)
+        found.append((loss, torch.cat([w.flatten() for w in weights(trainer).values()]) - before))
+    (loss, update), *others = found
+    assert update.norm() > 0
+    for other, moved in others:
+        assert other == pytest.approx(loss, rel=1e-5)
+        assert (moved - update).norm() < 1e-4 * update.norm()
+
+
+RUNS = {
+    "dpo": ("DPOTrainer", {}),
+    "dpo with a reference that follows": ("DPOTrainer", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "dpo, lora": ("DPOTrainer", {"lora": True}),
+    "aot": ("DPOTrainer", {"loss_type": "aot"}),
+    "kto": ("KTOTrainer", {}),
+    "reward, lora": ("RewardTrainer", {"lora": True}),
+    "cpo": ("CPOTrainer", {}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(name, folder, tmp_path):
+    kind, arguments = RUNS[name]
+    arguments = {**arguments, "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    is_adapted = arguments.pop("lora", False)
+
+    def trainer():
+        lora = LORA | ({"task_type": "SEQ_CLS"} if kind == "RewardTrainer" else {})
+        return make(kind, folder / "model", tmp_path, given={"peft_config": LoraConfig(**lora)} if is_adapted else {},
+                    **arguments)  # fmt: skip
+
+    whole = trainer()
+    expected = losses(whole)
+    shutil.rmtree(tmp_path / "checkpoint-5")
+    parted = trainer()
+    parted.train(resume_from_checkpoint=True)
+    assert [log["loss"] for log in parted.state.log_history if "loss" in log] == expected
+    for key, weight in weights(whole).items():
+        assert torch.equal(weight, weights(parted)[key]), key
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_handed_in_is_its_own_reference(folder, tmp_path):
+    """Whatever was done to its weights since it was loaded."""
+    model = read(folder / "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert losses(make("DPOTrainer", model, tmp_path))[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("given", [{}, {"init_lora_weights": "pissa"}])
+def test_of_a_new_adapter_the_reference_is_the_start(given, folder, tmp_path):
+    adapter = LoraConfig(**LORA, **given)
+    trainer = make("DPOTrainer", folder / "model", tmp_path, given={"peft_config": adapter})
+    first, *_, last = losses(trainer)
+    assert first == pytest.approx(math.log(2), abs=1e-5)
+    assert last != first
+    assert {name.split(".")[-2] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"default"}
+
+
+def test_of_an_adapter_that_is_continued_the_reference_is_the_adapter(folder, tmp_path):
+    made = make("DPOTrainer", folder / "model", tmp_path, given={"peft_config": LoraConfig(**LORA)})
+    made.train()
+    made.save_model(str(tmp_path / "adapter"))
+    again = PeftModel.from_pretrained(read(folder / "model"), tmp_path / "adapter", is_trainable=True)
+    given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
+    assert losses(make("DPOTrainer", again, tmp_path, given=given))[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_reference_may_be_a_model_or_its_name_and_not_the_model_itself(folder, tmp_path):
+    named = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(folder / "other")}))
+    loaded = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))
+    assert named == loaded
+    assert abs(named[0] - math.log(2)) > 1e-4
+    model = read(folder / "model")
+    with pytest.raises(ValueError, match="are one object"):
+        make("DPOTrainer", model, tmp_path, given={"ref_model": model})
+
+
+# --- evaluation and logs ----------------------------------------------------------------------------------------------
+
+LOGGED = {
+    "DPOTrainer": {"rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen",
+                   "logps/rejected", "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy"},
+    "KTOTrainer": {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected",
+                   "logits/chosen", "logits/rejected", "entropy", "kl"},
+    "RewardTrainer": {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"},
+    "ORPOTrainer": {"rewards/margins", "nll_loss", "log_odds_ratio", "log_odds_chosen"},
+    "CPOTrainer": {"rewards/margins", "nll_loss"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_an_evaluation_has_trls_names_and_does_not_depend_on_its_batches(kind, folder, tmp_path):
+    rows, found = as_set(verdicts(7) if kind == "KTOTrainer" else pairs(7)), []
+    for size in (1, 3):
+        trainer = make(
+            kind, folder / "model", tmp_path, given={"eval_dataset": rows}, per_device_eval_batch_size=size,
+            eval_strategy="steps", eval_steps=3, logging_steps=3,
+        )  # fmt: skip
+        trainer.train()
+        logged = next(log for log in trainer.state.log_history if "loss" in log)
+        evaluated = next(log for log in trainer.state.log_history if "eval_loss" in log)
+        assert LOGGED[kind] | {"num_tokens", "grad_norm"} <= logged.keys()
+        assert {f"eval_{name}" for name in (*LOGGED[kind], "num_tokens")} <= evaluated.keys()
+        found.append({name: value for name, value in evaluated.items() if "_per_second" not in name})
+    del found[0]["eval_runtime"], found[1]["eval_runtime"]
+    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
+def test_metrics_of_ones_own_see_the_rewards(kind, folder, tmp_path):
+    rows = as_set(verdicts(5) if kind == "KTOTrainer" else pairs(5))
+
+    def metrics(prediction):
+        rewards, labels = prediction
+        assert rewards.shape == ((5,) if kind == "KTOTrainer" else (5, 2))
+        assert labels.tolist() == ([False, True] * 3)[:5] if kind == "KTOTrainer" else [0] * 5
+        return {"mean": float(rewards.mean())}
+
+    trainer = make(kind, folder / "model", tmp_path, given={"eval_dataset": {"a": rows, "b": rows},
+                                                           "compute_metrics": metrics})  # fmt: skip
+    trainer.train()
+    found = trainer.evaluate()
+    assert found["eval_a_mean"] == found["eval_b_mean"] != 0
+    assert trainer.predict(rows).predictions.shape[0] == 5
+
+
+# --- reward models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model", "plain"])
+def test_a_reward_model_is_read_by_transformers_where_it_was_trained(name, folder, tmp_path):
+    """In one batch and alone, also where the tokenizer pads with its end token."""
+    trainer = make("RewardTrainer", folder / name, tmp_path, pairs(3), given={"eval_dataset": as_set(pairs(3))})
+    trainer.train()
+    scores = trainer.predict(as_set(pairs(3))).predictions
+    trainer.save_model(str(tmp_path / "reward"))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    assert model.config.num_labels == 1
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
+    for side, name in enumerate(("chosen_ids", "rejected_ids")):
+        batch = tokenizer.pad({"input_ids": trainer.train_dataset[name]}, return_tensors="pt")
+        assert model(**batch).logits.flatten().tolist() == pytest.approx(scores[:, side].tolist(), abs=1e-5)
+        alone = model(torch.tensor([trainer.train_dataset[0][name]])).logits.item()
+        assert alone == pytest.approx(scores[0, side], abs=1e-5)
+
+
+def test_a_classifier_of_several_labels_is_no_reward_model(folder, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=3)
+    given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
+    with pytest.raises(UserError, match=r"one label\. Received: LlamaForSequenceClassification with 3 labels"):
+        make("RewardTrainer", model, tmp_path, given=given)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def decoded(trainer, name, place=0):
+    return AutoTokenizer.from_pretrained(trainer.model.config._name_or_path).decode(trainer.train_dataset[place][name])
+
+
+def test_a_pair_may_be_written_in_several_ways(folder, tmp_path):
+    question, yes, no = said("user", "Well?"), said("assistant", "yes"), said("assistant", "no")
+    ways = [
+        {"prompt": question, "chosen": yes, "rejected": no},
+        {"chosen": question + yes, "rejected": question + no},
+        {"prompt": question, "chosen": question + yes, "rejected": question + no},
+        {"prompt": "Well?", "chosen": question + yes, "rejected": question + no},
+        {"prompt": question, "chosen": yes[0], "rejected": no[0]},
+        {"prompt": question, "chosen": "yes", "rejected": "no"},
+        {"chosen": [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "yes"}],
+         "rejected": [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "no"}]},
+    ]  # fmt: skip
+    rows = [make("DPOTrainer", folder / "model", tmp_path, [way]).train_dataset[0] for way in ways]
+    assert all(row == rows[0] for row in rows)
+
+
+def test_tools_and_arguments_of_the_template_come_from_the_record(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = "{{ mood }} {% for t in tools or [] %}{{ t.name }} {% endfor %}" + tokenizer.chat_template
+    rows = [{**pair, "tools": '[{"name": "red"}]', "chat_template_kwargs": {"mood": "blue"}} for pair in pairs(2)]
+    trainer = make("DPOTrainer", folder / "model", tmp_path, rows, given={"processing_class": tokenizer})
+    assert tokenizer.decode(trainer.train_dataset[0]["prompt_ids"]).startswith("blue red <|im_start|>user")
+
+
+def test_a_set_of_pairs_is_split_into_verdicts(folder, tmp_path):
+    trainer = make("KTOTrainer", folder / "model", tmp_path, pairs(3))
+    assert trainer.train_dataset["label"] == [True] * 3 + [False] * 3
+    assert len(losses(trainer)) == 3
+
+
+def test_a_streamed_set_is_learned(folder, tmp_path):
+    streamed = Dataset.from_list(pairs()).to_iterable_dataset()
+    assert losses(make("DPOTrainer", folder / "model", tmp_path, streamed))[0] == pytest.approx(math.log(2), abs=1e-6)
+    with pytest.raises(UserError, match="is streamed, and KTO's baseline"):
+        make("KTOTrainer", folder / "model", tmp_path, Dataset.from_list(verdicts()).to_iterable_dataset())
+
+
+def test_a_long_pair_keeps_one_prompt(folder, tmp_path):
+    row = {"prompt": "red " * 8, "chosen": "green " * 30, "rejected": "blue"}
+    for mode, whole in (("keep_start", True), ("keep_end", False)):
+        trainer = make("DPOTrainer", folder / "model", tmp_path, [row], max_length=40, truncation_mode=mode)
+        made = trainer.train_dataset[0]
+        assert len(made["prompt_ids"]) + len(made["chosen_ids"]) == 40
+        assert decoded(trainer, "prompt_ids").startswith("red red red red red red red") is whole
+
+
+def bad(**changes):
+    rows = pairs(4)
+    rows[2] |= changes
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (bad(rejected=pairs()[2]["chosen"]), "train dataset, record 3: chosen and rejected are the same"),
+        (bad(rejected=said("assistant", " ")), 'record 3: "rejected" is empty'),
+        (bad(chosen=said("user", "red")), 'record 3: "chosen" is from "user"; an answer comes from "assistant"'),
+        (bad(chosen=None), 'record 3: "chosen" must be text, a message or a list of messages'),
+    ],
+)
+def test_a_bad_record_is_named_by_its_number_or_left_out(rows, words, folder, tmp_path):
+    with pytest.raises(UserError, match="record 3") as caught:
+        make("DPOTrainer", folder / "model", tmp_path, rows)
+    assert words in str(caught.value)
+    assert len(make("DPOTrainer", folder / "model", tmp_path, rows, on_bad_record="drop").train_dataset) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "words"),
+    [
+        ("DPOTrainer", verdicts(), "Single answers with a label are for KTOTrainer"),
+        ("KTOTrainer", [{"text": "red"}], "needs prompt and completion and label"),
+        ("KTOTrainer", [{**row, "label": True} for row in verdicts()], "KTO needs both kinds"),
+        ("KTOTrainer", [{**row, "label": "perhaps"} for row in verdicts()], '"label" must be true or false'),
+        ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a number'),
+    ],
+)
+def test_a_set_of_another_kind_is_refused(kind, rows, words, folder, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        make(kind, folder / "model", tmp_path, rows)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+CHANGES = [
+    ("DPOTrainer", {"beta": 0.5}), ("DPOTrainer", {"loss_type": "hinge"}), ("DPOTrainer", {"label_smoothing": 0.2}),
+    ("DPOTrainer", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 2.0]}), ("DPOTrainer", {"ld_alpha": 0.5}),
+    ("DPOTrainer", {"f_divergence_type": "js_divergence"}), ("DPOTrainer", {"use_weighting": True}),
+    ("DPOTrainer", {"loss_type": "discopop", "discopop_tau": 0.5}), ("DPOTrainer", {"max_length": 18}),
+    ("KTOTrainer", {"beta": 0.5}), ("KTOTrainer", {"desirable_weight": 2.0}),
+    ("KTOTrainer", {"undesirable_weight": 2.0}), ("KTOTrainer", {"loss_type": "apo_zero_unpaired"}),
+    ("RewardTrainer", {"center_rewards_coefficient": 0.5}),
+    ("ORPOTrainer", {"beta": 0.5}), ("CPOTrainer", {"beta": 0.5}), ("CPOTrainer", {"cpo_alpha": 0.0}),
+    ("CPOTrainer", {"loss_type": "simpo", "simpo_gamma": 1.0}), ("CPOTrainer", {"loss_type": "alphapo", "alpha": 0.2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change"), CHANGES, ids=str)
+def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
+    given = {"ref_model": str(folder / "model")} if kind in ("DPOTrainer", "KTOTrainer") else {}
+    first, second = (
+        losses(make(kind, folder / "other", tmp_path, given=given, max_steps=1, **more)) for more in ({}, change)
+    )
+    assert first != second
+    assert math.isfinite(second[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "words"),
+    [
+        ("DPOConfig", {"loss_type": "kto_pair"}, "loss_type: kto_pair was removed; use a KTOTrainer"),
+        ("DPOConfig", {"loss_type": "sigmiod"}, 'Did you mean "sigmoid"'),
+        ("DPOConfig", {"loss_type": "hinge", "label_smoothing": 0.1}, '"label_smoothing" belongs to sigmoid'),
+        ("DPOConfig", {"loss_weights": [1.0, 2.0]}, "loss_weights must have a number for each loss"),
+        ("DPOConfig", {"rpo_alpha": 1.0}, 'loss_type=."sigmoid", "sft".'),
+        ("DPOConfig", {"reference_free": True}, "CPOTrainer and ORPOTrainer learn without a reference"),
+        ("DPOConfig", {"label_smoothing_factor": 0.1}, "of pairs it is `label_smoothing`"),
+        ("KTOConfig", {"beta": 0}, "`beta` must be greater than 0"),
+        ("CPOConfig", {"loss_type": "dpo"}, "must be one of"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_by_name(config, given, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        getattr(burnish, config)(str(tmp_path), use_cpu=True, **given)
+
+
+def test_arguments_of_the_constructor_of_earlier_versions_are_led_to_the_config(folder, tmp_path):
+    with pytest.raises(TypeError, match=r"Write DPOConfig\(beta=...\)"):
+        make("DPOTrainer", folder / "model", tmp_path, given={"beta": 0.1})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    with pytest.warns(FutureWarning, match="`tokenizer` as `processing_class`"):
+        make("DPOTrainer", folder / "model", tmp_path, given={"tokenizer": tokenizer})
+    with pytest.raises(ValueError, match="lays pairs out by itself"):
+        make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": list})
+
+
+def test_a_script_reads_its_arguments_from_the_command_line(tmp_path):
+    """As TRL's scripts do, with the parser of transformers."""
+    words = ["--output_dir", str(tmp_path), "--learning_rate", "5.0e-7", "--loss_type", "sigmoid", "bco_pair",
+             "--loss_weights", "0.8", "0.2", "--eval_strategy", "steps", "--eval_steps", "50", "--use_cpu", "--beta",
+             "0.2", "--precompute_ref_log_probs", "false", "--sync_ref_model"]  # fmt: skip
+    (args,) = HfArgumentParser(burnish.DPOConfig).parse_args_into_dataclasses(words)
+    assert args.loss_type == ["sigmoid", "bco_pair"]
+    assert args.loss_weights == [0.8, 0.2]
+    assert (args.beta, args.learning_rate, args.sync_ref_model, args.max_length) == (0.2, 5e-7, True, 1024)
+    (args,) = HfArgumentParser(burnish.RewardConfig).parse_args_into_dataclasses([*words[:4], "--use_cpu"])
+    assert args.center_rewards_coefficient is None
+    assert args.to_dict()["logging_steps"] == 10
+
+
+def test_a_loss_of_ones_own_begins_with_burnishs(folder, tmp_path):
+    class Halved(burnish.DPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs) / 2
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    arguments = burnish.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none")
+    given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model"), "train_dataset": as_set(pairs())}
+    assert Halved(model, args=arguments, **given).train().training_loss == pytest.approx(math.log(2) / 2, abs=1e-6)
