@@ -157,7 +157,7 @@ class ByteReader:
 class FakeServed:
     """``completions.Served`` over bytes."""
 
-    fingerprint, vocab_size, context = "fp_0123456789", 257, 512
+    fingerprint, vocab_size, context, scorer = "fp_0123456789", 257, 512, None
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine

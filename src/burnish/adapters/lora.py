@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, NamedType
-from burnish.adapters.lora_fit import CONFIG_NAME, WEIGHTS_NAME, Fit, check_fit, raise_unless_fitting
+from burnish.adapters.lora_fit import CONFIG_NAME, SCORE, WEIGHTS_NAME, Fit, check_fit, raise_unless_fitting
 from burnish.adapters.lora_model import (
     FILE_PREFIX,
     adapter_state,
@@ -313,6 +313,7 @@ def fill_adapter(model: nn.Module, folder: Path, fit: Fit, name: str = DEFAULT) 
     from safetensors.torch import load_file
 
     state = load_file(folder / WEIGHTS_NAME)
+    state.pop(SCORE, None)
     load_adapter_state(model, name, state)
     for key, path in fit.base.items():
         _set_parameter(model, path, state[key])

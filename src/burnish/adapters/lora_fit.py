@@ -100,6 +100,10 @@ class Fit:
         ]
 
 
+SCORE = f"{FILE_PREFIX}score.weight"
+"""The head of a reward model that was saved as a sequence classifier; ``models.reward_files`` reads it."""
+
+
 def read_config(folder: Path) -> Any:
     """The adapter in ``folder``, as peft's ``LoraConfig``.
 
@@ -111,6 +115,9 @@ def read_config(folder: Path) -> Any:
         raise UserError(_no_adapter(folder))
     raw = read_object(path)
     raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_values(raw))
+    if raw.get("task_type") == "SEQ_CLS":
+        whole = [name for name in raw.get("modules_to_save") or () if name != "score"]
+        raw = {**raw, "task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     if more := _more_than_lora(raw):
         raise UserError(
             Problem(
@@ -207,7 +214,7 @@ def raise_unless_fitting(own: Mapping[str, Tensor], given: Mapping[str, Tensor])
 def _weights_header(folder: Path) -> dict[str, TensorInfo]:
     path = folder / WEIGHTS_NAME
     if path.is_file():
-        return read_header(path)
+        return {name: info for name, info in read_header(path).items() if name != SCORE}
     is_pickle = (folder / "adapter_model.bin").is_file()
     raise UserError(
         Problem(

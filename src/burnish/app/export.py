@@ -35,12 +35,15 @@ from burnish.infer.loading import (
     merged_model,
     problems_of_adapters,
     readable_example,
+    reward_head,
     tokenizer_of,
+    writes_answers,
 )
 from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload
 from burnish.models.load import context_length, load_config
 from burnish.models.quantize import is_quantised
+from burnish.models.reward_files import save_reward_head
 from burnish.models.save import save_model
 from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import load_tokenizer
@@ -60,20 +63,24 @@ def export(given: Mapping[str, Given]) -> Path:
     config = load_config(options)
     notes: list[str] = []
     tokenizer, options = tokenizer_of(options, adapters, notes)
+    head = reward_head(options, adapters)
     if options.export_format == "gguf":
         raise_if(check_gguf(config, options))
+        raise_if([_NO_HEAD] if head is not None else [])
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))
     template = load_template(options, tokenizer, LONG_ENOUGH)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
 
     device = "cuda" if options.export_device == "auto" and torch.cuda.is_available() else "cpu"
-    model = merged_model(options, config, tokenizer, adapters, notes, device)
+    model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
     folder = Path(options.export_dir)
     save_model(
         model, tokenizer, folder, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
         stop_token_ids=template.stop_token_ids(),
     )  # fmt: skip
+    if head is not None:
+        save_reward_head(head.weights(), model, tokenizer, folder)
     (folder / "Modelfile").write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
     notes += compare(folder, template, options)
     file = next(folder.glob("*.gguf"), None)
@@ -87,6 +94,10 @@ def export(given: Mapping[str, Given]) -> Path:
     return folder
 
 
+_NO_HEAD = Problem(
+    "a reward model gives scores, for which GGUF has no place.", remedy="Leave export_format out: safetensors."
+)
+
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +106,7 @@ def export_options(given: Mapping[str, Given]) -> Any:
     present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options)]
-    problems += [] if problems else quantised_base(options) or check_model(options)
+    problems += [] if problems else quantised_base(options) or check_model(options, needs_head=writes_answers(options))
     if not problems:
         folders = [find_source(options.model_name_or_path, options).folder, *adapter_folders(options)]
         problems += problems_of_export(options, [folder for folder in folders if folder is not None])

@@ -23,6 +23,7 @@ from burnish.core.checkpoint import Checkpoints
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given, build, raise_if, specs
 from burnish.data.templates.choose import check_template
+from burnish.infer.loading import writes_answers
 from burnish.infer.options import check_infer, infer_notes
 from burnish.models.check import check_model
 
@@ -75,7 +76,7 @@ def _checked(given: Mapping[str, Given], rest: Mapping[str, Given], name: str) -
     present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options), *check_infer(options)]
-    problems += [] if problems else check_model(options)
+    problems += [] if problems else check_model(options, needs_head=writes_answers(options))
     raise_if(problems)
     return Serving(options, name, tuple(infer_notes(options)), provenance_of(present), rest)
 

@@ -37,13 +37,16 @@ from burnish.engine.options import device_of
 from burnish.infer.engine import SeatEngine
 from burnish.infer.options import is_remote
 from burnish.infer.replies import ReplyForm, form_of
+from burnish.infer.scoring import NO_ANSWERS, ScoreEngine
 from burnish.infer.seats import Deliver, SeatLimits, Through
 from burnish.infer.types import BASE, Engine, Sampling
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
 from burnish.models.quantize import is_quantised
-from burnish.models.source import adapter_folders, local_folder
+from burnish.models.reward_files import BIAS, WEIGHT, read_head
+from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
+from burnish.objectives.reward import ValueHead
 
 if TYPE_CHECKING:
     from burnish.infer.options import AnsweringOptions
@@ -68,6 +71,7 @@ class Answerer:
         context: tokens that prompt and answer may have together.
         adapters: names beside the model itself.
         through: lets each row of a pass go through its adapter.
+        head: of a reward model, which gives scores and writes no answers.
         notes: sentences for a person.
     """
 
@@ -84,14 +88,18 @@ class Answerer:
     adapters: tuple[str, ...] = ()
     through: Through | None = None
     notes: tuple[str, ...] = ()
+    head: ValueHead | None = None
 
 
-def load_answerer(options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None) -> Answerer:
+def load_answerer(
+    options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None, may_score: bool = False
+) -> Answerer:
     """Load what the options name.
 
     Args:
         name: of the model; by default the last part of its path.
         on_note: is told each sentence as it is known.
+        may_score: whether a reward model will do.
     Raises:
         UserError: for what cannot be loaded.
     """
@@ -105,7 +113,8 @@ def load_answerer(options: AnsweringOptions, name: str = "", on_note: Callable[[
     notes += _other_template(template, own, tokenizer)
     served = _served_folders(options)
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
-    model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes)
+    head = None if is_remote(options) else _reward_head(options, adapters, may_score)
+    model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
     through = _beside_each_other(model, served) if model is not None and served else None
     for sentence in notes:
         (on_note or (lambda said: None))(sentence)
@@ -113,12 +122,14 @@ def load_answerer(options: AnsweringOptions, name: str = "", on_note: Callable[[
     return Answerer(
         name or Path(last).expanduser().resolve().name, options, model, tokenizer, template, form_of(template),
         tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
-        context_of(options, config), tuple(served), through, tuple(notes),
+        context_of(options, config), tuple(served), through, tuple(notes), head,
     )  # fmt: skip
 
 
 def engine_of(answerer: Answerer, waiting: int | None = None) -> Engine:
     """The engine that the options name: in this process, a server that is started, or one that runs already."""
+    if answerer.head is not None and answerer.model is not None:
+        return ScoreEngine(answerer.model, answerer.head, answerer.context)
     if not is_remote(answerer.options):
         return seat_engine(answerer, waiting)
     from burnish.infer.remote import started_engine
@@ -276,10 +287,13 @@ def merged_model(
     adapters: Sequence[Path],
     notes: list[str],
     device: str | torch.device,
+    needs_head: bool = True,
 ) -> nn.Module:
     """Merge every adapter into the base, in order. Sums are computed in float32, whatever the dtype of the weights."""
     dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
-    model: nn.Module = load_model(options, dtype=dtype, config=config, device=device, notes=notes)
+    model: nn.Module = load_model(
+        options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
+    )
     fit_vocabulary(model, tokenizer, options, notes)
     if adapters and _is_of_peft(options):
         from burnish.adapters.peft import merge_folders
@@ -295,19 +309,20 @@ def merged_model(
 
 
 def _model(
-    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str]
-) -> nn.Module:
+    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
+    needs_head: bool = True,
+) -> nn.Module:  # fmt: skip
     """The model that answers, on its device and in its format; an adapter stays beside a quantised base."""
     device = device_of(options)
     if method := is_quantised(options, config):
-        model: nn.Module = load_model(options, config=config, device=device, notes=notes)
+        model: nn.Module = load_model(options, config=config, device=device, notes=notes, needs_head=needs_head)
         if len(adapters) > 1:
             what = f"several adapters cannot be merged into a base that is quantised ({method})."
             raise UserError(Problem(what, remedy="Merge all but the last: burnish export without quantization_bit."))
         for folder in adapters:
             load_adapter(model, folder)
     else:
-        model = merged_model(options, config, tokenizer, adapters, notes, device)
+        model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head)
         wanted = inference_dtype(options)
         if wanted is None and device.type == "cpu" and next(model.parameters()).dtype == torch.float16:
             wanted = torch.float32
@@ -315,6 +330,38 @@ def _model(
         model = model if wanted is None else model.to(wanted)
     model.config.use_cache = True  # type: ignore[union-attr]
     return model.eval().requires_grad_(False)
+
+
+def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> ValueHead | None:
+    """The head of a reward model, float32 on the CPU; None for a model that writes answers.
+
+    Args:
+        adapters: folders of its adapters, in order; the last folder that has a head counts.
+    """
+    base = find_source(options.model_name_or_path, options).folder
+    found = read_head([*([base] if base is not None else []), *adapters])
+    if found is None:
+        return None
+    weights = found[0]
+    head = ValueHead(weights[WEIGHT].numel(), has_bias=BIAS in weights)
+    head.take(weights)
+    return head.requires_grad_(False)
+
+
+def writes_answers(options: AnsweringOptions) -> bool:
+    """Tell whether it is no reward model; true as well where its folders cannot be found, which their check says."""
+    try:
+        return reward_head(options, adapter_folders(options)) is None
+    except UserError:
+        return True
+
+
+def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> ValueHead | None:
+    head = reward_head(options, adapters)
+    if head is not None and not may_score:
+        remedy = "Its scores: burnish api, POST /v1/score/evaluation; or stage: rm with do_predict: true."
+        raise UserError(Problem(NO_ANSWERS, where=str(options.model_name_or_path), remedy=remedy))
+    return None if head is None else head.to(device_of(options))
 
 
 def _served_folders(options: AnsweringOptions) -> dict[str, Path]:

@@ -104,6 +104,14 @@ def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tens
         classifier.save_pretrained(folder)
 
 
+def save_reward_head(weights: Mapping[str, Tensor], model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write the head of the whole model in ``folder`` as it was: a value head has a bias, a classifier's score none."""
+    if BIAS in weights:
+        write_value_head(folder, weights)
+    else:
+        save_classifier(model, tokenizer, weights, folder)
+
+
 def pad_of_classifier(tokenizer: Any) -> int:
     """A padding token that ends no answer: the tokenizer's own, or another special token.
 

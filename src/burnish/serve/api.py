@@ -150,7 +150,7 @@ def load(words: Sequence[str], options: ApiOptions, state: State) -> tuple[Answe
     state.share = 0.1
     serving = serving_of(words, own=tuple(OWN))
     state.share = 0.3
-    answerer = load_answerer(serving.options, serving.name)
+    answerer = load_answerer(serving.options, serving.name, may_score=True)
     for sentence in (*serving.notes, *answerer.notes):
         log.info(sentence)
     state.share = 0.9
@@ -210,11 +210,14 @@ def opening_lines(
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
     made = f", key {key} (made for this start; set API_KEY to choose one)" if key and not options.api_key else ""
     socket_word = f"--unix-socket {address} http://localhost" if options.api_socket else address
+    route, unit = "/v1/chat/completions", "answers"
+    if answerer.head is not None:
+        route, unit, body = "/v1/score/evaluation", "scores", json.dumps({"model": name, "messages": ["Hello"]})
     return [
         f"model    {name}{adapters}",
-        f"engine   {facts.seats} answers at once, {facts.context:,} tokens each; {memory}",
+        f"engine   {facts.seats} {unit} at once, {facts.context:,} tokens each; {memory}",
         f"address  {address}{made}",
-        f"try      curl {socket_word}/v1/chat/completions -H 'Content-Type: application/json'{shown_key} -d '{body}'",
+        f"try      curl {socket_word}{route} -H 'Content-Type: application/json'{shown_key} -d '{body}'",
     ]
 
 

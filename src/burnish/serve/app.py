@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +146,9 @@ class Routes:
         from burnish.serve.completions import Told, respond
 
         desk, told = self.state.ready(), Told(model=asked.model)
+        if desk.served.scorer is not None:
+            message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
+            raise Refusal(405, "model_cannot_generate", message, headers={"Allow": ""})
         prepared = await self._in_order(prepare, desk, asked)
         self.state.ready()  # it may have begun to drain meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
@@ -247,12 +251,35 @@ class Routes:
         body = await json_object(request)
         desk, fields = self.state.ready(), Fields(body)
         model = fields.text("model", required=True) or ""
-        fields.items("messages", most=1024, required=True)
-        fields.integer("max_length", ge=1)
+        texts = fields.items("messages", most=1024, required=True) or []
+        longest = fields.integer("max_length", ge=1)
+        if not texts and "messages" in body:
+            fields.wrong("messages", "must hold at least one text", texts)
         fields.raise_all()
         desk.served.adapter_of(model)
-        message = f'"{model}" writes answers and gives no scores; this route is for reward models.'
-        raise Refusal(405, "model_cannot_score", message, headers={"Allow": ""})
+        scorer = desk.served.scorer
+        if scorer is None:
+            message = f'"{model}" writes answers and gives no scores; this route is for reward models.'
+            raise Refusal(405, "model_cannot_score", message, headers={"Allow": ""})
+        most = min(longest or desk.served.context, desk.served.context)
+        asked = [self._scored(model, place, text) for place, text in enumerate(texts)]
+        ids = await self._in_order(lambda: [desk.served.scored_text(text) for text in asked])
+        for place, text in enumerate(ids):
+            if not 0 < len(text) <= most:
+                message = f'"messages[{place}]" has {len(text):,} tokens; it must have 1 to {most:,}.'
+                raise Refusal(400, "context_length_exceeded", message, param=f"messages[{place}]")
+        scores = await self._in_order(scorer.scores, ids)
+        found = {"id": f"scoreval-{secrets.token_hex(12)}", "object": "score.evaluation", "model": model}
+        return Json({**found, "scores": scores})
+
+    def _scored(self, model: str, place: int, text: Any) -> Any:
+        """One entry of a request for scores: a text, or the messages of a conversation that ends with its answer."""
+        if isinstance(text, str):
+            return text
+        if not isinstance(text, list):
+            message = f'"messages[{place}]" must be text, or the messages of a conversation.'
+            raise Refusal(400, "invalid_type", message, param=f"messages[{place}]")
+        return read_chat({"model": model, "messages": text, "continue_final_message": _ends(text)}, self.limits)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +314,11 @@ class Routes:
 
 def _ends_with_answer(body: Mapping[str, Any]) -> bool:
     messages = body.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(messages, list) and _ends(messages)
+
+
+def _ends(messages: list[Any]) -> bool:
+    last = messages[-1] if messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +23,9 @@ from burnish.serve.text_wire import Echo, TextLog, TextWire
 from burnish.wire.errors import Json, Refusal, openai_error, to_json
 from burnish.wire.stream import EventStream, event_text, until_gone
 
+if TYPE_CHECKING:
+    from burnish.infer.scoring import ScoreEngine
+
 DONE = event_text(b"[DONE]")
 
 
@@ -30,6 +33,7 @@ class Served(Protocol):
     """A model and its adapters, ready to answer (``served.py``)."""
 
     engine: Engine
+    scorer: ScoreEngine | None
     fingerprint: str
     vocab_size: int
     context: int
@@ -43,6 +47,7 @@ class Served(Protocol):
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]: ...
     def text_reader(self, settings: Settings) -> Reader: ...
     def text_of(self, ids: Sequence[int]) -> str: ...
+    def scored_text(self, text: str | ChatRequest) -> list[int]: ...
     def grammar(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Any: ...
     def sampling(self, settings: Settings) -> Sampling: ...
     def stop_ids(self, settings: Settings) -> frozenset[int]: ...

@@ -15,7 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, meta
 
+from burnish.core.errors import UserError
 from burnish.core.types import Example, Message
+from burnish.data.tally import Tally
 from burnish.data.templates.answers import UnreadableTemplate
 from burnish.data.templates.chat_template import JinjaFormat
 from burnish.data.templates.choose import load_template
@@ -26,6 +28,7 @@ from burnish.serve.messages import ChatMessage
 from burnish.serve.requests import ChatRequest
 from burnish.wire.errors import Refusal
 
+_UNWRITABLE = (ToolError, UnreadableTemplate, ValueError, KeyError, TypeError, AttributeError)
 THOUGHTLESS = ("none", "minimal")
 _SETTLED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
 """Variables of a chat template that no request may set."""
@@ -57,6 +60,30 @@ class Prompter:
         if request.continue_final_message:
             prompt += self._begun(template, request.messages[-1].content)
         return prompt
+
+    def whole(self, request: ChatRequest) -> list[int]:
+        """The ids of a conversation with its last answer, as a row of training data has them.
+
+        Raises:
+            Refusal: 400, where the template cannot write it, and where the last message is not the assistant's.
+        """
+        if request.messages[-1].role != "assistant":
+            message = "The last message must be the assistant's: its answer is what gets a score."
+            raise Refusal(400, "invalid_value", message, param="messages")
+        try:
+            (row,) = self.template.encode_flat([self.example(replace(request, continue_final_message=False))], Tally())
+        except (ToolError, UnreadableTemplate, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
+            message = (
+                f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
+            )
+            raise Refusal(400, "invalid_value", message, param="messages") from error
+        if row is None:
+            raise Refusal(400, "invalid_value", "The last answer is empty.", param="messages")
+        return [int(token) for token in row["input_ids"]]
+
+    def _unwritable(self, error: Exception) -> Refusal:
+        message = f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
+        return Refusal(400, "invalid_value", message, param="messages")
 
     def example(self, request: ChatRequest) -> Example:
         """The conversation as a record of training data."""

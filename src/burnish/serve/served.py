@@ -20,6 +20,7 @@ from burnish.core.errors import UserError
 from burnish.infer.grammar import Grammars
 from burnish.infer.loading import Answerer
 from burnish.infer.replies import Piece, Reply, ReplyForm, opens_thought, schemas_of
+from burnish.infer.scoring import ScoreEngine
 from burnish.infer.types import BASE, Engine, Grammar, Sampling
 from burnish.serve.answering import AnswerCall, Delta
 from burnish.serve.app import unknown_model
@@ -44,6 +45,7 @@ class ServedModel:
         self, answerer: Answerer, engine: Engine, name: str, aliases: Sequence[str] = (),
         reasoning: Reasoning = "field", fingerprint: str = "",
     ) -> None:  # fmt: skip
+        self.scorer = engine if isinstance(engine, ScoreEngine) else None
         self.answerer, self.engine, self.name, self.reasoning = answerer, engine, name, reasoning
         self.fingerprint = f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:10]}"
         self.context, self.vocab_size = answerer.context, len(answerer.tokenizer)
@@ -91,6 +93,12 @@ class ServedModel:
         if not ids:
             raise Refusal(400, "invalid_value", '"prompt" must hold at least one token.', param="prompt")
         return [int(token) for token in ids]
+
+    def scored_text(self, text: str | ChatRequest) -> list[int]:
+        """The ids of a text as it is, control tokens too (LLaMA-Factory's way), or of a conversation as it trained."""
+        if not isinstance(text, str):
+            return self.prompter.whole(text)
+        return [int(token) for token in self.answerer.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def text_of(self, ids: Sequence[int]) -> str:
         text: str = self.answerer.tokenizer.decode(

@@ -1,0 +1,130 @@
+"""Reward models over HTTP: the numbers that training gave, for texts and for conversations, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from bad_inputs import told
+from burnish import cli
+from burnish.app.serving import serving_of
+from burnish.infer.loading import engine_of, load_answerer
+from burnish.serve.answering import Mailbox
+from burnish.serve.app import State, application
+from burnish.serve.completions import Desk
+from burnish.serve.options import ApiOptions
+from burnish.serve.served import ServedModel
+from pair_runs import make_workplace, run_of
+from serve.client import post
+from serve.running import Running, serve_app
+
+pytestmark = pytest.mark.run
+
+TEXTS = ["red", "green blue stone river lamp seven nine", "<|im_start|>user\nred<|im_end|>\n"]
+TALK = [{"role": "user", "content": "Repeat: red"}, {"role": "assistant", "content": "red red"}]
+SHAPES = {
+    "value head": {},
+    "classifier": {"reward_head": "score"},
+    "lora with a value head": {"finetuning_type": "lora"},
+    "lora with a score": {"finetuning_type": "lora", "reward_head": "score"},
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_workplace(tmp_path_factory.mktemp("scores"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, more in SHAPES.items():
+            run_of(folder, patch, stage="rm", output_dir=str(folder / name), **more)
+    return folder
+
+
+def serving(folder: Path):
+    """A server of the folder, and its end."""
+    answerer = load_answerer(serving_of([str(folder)]).options, "judge", may_score=True)
+    engine, loop, state = engine_of(answerer), asyncio.new_event_loop(), State()
+    served = ServedModel(answerer, engine, "judge")
+    state.desk, state.models, state.phase = Desk(served, Mailbox(loop), 64, 60.0, set()), served.models(), "ready"
+    port, end = serve_app(application(ApiOptions(), state, None), loop)
+    return Running(port, state, engine), end
+
+
+def by_transformers(folder: Path, text: str) -> float:
+    """The score of a whole model, read by transformers at the last token."""
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        if (folder / "value_head.safetensors").is_file():
+            head = load_file(folder / "value_head.safetensors")
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            hidden = model.model(ids)[0][0, -1]
+            return (hidden @ head["v_head.summary.weight"][0] + head["v_head.summary.bias"][0]).item()
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        return model(ids).logits.item()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_text_gets_the_score_of_its_last_token(name: str, workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    whole = workplace / name
+    if "lora" in name:
+        whole = workplace / f"{name} whole"
+        assert cli.main(["export", f"adapter_name_or_path={workplace / name}", f"export_dir={whole}",
+                         f"model_name_or_path={workplace / 'model'}", "template=chatml"]) == 0  # fmt: skip
+    running, end = serving(workplace / name)
+    try:
+        status, body = post(running, "/v1/score/evaluation", {"model": "judge", "messages": TEXTS})
+        assert (status, body["object"], body["model"]) == (200, "score.evaluation", "judge")
+        assert body["scores"] == pytest.approx([by_transformers(whole, text) for text in TEXTS], abs=1e-4)
+        assert len(set(body["scores"])) == len(TEXTS)
+        _, talk = post(running, "/v1/score/evaluation", {"model": "judge", "messages": [TALK]})
+        written = "<|im_start|>user\nRepeat: red<|im_end|>\n<|im_start|>assistant\nred red<|im_end|>\n"
+        _, same = post(running, "/v1/score/evaluation", {"model": "judge", "messages": [written]})
+        assert talk["scores"] == pytest.approx(same["scores"], abs=1e-5)
+    finally:
+        end()
+
+
+def test_what_it_cannot_do_is_refused(workplace: Path) -> None:
+    running, end = serving(workplace / "value head")
+    try:
+        for body, status, code in (
+            ({"messages": []}, 400, "invalid_value"),
+            ({"messages": ["red"], "max_length": 0}, 400, "invalid_value"),
+            ({"messages": ["red green blue"], "max_length": 1}, 400, "context_length_exceeded"),
+            ({"messages": [""]}, 400, "context_length_exceeded"),
+            ({"messages": [7]}, 400, "invalid_type"),
+            ({"messages": [TALK[:1]]}, 400, "invalid_value"),
+            ({"messages": ["red"], "model": "other"}, 404, "model_not_found"),
+        ):
+            answer = post(running, "/v1/score/evaluation", {"model": "judge", **body})
+            assert (answer[0], answer[1]["error"]["code"]) == (status, code), (body, answer)
+        asked = {"model": "judge", "messages": TALK[:1]}
+        status, answer = post(running, "/v1/chat/completions", asked)
+        assert (status, answer["error"]["code"]) == (405, "model_cannot_generate")
+    finally:
+        end()
+
+
+def test_a_conversation_with_it_is_refused_in_a_sentence(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("red"))
+    assert cli.main(["chat", str(workplace / "value head")]) == 2
+    assert "gives scores and writes no answers" in told(capsys)[1]
+
+
+def test_an_adapter_with_a_score_is_trained_further(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = workplace / "lora with a score"
+    again = workplace / "further"
+    run_of(workplace, monkeypatch, stage="rm", output_dir=str(again), finetuning_type="lora", max_steps=1,
+           adapter_name_or_path=str(before), learning_rate=1e-8)  # fmt: skip
+    old, new = (load_file(folder / "adapter_model.safetensors") for folder in (before, again))
+    assert old.keys() == new.keys()
+    assert "base_model.model.score.weight" in new
+    assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
