@@ -10,7 +10,7 @@ from burnish.core.options import check
 from burnish.engine import base
 from burnish.engine import options as engine_options
 from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, create_engine, set_seed
-from burnish.engine.options import autocast_dtype, check_engine, engine_notes, full_eval_dtype
+from burnish.engine.options import NOT_PARALLEL, autocast_dtype, check_engine, engine_notes, full_eval_dtype
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -51,6 +51,15 @@ def take_steps(engine, rows_per_step, num_steps=3, micro=2, model=None):
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
+def test_a_launcher_that_asks_for_another_parallelism_is_refused_by_name(kind, monkeypatch):
+    monkeypatch.setenv(NOT_PARALLEL[kind], "2")
+    (problem,) = check_engine(options())
+    assert f"burnish has no {kind} parallelism" in str(problem)
+    monkeypatch.setenv(NOT_PARALLEL[kind], "1")
+    assert check_engine(options()) == []
 
 
 def test_the_engine_is_plain_torch_unless_there_are_several_processes(monkeypatch):

@@ -194,16 +194,17 @@ _absent("Set quantization_bit and its kin.", quant_config=None)
 _no_effect("burnish finds it out by itself.", "model_class kernel_config init_config sample_backend")
 
 # --- devices, processes, checkpoints ----------------------------------------------------------------------------------
-_LAUNCH = "Start the run with torchrun or accelerate launch."
-_absent(_LAUNCH, use_mca=False, parallelism_config=None, ray_num_workers=1, ray_init_kwargs=None)
+_LAUNCH = "Set num_processes, or start the run with torchrun or accelerate launch."
+_SHARD = "Leave it out, and shard the weights: fsdp, or deepspeed: zero3. There is no tensor or context parallelism."
+_absent(_LAUNCH, use_mca=False, ray_num_workers=1, ray_init_kwargs=None)
+_absent(_SHARD, parallelism_config=None)
 _no_effect(
     'it belongs to "ray_num_workers", which burnish does not have.',
     "ray_run_name ray_storage_path ray_storage_filesystem resources_per_worker placement_strategy",
 )
 _absent(
-    "Leave it out, and start the run with torchrun or accelerate launch: each process holds the whole model.",
-    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,
-    dist_config=None,
+    _SHARD, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1,
+    sequence_parallel=False, dist_config=None,
 )  # fmt: skip
 _no_effect(
     "it is a setting of Megatron.",

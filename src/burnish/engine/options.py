@@ -105,6 +105,13 @@ class EngineOptions:
     full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
 
 
+NOT_PARALLEL = {
+    "tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
+    "sequence": "PARALLELISM_CONFIG_SP_SIZE",
+}  # fmt: skip
+"""Ways to cut a model or its rows that are not here -> accelerate launch's word for their number of processes."""
+
+
 def check_engine(options: EngineChoices) -> list[Problem]:
     """Find options that this machine, or any machine, does not support."""
     return [
@@ -153,6 +160,10 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
         yield Problem(f'"engine" is single, and "num_processes" {options.num_processes}.', remedy="Leave engine out.")
     if options.engine == "single" and num_processes > 1:
         yield Problem(f'"engine" is single, and {num_processes} processes were started.', remedy="Leave engine out.")
+    for kind, variable in NOT_PARALLEL.items():
+        if int(os.environ.get(variable) or 1) > 1:
+            what = f"{variable} is {os.environ[variable]}: burnish has no {kind} parallelism."
+            yield Problem(what, remedy="Leave it at 1, and shard the weights: fsdp, or deepspeed: zero3.")
     if asks_for_deepspeed(options) and asks_for_fsdp(options):
         yield Problem('"deepspeed" and "fsdp" are two ways to shard a model; a run has one.')
     if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:

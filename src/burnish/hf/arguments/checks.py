@@ -31,7 +31,10 @@ def check_arguments(args: Any) -> None:
             " when --dataloader_num_workers > 0."
         )
     if args.parallelism_config is not None:
-        raise ValueError("`parallelism_config` is not part of burnish: each process has the whole model. Leave it out.")
+        raise ValueError(
+            "`parallelism_config` is not part of burnish, which has no tensor or context parallelism. Leave it out, "
+            "and shard the weights with `fsdp` or `deepspeed`."
+        )
     check_numbers(args)
 
 
