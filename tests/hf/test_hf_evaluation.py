@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import TrainerCallback
 
 from burnish import EvalPrediction, Trainer
 from hf_toy import Regression, gpt2, make_trainer, originals, points, text_rows
@@ -44,6 +45,19 @@ def test_the_loss_of_a_language_model_does_not_depend_on_the_batch_size(tmp_path
         for size in (1, 2, 9)
     ]
     assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+def test_the_epoch_is_0_until_the_first_step_has_ended(tmp_path):
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.append(state.epoch)
+
+    trainer = make_trainer(tmp_path, max_steps=2, trainer={"eval_dataset": points(5), "callbacks": [Watch]})
+    assert trainer.evaluate()["epoch"] == trainer.state.epoch == 0
+    trainer.train()
+    assert seen == [0, 1 / 6]
 
 
 def test_sets_by_name_are_evaluated_one_by_one(tmp_path):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 from datasets import Dataset, DatasetDict, disable_progress_bars
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoTokenizer, PrinterCallback
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 import burnish
 from burnish import SFTConfig, SFTTrainer, TrainingArguments
@@ -626,6 +626,37 @@ def test_a_set_with_a_transform_is_refused(tmp_path):
     rows = Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
     with pytest.raises(ValueError, match=r"with_transform.*skip_prepare_dataset.*trainer-ready"):
         make(tmp_path, rows)
+
+
+def test_a_first_step_has_one_forward_pass_for_each_micro_batch(tmp_path):
+    seen = []
+
+    class Mark(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.append("step")
+
+    trainer = make(tmp_path, TEXTS, max_steps=2, trainer={"callbacks": [Mark]})
+    trainer.model.model.register_forward_hook(lambda *_: seen.append("forward"))
+    trainer.train()
+    first = seen.index("step")
+    assert "forward" in seen[:first]  # the questions to the model
+    assert seen[first:] == ["step", "forward"] * 2
+
+
+def test_a_base_of_4_bits_trains_on_a_cpu(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    given = {"peft_config": LoraConfig(r=2), "quantization_config": four, "eval_dataset": Dataset.from_list(TEXTS)}
+    trainer = make(tmp_path, TEXTS, model=str(tmp_path / "model"), trainer=given)
+    base = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    before = base.weight.detach().clone()
+    trainer.evaluate()
+    trainer.train()
+    assert torch.equal(base.weight, before)  # bitsandbytes lays it out anew at a product outside of training
+    assert len(logged(trainer, "loss")) == 3
+    assert any(p.abs().sum() > 0 for name, p in weights(trainer).items() if "lora_B" in name)
 
 
 # --- the collator -----------------------------------------------------------------------------------------------------

@@ -51,13 +51,13 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
             if is_first:
                 save_head(run.objective, model, prepared.tokenizer, folder, is_adapter=not adapter.saves_whole_model)
     if output is not None and is_first:
-        results |= {**output.metrics, "epoch": run.state.epoch or 0.0}
+        results |= {**output.metrics, "epoch": run.state.epoch}
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
         save_metrics("train", results, folder)
     if run.eval_sets and evaluates(options):
         metrics = last_evaluation(run, options) or evaluate_all(run)
-        metrics |= {"epoch": run.state.epoch} if run.state.epoch is not None else {}
+        metrics |= {"epoch": run.state.epoch}
         if run.engine.rank == 0:
             save_metrics("eval", metrics, folder)
         results |= metrics

@@ -133,7 +133,7 @@ class InterruptCallback(TrainerCallback):
         """
         if not self._has_stopped:
             return
-        is_mid_epoch = (state.epoch or 0) % 1 != 0
+        is_mid_epoch = state.epoch % 1 != 0
         if is_mid_epoch:
             control.should_log = control.should_evaluate = control.should_save = False
         else:

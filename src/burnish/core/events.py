@@ -125,7 +125,7 @@ class DefaultFlowCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         if args.logging_strategy == "epoch":
             control.should_log = True
-        if args.eval_strategy == "epoch" and args.eval_delay <= (state.epoch or 0):
+        if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
             control.should_evaluate = True
         if args.save_strategy == "epoch":
             control.should_save = True

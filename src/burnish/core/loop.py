@@ -183,8 +183,7 @@ def log_step(run: Run, options: LoopChoices) -> None:
 
 def log(run: Run, values: dict[str, Any]) -> None:
     """Append ``values`` to ``state.log_history``, and pass them to every callback."""
-    if run.state.epoch is not None:
-        values["epoch"] = run.state.epoch
+    values["epoch"] = run.state.epoch
     if run.logs_tokens:
         values["num_input_tokens_seen"] = run.state.num_input_tokens_seen
     run.state.log_history.append({**values, "step": run.state.global_step})

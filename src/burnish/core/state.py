@@ -24,7 +24,7 @@ _NEEDED = (("global_step", int), ("max_steps", int), ("log_history", list))
 class TrainerState:
     """The position of a run and its logs. Written as ``trainer_state.json`` with sorted keys."""
 
-    epoch: float | None = None
+    epoch: float = 0
     global_step: int = 0
     max_steps: int = 0
     logging_steps: int = 500

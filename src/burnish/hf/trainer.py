@@ -817,8 +817,7 @@ class Trainer:
         Args:
             start_time: of the training under way, for tokens per second where tokens are counted.
         """
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
+        logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:
