@@ -24,6 +24,35 @@ class Stream(IterableDataset):
         return iter(points(11))
 
 
+class Standing(IterableDataset):
+    """A stream that says where it stands, and counts what is read of it."""
+
+    at = read = 0
+
+    def __iter__(self):
+        while self.at < 32:
+            self.at, self.read = self.at + 1, self.read + 1
+            yield points(32)[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def resumed(folder):
+    """The weights of a run over a stream, of one that goes on from its second step, and what that one reads."""
+    given = {"per_device_train_batch_size": 3, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    found = {"read": 0}
+    for name, resume in (("whole", None), ("rest", f"{folder}/checkpoint-2")):
+        trainer = make_trainer(folder, train=Standing(), learning_rate=0.1, ddp_backend="gloo", **given)
+        trainer.train(resume_from_checkpoint=resume)
+        found |= {name: [p.item() for p in trainer.model.parameters()], "read": trainer.train_dataset.read}
+    return found
+
+
 class Prepared(Trainer):
     """A script that makes its own loaders, as accelerate's documentation shows it."""
 
@@ -118,7 +147,8 @@ def on_two(folder):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = measured(f"{folder}/two") | {
-            "trained": trained(f"{folder}/two", 4, ddp_backend="gloo", evaluation_strategy="no")
+            "trained": trained(f"{folder}/two", 4, ddp_backend="gloo", evaluation_strategy="no"),
+            "resumed": resumed(f"{folder}/streamed"),
         }
     found["said"] = [str(warning.message) for warning in said if "evaluation_strategy" in str(warning.message)]
     with open(f"{folder}/rank{rank}.json", "w") as file:
@@ -131,6 +161,13 @@ def found(tmp_path_factory):
     in_two_processes(on_two, str(folder))
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return json.loads(json.dumps(measured(folder / "one"))), *ranks
+
+
+def test_a_stream_goes_on_from_the_first_rank_s_state_on_both(found):
+    """Six rows to a step: at its end the first rank has read nine of twelve, so both read on from the tenth."""
+    for rank, to in zip(found[1:], (21, 24), strict=True):
+        assert rank["resumed"]["rest"] == rank["resumed"]["whole"]
+        assert rank["resumed"]["read"] == to - 9
 
 
 @pytest.mark.parametrize("number", ["10", "11", "3", "1", "stream"])

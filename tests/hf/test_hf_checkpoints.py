@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -89,6 +90,74 @@ def test_rows_without_a_length_resume_where_they_stood(tmp_path):
     whole = trained(tmp_path / "a", train=Rows())
     shutil.copytree(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6")
     assert same(weights(whole), weights(trained(tmp_path / "b", resume=True, train=Rows())))
+
+
+class Counting(IterableDataset):
+    """A stream of a user, which says where it stands. Counts the rows that are read of it."""
+
+    def __init__(self):
+        self.rows, self.at, self.read = text_rows(32), 0, 0
+
+    def __iter__(self):
+        while self.at < len(self.rows):
+            self.at, self.read = self.at + 1, self.read + 1
+            yield self.rows[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": (self.at, torch.ones(2))}
+
+    def load_state_dict(self, state):
+        self.at = state["at"][0]
+
+    def of_shards(self, shards):
+        for shard in shards:
+            for row in self.rows[shard * 8 : shard * 8 + 8]:
+                self.read += 1
+                yield row
+
+    def of_datasets(self):
+        made = datasets.IterableDataset.from_generator(self.of_shards, gen_kwargs={"shards": [0, 1, 2, 3]})
+        return made.with_format("torch").map(lambda row: row)
+
+    def shuffled(self):
+        return self.of_datasets().shuffle(seed=3, buffer_size=6)
+
+
+STREAMED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 14}
+
+
+@pytest.mark.parametrize("kind", ["__call__", "of_datasets", "shuffled"])
+@pytest.mark.parametrize("step", [3, 12])
+def test_a_stream_goes_on_from_its_own_state(tmp_path, kind, step):
+    """Four rows to a step, 32 to an epoch: step 3 stands in the second shard of eight, step 12 in the second epoch.
+    What a shuffle buffer holds is in no state, so such a stream is read again, and all end in the same bits."""
+
+    def stream(source):
+        return source if kind == "__call__" else getattr(source, kind)()
+
+    source = Counting()
+    whole = trained(tmp_path / "a", train=stream(Counting()), **STREAMED)
+    shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
+    resumed = trained(tmp_path / "b", resume=True, train=stream(source), **STREAMED)
+    assert same(weights(whole), weights(resumed))
+    left, again = 4 * (14 - step), {"__call__": 0, "of_datasets": 8, "shuffled": 32}[kind]
+    assert left <= source.read <= left + again
+
+
+def test_a_stream_whose_state_is_no_data_is_read_again(tmp_path):
+    class Odd(Counting):
+        def state_dict(self):
+            return {"at": object()}
+
+    with pytest.warns(UserWarning, match="The state of Odd is not saved: at holds a object"):
+        whole = trained(tmp_path / "a", train=Odd(), **STREAMED)
+    shutil.copytree(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6")
+    source = Odd()
+    with pytest.warns(UserWarning, match="The first 12 micro-batches of the epoch are read again"):
+        resumed = trained(tmp_path / "b", resume=True, train=source, **STREAMED)
+    assert same(weights(whole), weights(resumed))
+    assert source.read == 56
 
 
 def test_lora_resumes_to_the_bit_and_is_written_as_peft_reads_it(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from datasets import Dataset, DatasetDict, disable_progress_bars
+from datasets import Dataset, DatasetDict, IterableDataset, disable_progress_bars
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
@@ -626,6 +626,44 @@ def test_a_set_with_a_transform_is_refused(tmp_path):
     rows = Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
     with pytest.raises(ValueError, match=r"with_transform.*skip_prepare_dataset.*trainer-ready"):
         make(tmp_path, rows)
+
+
+def test_a_stream_is_not_read_again_on_resume(tmp_path):
+    """``datasets`` hands a function that takes batches a hundred rows, from which it counts on."""
+    read = []
+
+    def texts(shards):
+        for shard in shards:
+            for number in range(50):
+                read.append(shard)
+                yield {"text": f"{shard} and {number}"}
+
+    def trained(resume=None):
+        stream = IterableDataset.from_generator(texts, gen_kwargs={"shards": list(range(20))})
+        given = {"max_steps": 9, "save_strategy": "steps", "save_steps": 8, "per_device_train_batch_size": 50}
+        trainer = make(tmp_path, stream, gradient_accumulation_steps=2, **given)
+        read.clear()
+        trainer.train(resume_from_checkpoint=resume)
+        return weights(trainer)
+
+    whole = trained()
+    assert len(read) == 900
+    resumed = trained(str(tmp_path / "checkpoint-8"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert 100 <= len(read) <= 100 + 4 * 100
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_a_packed_stream_goes_on_in_the_same_bits(tmp_path, strategy):
+    def trained(resume=None):
+        stream = IterableDataset.from_generator(lambda: iter(TEXTS * 8))
+        given = {"packing": True, "packing_strategy": strategy, "max_length": 16, "max_steps": 5}
+        trainer = make(tmp_path, stream, save_strategy="steps", save_steps=2, **given)
+        trainer.train(resume_from_checkpoint=resume)
+        return weights(trainer)
+
+    whole, resumed = trained(), trained(str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
 def test_a_first_step_has_one_forward_pass_for_each_micro_batch(tmp_path):

@@ -1,4 +1,4 @@
-"""Evaluation by several processes with different numbers of batches.
+"""Training and evaluation by several processes with different numbers of batches.
 
 In: the batches of this rank. Out: the same number on every rank, because a forward pass may need all ranks (with
 sharded weights) and gathering always does. A rank that has run out is lent a batch, which does not count.
@@ -15,24 +15,28 @@ from torch import Tensor
 from burnish.core.types import Engine
 
 
-def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool, bool]]:
-    """Yield (batch, whether it is this rank's own and counts, whether all ranks are at their last one)."""
+def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool]]:
+    """Yield (batch, whether it is this rank's own and counts). No batch is drawn before it is asked for."""
+    iterator, lent, is_there = iter(batches), None, True
+    while True:
+        batch = next(iterator, None) if is_there else None
+        is_there = batch is not None
+        num_ranks = engine.sum(torch.tensor(float(is_there), device=engine.device))
+        if not num_ranks > 0:
+            return
+        if lent is None and num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had a batch of its own
+            lent = next(one for one in engine.gather_objects(batch) if one is not None)
+        lent = batch if is_there else lent
+        yield lent, is_there
 
-    def is_there(batch: Any) -> Tensor:
-        """() the number of ranks that have a batch, so that one without a batch knows that others go on."""
-        return engine.sum(torch.tensor(float(batch is not None), device=engine.device))
 
-    iterator = iter(batches)
-    lent = current = next(iterator, None)
-    num_ranks = is_there(current)
-    if 0 < num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had a batch of its own
-        lent = next(batch for batch in engine.gather_objects(current) if batch is not None)
-    while num_ranks > 0:
-        following = None if current is None else next(iterator, None)
-        num_ranks = is_there(following)
-        yield (lent if current is None else current), current is not None, not num_ranks
+def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, bool]]:
+    """Yield what ``in_step`` yields, and whether all ranks are at their last batch."""
+    current = next(batches, None)
+    while current is not None:
+        following = next(batches, None)
+        yield *current, following is None
         current = following
-        lent = lent if following is None else following
 
 
 def no_rows_of(values: Any) -> Any:

@@ -1,8 +1,9 @@
 """The stream of groups of an epoch from any loader, with a cursor that resumes.
 
 ``EpochOrder`` is the sampler of the Trainer's own loaders: the order is a function of (seed, epoch), and it can start
-anywhere, so that a resumed run reads no row twice. A loader of the user is iterated as it is; on resume the batches
-that were used are skipped, with the generator in its state at the begin of the epoch.
+anywhere, so that a resumed run reads no row twice. A loader of the user is iterated as it is. On resume it goes on
+from its own state, if it has one (``stateful.py``); else the batches that were used are skipped, with the generator in
+its state at the begin of the epoch.
 
 Position is counted in micro-batches of this rank: every rank has the same number in an epoch.
 """
@@ -19,7 +20,9 @@ from torch.utils.data import IterableDataset, Sampler
 
 from burnish.core.types import Batch, Engine, Group
 from burnish.data.batches.stream import StepPartition, order_of
+from burnish.hf import notes
 from burnish.hf.in_step import in_step
+from burnish.hf.stateful import state_of, stream_with_state
 
 
 class EpochOrder(Sampler[int]):
@@ -103,11 +106,23 @@ class DealtRows(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, batch_size: int, world_size: int, rank: int) -> None:
         self.dataset, self.batch_size, self.world_size, self.rank = dataset, batch_size, world_size, rank
+        self.number = self.start = self.skipped = 0  # rows read; where to read on; rows before this one were used
 
     def __iter__(self) -> Iterator[Any]:
-        for number, row in enumerate(self.dataset):
-            if number // self.batch_size % self.world_size == self.rank:
+        (first, skipped), self.start, self.skipped = (self.start, self.skipped), 0, 0
+        for number, row in enumerate(self.dataset, first):
+            self.number = number + 1
+            if number // self.batch_size % self.world_size == self.rank and number >= skipped:
                 yield row
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the first rank: others go on from it too, and pass over rows of steps that are done."""
+        return {"number": self.number, "dataset": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        across = self.batch_size * self.world_size
+        self.start, self.skipped = state["number"], -(-state["number"] // across) * across
+        self.dataset.load_state_dict(state["dataset"])
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
@@ -133,8 +148,10 @@ class LoaderStream:
         self.engine = engine
         self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
         self.on_empty = on_empty
-        self.epoch, self.position = 0, 0
+        self.epoch, self.position, self.drawn = 0, 0, 0  # micro-batches used, and taken from the loader
         self.generator_at_start: Tensor | None = None
+        self.source = stream_with_state(loader, 1 if engine is None else engine.world_size)
+        self.source_state: Any = None  # where it stood at ``position``, until it is read on from there
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups from the cursor to the end of the epoch."""
@@ -144,7 +161,7 @@ class LoaderStream:
             group = list(islice(batches, min(self.accumulation, self.total - used)))
             if not group:
                 break
-            used += len(group)
+            used = self.drawn = used + len(group)
             counts = [(0, 0) if isinstance(batch, Lent) else self.count(batch) for batch in group]
             is_last = used >= self.total
             yield Group(
@@ -172,11 +189,14 @@ class LoaderStream:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "generator": self.generator_at_start}
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "generator": self.generator_at_start}
+        if self.source is not None and 0 < self.position == self.drawn < self.total:
+            state["source"] = state_of(self.source)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-        self.generator_at_start = state.get("generator")
+        self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
 
     def _batches(self) -> Iterator[Batch]:
         """The loader's batches from the cursor on.
@@ -195,18 +215,32 @@ class LoaderStream:
         now = torch.get_rng_state()
         if self.generator_at_start is not None:
             torch.set_rng_state(self.generator_at_start)
+        goes_on = self._go_on()
         rest = self._in_step(iter(self.loader))
-        if order is None:
+        if order is None and not goes_on:
+            notes.warn(
+                f"The first {self.position} micro-batches of the epoch are read again and passed over, because the set "
+                "does not say where it stands. Sets and loaders that have state_dict and load_state_dict go on."
+            )
             for _ in islice(rest, self.position):
                 pass
         torch.set_rng_state(now)
         return self._filled(rest)
 
+    def _go_on(self) -> bool:
+        """Put the loader or its set where it stood; false where it has to be read from its start."""
+        state, self.source_state = self.source_state, None
+        if state is None or self.source is None:
+            return False
+        self.source.load_state_dict(state)
+        self.drawn = self.position
+        return True
+
     def _in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of a loader without a length, the same number on every rank."""
         if self.engine is None or self.engine.world_size == 1 or num_batches(self.loader) is not None:
             return batches
-        return (batch if is_own else Lent(batch) for batch, is_own, _ in in_step(batches, self.engine))
+        return (batch if is_own else Lent(batch) for batch, is_own in in_step(batches, self.engine))
 
     def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield ``batches``, and lent ones where this rank has none of the last rows of an epoch."""

@@ -47,7 +47,7 @@ from burnish.hf.arguments.values import plain_options
 from burnish.hf.callbacks import FaceHandler, default_callbacks, display_callback
 from burnish.hf.foreign import write_transformers_files
 from burnish.hf.hub import Hub
-from burnish.hf.in_step import in_step
+from burnish.hf.in_step import in_step, with_last
 from burnish.hf.loss import (
     StepUnderWay,
     TrainerObjective,
@@ -543,7 +543,7 @@ class Trainer:
         keeps = description == "Prediction"
         gathered = evaluation.Gathered(args, self._engine, self.accelerator.gather, self.compute_metrics, keeps)
         main = getattr(self.model, "main_input_name", "input_ids")
-        for inputs, is_own, is_last in in_step(dataloader, self._engine):
+        for inputs, is_own, is_last in with_last(in_step(dataloader, self._engine)):
             weight = self._weight(self._prepare_input(inputs))
             loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
             shown = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None

@@ -101,8 +101,11 @@ class Preparation:
     def _mapped(
         self, dataset: Any, function: Any, said: str, drop: list[str] | None = None, batched: bool = True
     ) -> Any:
-        """Call ``dataset.map``; a streamed set has neither processes nor progress."""
-        more = {"num_proc": self.args.dataset_num_proc, "desc": said} if is_datasets_set(dataset) else {}
+        """Call ``dataset.map``; a streamed set has neither processes nor progress. On resume it is read from one batch
+        of each step before the place on, so that batches are small, but for packs, which depend on them."""
+        more = {"num_proc": self.args.dataset_num_proc, "desc": said}
+        if not is_datasets_set(dataset):
+            more = {"batch_size": 1000 if isinstance(function, Pack) else _STREAMED_AT_ONCE} if batched else {}
         return dataset.map(function, batched=batched, remove_columns=drop or None, **more)
 
     def _cut(self, dataset: Any, name: str) -> Any:
@@ -143,6 +146,10 @@ class Preparation:
             dataset = dataset.shuffle(seed=self.args.seed)
         dataset = self._mapped(dataset, Pack(limit, strategy), f"Packing {name} dataset", ["input_ids", "labels"])
         return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
+
+
+_STREAMED_AT_ONCE = 100
+"""Rows of a stream that a step is given at once; enough for the tokenizer's threads."""
 
 
 def _nothing_left(name: str) -> ValueError:
