@@ -70,8 +70,8 @@ def bytes_of(config: Any, method: str, way: dict[str, Any], num_devices: int) ->
         lora_rank=16, lora_target=["all"], num_processes=num_devices, model_name_or_path="model", **way,
     )  # fmt: skip
     with torch.device("meta"):
-        sizes = sizes_of(ADAPTERS[method](options, []), meta_model(config))
-    formats, shape = formats_of(options, config), Shape.of(config)
+        sizes = sizes_of(ADAPTERS[method](options, []), meta_model(config), options)
+    formats, shape = formats_of(options, config, sizes), Shape.of(config)
     terms = memory_of(options, config, sizes, formats, TOKENS)
     terms = shared(terms, sharing_of(options, num_devices), shape, formats, sizes.total, sizes.trained)
     return sum(term.num_bytes for term in terms)

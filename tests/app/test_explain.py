@@ -11,6 +11,7 @@ import torch
 from burnish.app.estimate import Formats, Shape, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
 from burnish.app.explain_view import Line, Sample, Section, drawn, plain
 from burnish.app.plan import Plan, plan
+from burnish.app.resources import Sizes
 from burnish.core.options import Given
 
 
@@ -154,6 +155,7 @@ def test_in_a_terminal_a_row_is_folded_between_words() -> None:
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
+SIZES = Sizes("LlamaForCausalLM", 20_000, 20_000, 20_000, saves_whole_model=True)
 DEMO = Path(__file__).parents[2] / "src" / "burnish" / "demo"
 
 
@@ -254,7 +256,7 @@ def test_the_sizes_of_a_run_are_those_of_its_model(made: Any, changes: dict[str,
 
     options = made(**changes).options
     adapter = ADAPTERS[options.finetuning_type](options, ())
-    sizes = sizes_of(adapter, fitted_shapes(load_config(options), load_tokenizer(options), options))
+    sizes = sizes_of(adapter, fitted_shapes(load_config(options), load_tokenizer(options), options), options)
     model = ADAPTERS[options.finetuning_type](options, ()).attach(load_model(options))
     assert (sizes.trained, sizes.total) == trainable_summary(model)
 
@@ -264,8 +266,8 @@ def test_adam_keeps_two_numbers_for_each_parameter_and_plain_descent_none(made: 
     from burnish.models.load import load_config
 
     config = load_config(made().options)
-    assert formats_of(made(optim="adamw_torch").options, config).moments == 8
-    assert formats_of(made(optim="sgd").options, config).moments == 0
+    assert formats_of(made(optim="adamw_torch").options, config, SIZES).moments == 8
+    assert formats_of(made(optim="sgd").options, config, SIZES).moments == 0
 
 
 def test_to_say_what_will_happen_reads_no_weights_not_even_to_know_them_again(
@@ -285,7 +287,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypa
     options = made(save_steps=2, save_total_limit=3).options
     config, steps = load_config(options), plan_steps(options, 90)
     sizes = resources.Sizes("LlamaForCausalLM", 20_000, 20_000, 20_000, saves_whole_model=True)
-    formats = resources.formats_of(options, config)
+    formats = resources.formats_of(options, config, sizes)
     assert not resources.check_disk(options, config, sizes, formats, steps)
     monkeypatch.setattr(resources, "free_disk", lambda folder: 60_000)
     (problem,) = resources.check_disk(options, config, sizes, formats, steps)

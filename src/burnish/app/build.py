@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines, trainable_summary
+from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines
 from burnish.adapters.lora import learning_rates
 from burnish.app.agreement import raise_unless_same
 from burnish.app.assemble import Pieces, assemble
@@ -32,6 +32,7 @@ from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared, item_lengths, prepare
 from burnish.app.references import reference_of
+from burnish.app.resources import counts_of, formats_in, formats_in_words, loaded_dtype
 from burnish.app.resume import accumulation_for, resume, start_of
 from burnish.app.rewards import begin_head
 from burnish.app.saving import PatientCheckpoints, status_of
@@ -64,7 +65,7 @@ from burnish.models.tokens import fit_vocabulary
 from burnish.objectives.preference_options import PREFERENCE_STAGES
 from burnish.ops.gpu.kernels import ask_for_kernels, kernel_notes
 from burnish.ops.probe import Fitted
-from burnish.optim.builtin import OPTIMIZERS, create_optimizer, create_scheduler
+from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
 from burnish.report.console import kept_in, note, set_log_levels, warn
 from burnish.report.journal import JOURNAL_NAMES, Journal, given_yaml
 from burnish.report.options import counts_tokens
@@ -179,7 +180,7 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
     stream = row_stream(prepared, options, engine, accumulation, budget)
     facts = RunFacts(
         len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), options.per_device_train_batch_size,
-        accumulation, engine.world_size, steps.max_steps, *trainable_summary(model),
+        accumulation, engine.world_size, steps.max_steps, *counts_of(model, prepared.sizes),
     )  # fmt: skip
     listeners = CallbackHandler(
         callbacks_of(options, facts, callbacks), options, TrainerState(), TrainerControl(),
@@ -206,6 +207,7 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
 def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: RunOptions) -> Any:
     """The model with its weights, on its device, and what moves in the format in which it moves."""
     notes: list[str] = []
+    in_files = loaded_dtype(prepared.config)
     device = engine.device if is_quantised(options, prepared.config) else None  # its kernels are chosen for a device
     model = load_model(
         options,
@@ -223,6 +225,11 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     if options.stage in PREFERENCE_STAGES and options.disable_dropout and switch_off_dropout(model):
         notes.append("Dropout is off, LoRA's too, as a model is compared with itself (disable_dropout).")
     engine.place(model, trainable_dtype(options, model, engine))
+    turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
+    notes += [f"{label.capitalize()}: {text}." for label, text in turns]
+    if not is_quantised(options, prepared.config):
+        saved: Any = model.config.dtype if adapter.saves_whole_model and trains(options) else None
+        notes += formats_in_words(in_files, *formats_in(model), saved)
     for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):
         note(sentence)
     return model
@@ -323,8 +330,3 @@ def trainable_dtype(options: RunOptions, model: Any, engine: Any) -> torch.dtype
     if not trains(options):
         return getattr(engine, "dtype", None) or loaded
     return loaded if keeps_load_precision(options) else torch.float32
-
-
-def keeps_load_precision(options: RunOptions) -> bool:
-    """Tell whether the optimizer keeps float32 copies of its own."""
-    return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))

@@ -11,42 +11,37 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
 
-from burnish.adapters.base import ADAPTERS
 from burnish.app.build import wants_flat, wants_needed_only
 from burnish.app.callbacks import listeners_of
 from burnish.app.checks import evaluates, trains
 from burnish.app.estimate import Shape, shown_bytes
+from burnish.app.explain_model import model_section
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.listing import shown
 from burnish.app.options import RunOptions
-from burnish.app.patches import patched_shapes, tried_patches
 from burnish.app.plan import Plan
 from burnish.app.predict import ANSWERS_NAME
 from burnish.app.prepare import Prepared, item_lengths, prepare
-from burnish.app.references import needs_reference, planned_reference
 from burnish.app.resources import (
     available_memory,
-    compute_dtype,
     disk_of,
     free_disk,
     loaded_dtype,
     memory_of,
     rows_of_batch,
     tokens_of_largest_batch,
-    trained_dtype,
 )
 from burnish.app.resume import start_of
 from burnish.app.sharing import peaks, shared, sharing_of
 from burnish.core.checkpoint import Checkpoints, load_state, output_folder
-from burnish.core.patching import patches_of, summary
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.core.secrets import BLOTTED
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.batches.batching import answers_of, collate_needed, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.engine.options import device_of
-from burnish.models.load import context_length, meta_model
+from burnish.models.load import meta_model
 from burnish.report.pace import counted
 
 LOOKED_AT = 1000
@@ -64,7 +59,7 @@ def explain(plan: Plan) -> None:
 
 
 def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
-    yield _model(plan, prepared)
+    yield model_section(plan, prepared)
     yield _data(plan, prepared)
     yield _steps(plan, prepared) if trains(plan.options) else _measuring(plan, prepared)
     yield _events(plan)
@@ -73,55 +68,6 @@ def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     notes = [*plan.notes, *prepared.notes]
     if notes:
         yield Section("Worth knowing", [Line("", text) for text in notes])
-
-
-def _model(plan: Plan, prepared: Prepared) -> Section:
-    options, config, sizes = plan.options, prepared.config, prepared.sizes
-    begin = "random weights" if options.train_from_scratch else options.model_name_or_path
-    device = device_of(options)
-    formats = f"forward passes in {_name(compute_dtype(options, config))}"
-    context = context_length(config)
-    if trains(options):
-        formats += f", updates in {_name(trained_dtype(options))}"
-        share, method = f"{100 * sizes.trained / sizes.total:.3g} %", ADAPTERS.get(options.finetuning_type).summary
-        trained = Line(
-            "trained",
-            f"{sizes.trained:,} of {sizes.total:,} ({share}): {options.finetuning_type}. {method}",
-            plan.where("finetuning_type"),
-        )
-    else:
-        trained = Line("trained", "nothing: the run only evaluates or predicts", plan.where("do_train"))
-    lines = [
-        Line("model", f"{sizes.class_name}, {sizes.base:,} parameters, from {begin}", plan.where("model_name_or_path")),
-        trained,
-        Line("context", f"{context:,} tokens" if context else "without a limit"),
-        Line("device", f"{device}, {formats}"),
-        *_reference(plan, prepared),
-    ]
-    return Section("Model", [*lines, *_patches(plan, prepared)])
-
-
-def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
-    """The patches that the run will make to the model's code."""
-    model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
-    for sentence in summary(model) or ["nothing"]:
-        yield Line("patched", sentence, plan.where("patches"))
-    for why in dict.fromkeys(done.why for done in patches_of(model)):
-        yield Line("why", f"{why.kind}: {why.why}")
-    for why in tried_patches(plan.options, prepared.config):
-        yield Line("tried", f"{why.kind}: {why.why}; kept if the model says the same")
-
-
-def _reference(plan: Plan, prepared: Prepared) -> list[Line]:
-    """Lines about the reference model: the one that the policy is compared with, and its cost."""
-    if not needs_reference(prepared.objective):
-        return []
-    text = planned_reference(plan.options, prepared.sizes, prepared.formats)
-    return [Line("reference", text, plan.where("ref_model"))]
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -404,7 +350,7 @@ def _resources(plan: Plan, prepared: Prepared) -> Section:
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
     sharing = sharing_of(options, plan.world_size)
-    shape, trained = Shape.of(prepared.config.get_text_config()), sizes.trained if trains(options) else 0
+    shape, trained = Shape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
     terms = memory_of(options, prepared.config, sizes, formats, tokens)
     terms = shared(terms, sharing, shape, formats, sizes.total, trained)
     total, free = sum(term.num_bytes for term in terms), available_memory(options)

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from burnish.adapters.base import ModelState, trainable_summary
+from burnish.adapters.base import ModelState
 from burnish.app.checks import evaluates
 from burnish.app.finished import write_finished
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
 from burnish.app.prepare import Prepared
+from burnish.app.resources import counts_of
 from burnish.app.rewards import save_head
 from burnish.core.checkpoint import output_folder
 from burnish.core.loop import TrainOutput, evaluate_all, save, set_training_mode
@@ -127,7 +128,7 @@ def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, flo
     options, folder = plan.options, output_folder(plan.options)
     pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
     trained: Any = run.parts["model"].held
-    trainable, total = trainable_summary(trained.model)
+    trainable, total = counts_of(trained.model, prepared.sizes)
     write_card(
         folder,
         CardFacts(

@@ -96,7 +96,8 @@ def prepare(plan: Plan) -> Prepared:
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     look_at = getattr(objective, "look_at", None)  # an objective of a plugin need not know of it
     notes += look_at(sample, steps.rows_per_step) if look_at is not None and trains(options) else []
-    sizes, formats = sizes_of(adapter, shapes), formats_of(options, config)
+    sizes = sizes_of(adapter, shapes, options, steps.max_steps)
+    formats = formats_of(options, config, sizes, shapes)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     problems += check_deciding_metric(options, getattr(objective, "metrics", None), eval_rows)
     largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)

@@ -7,7 +7,7 @@ model is counted without weights, with the adapter attached, so the counts are t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from burnish.app.options import RunOptions
 from burnish.core.checkpoint import output_folder
 from burnish.core.errors import Problem
 from burnish.core.schedule import StepPlan, steps_of
-from burnish.core.snapshot import split
 from burnish.engine.options import autocast_dtype, device_of
 from burnish.objectives.lm import way_of
 from burnish.ops.head_kernels import logits_bytes
-from burnish.optim.builtin import create_optimizer
+from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
 from burnish.report.pace import counted
 
 
@@ -36,7 +35,8 @@ class Sizes:
 
     Args:
         base: parameters of the model as loaded.
-        total, trained: parameters with the adapter, and those that train.
+        total, trained: parameters with the adapter, and those that train in this run.
+        turns: of an optimizer that trains a part of them at a time.
     """
 
     class_name: str
@@ -44,45 +44,135 @@ class Sizes:
     total: int
     trained: int
     saves_whole_model: bool
+    turns: Turns | None = None
+
+    @property
+    def active(self) -> int:
+        """The most parameters that have gradients at a time."""
+        return self.trained if self.turns is None else self.turns.active
 
 
-def sizes_of(adapter: ModelAdapter, shapes: nn.Module) -> Sizes:
+def sizes_of(adapter: ModelAdapter, shapes: nn.Module, options: RunOptions, max_steps: int = 0) -> Sizes:
     """Attach ``adapter`` to ``shapes``, the model on the meta device (``models.tokens.fitted_shapes``), and count."""
+    copies = trained_dtype(options, shapes.config) != torch.float32
     name, base = type(shapes).__name__, trainable_summary(shapes)[1]
     with torch.device("meta"):
-        trained, total = trainable_summary(adapter.attach(shapes))
-    return Sizes(name, base, total, trained, adapter.saves_whole_model)
+        model = adapter.attach(shapes)
+    trained, total = trainable_summary(model)
+    of_each = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    turns = planned_turns(of_each, options, max_steps, copies) if trains(options) else None
+    return Sizes(name, base, total, trained if turns is None else turns.trained, adapter.saves_whole_model, turns)
 
 
-def trained_dtype(options: RunOptions) -> torch.dtype:
+def counts_of(model: nn.Module, sizes: Sizes) -> tuple[int, int]:
+    """Parameters of a loaded model that train in the run, some of them in turns, and all of its parameters."""
+    trained, total = trainable_summary(model)
+    return (trained if sizes.turns is None else sizes.turns.trained), total
+
+
+def trained_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """The dtype of the weights that train."""
-    return torch.bfloat16 if options.pure_bf16 else torch.float32
+    if options.pure_bf16:
+        return torch.bfloat16
+    return held_dtype(options, config) if keeps_load_precision(options) else torch.float32
+
+
+def held_dtype(options: RunOptions, config: Any) -> torch.dtype:
+    """The dtype in which the model's own weights are loaded, those that are raised to float32 afterwards too."""
+    if options.pure_bf16:
+        return torch.bfloat16
+    raised = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
+    cast = None if raised else autocast_dtype(options, device_of(options))
+    return cast or loaded_dtype(config)
 
 
 def loaded_dtype(config: Any) -> torch.dtype:
-    """The dtype of the model's files, in which it is saved again."""
+    """The dtype of the model's files."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def formats_in_words(
+    in_files: torch.dtype, frozen: torch.dtype, trained: torch.dtype | None, saved: torch.dtype | None
+) -> list[str]:
+    """A sentence where weights change their format; none where they stay as they are in the files.
+
+    Args:
+        frozen: in memory, of weights that do not train, or of all where there are no such.
+        trained: of those that train; None for none. saved: of a whole model that is saved; None for an adapter.
+    """
+    names = [str(dtype).removeprefix("torch.") for dtype in (in_files, frozen, trained or frozen, saved or in_files)]
+    if len({in_files, frozen, saved or in_files}) == 1:
+        return []
+    said = f"Formats: weights are {names[0]} in the files and {names[1]} in memory"
+    said += f", {names[2]} where they train" if trained not in (None, frozen) else ""
+    return [f"{said}; the model is saved in {names[3]}." if saved is not None else f"{said}."]
+
+
+def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes of a model's frozen weights (of all where all train) and of those that train."""
+    of_kind = {p.requires_grad: p.dtype for p in reversed(list(model.parameters())) if p.is_floating_point()}
+    return of_kind.get(False, of_kind.get(True, torch.float32)), of_kind.get(True)
 
 
 def compute_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """The dtype of the forward pass: autocast's, else that of most weights."""
     is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
-    usual = trained_dtype(options) if is_mostly_trained else loaded_dtype(config)
+    usual = trained_dtype(options, config) if is_mostly_trained else loaded_dtype(config)
     return autocast_dtype(options, device_of(options)) or usual
 
 
-def formats_of(options: RunOptions, config: Any) -> Formats:
-    """Bytes of the numbers of a run. It runs a step of the optimizer, so it is called once."""
-    compute, trained = compute_dtype(options, config), trained_dtype(options)
+def formats_of(options: RunOptions, config: Any, sizes: Sizes, model: nn.Module | None = None) -> Formats:
+    """Bytes of the numbers of a run. It runs a step of the optimizer, so it is called once.
+
+    Args:
+        model: without weights, as ``sizes_of`` left it; the optimizer's state is then counted tensor by tensor.
+    """
+    compute, trained = compute_dtype(options, config), trained_dtype(options, config)
     frozen = options.quantization_bit / 8 if options.quantization_bit else compute.itemsize
-    return Formats(frozen, trained.itemsize, compute.itemsize, _moment_bytes(options, config, trained))
+    frozen = trained.itemsize if sizes.turns else frozen  # it trains at another time
+    if sizes.turns is not None:
+        kept = sizes.turns.kept_bytes / sizes.turns.active
+    else:
+        counted = None if model is None else _state_without_weights(options, model, trained)
+        kept = _moment_bytes(options, config, trained) if counted is None else counted / max(1, sizes.trained)
+    return Formats(frozen, trained.itemsize, compute.itemsize, kept)
+
+
+def _state_without_weights(options: RunOptions, model: nn.Module, dtype: torch.dtype) -> int | None:
+    """Bytes of the optimizer's state for a model on the meta device; None where its step needs numbers."""
+    moved = [p for p in model.parameters() if p.requires_grad]
+    for parameter in moved:
+        parameter.data = parameter.data.to(dtype)
+    try:
+        optimizer = create_optimizer(model.named_parameters(), model, options)
+        if callable(switch := getattr(optimizer, "train", None)):
+            switch()
+        for parameter in moved:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    except (RuntimeError, NotImplementedError):
+        return None
+    finally:
+        for parameter in moved:
+            parameter.grad = None
+    return _bytes_of(optimizer)
+
+
+def _bytes_of(optimizer: Any) -> int:
+    kept = {id(tensor): tensor for tensor in _tensors_in(optimizer.state_dict())}
+    return sum(tensor.nbytes for tensor in kept.values() if tensor.numel() > 1)
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_in(value)
 
 
 def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float:
     """Bytes of the optimizer's state per trained parameter, measured after a step on a small matrix."""
-    if options.use_badam:
-        share = 1 / Shape.of(config).layers if options.badam_mode == "layer" else options.badam_update_ratio
-        return 2 * 4 * share
     width = min(Shape.of(config.get_text_config()).hidden, 512)
     weight = nn.Linear(width, width, bias=False, dtype=dtype)
     model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer, for optimizers that check names
@@ -92,9 +182,7 @@ def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float
         switch()
     weight.weight.grad = torch.zeros_like(weight.weight)
     optimizer.step()
-    kept, _ = split(optimizer.state_dict(), copy=False)
-    kept_bytes: int = sum(value.nbytes for value in kept.values() if value.numel() > 1)
-    return round(kept_bytes / weight.weight.numel(), 2)
+    return round(_bytes_of(optimizer) / weight.weight.numel(), 2)
 
 
 def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
@@ -102,7 +190,7 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
     shape = Shape.of(config.get_text_config())
     return memory_terms(
         sizes.total,
-        sizes.trained if trains(options) else 0,
+        sizes.active if trains(options) else 0,
         shape,
         formats,
         tokens,
@@ -163,9 +251,13 @@ def disk_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, st
     """The most bytes that ``output_dir`` will hold at a time, without results and answers."""
     if not trains(options):
         return 0
-    model = sizes.total * loaded_dtype(config).itemsize if sizes.saves_whole_model else sizes.trained * formats.trained
+    model = (
+        sizes.total * held_dtype(options, config).itemsize
+        if sizes.saves_whole_model
+        else sizes.trained * formats.trained
+    )
     weights = (sizes.total if sizes.saves_whole_model else sizes.trained) * formats.trained
-    moments = 0 if options.save_only_model else sizes.trained * formats.moments
+    moments = 0 if options.save_only_model else sizes.active * formats.moments
     return disk_bytes(model, round(weights + moments), _checkpoints_kept(options, steps))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ from torch.optim import AdamW, Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import changed, option
-from burnish.optim.builtin import OPTIMIZERS, AdamChoices, Groups, adam_arguments, asked_by, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, AdamChoices, Groups, Turns, adam_arguments, asked_by, only_adamw
 
 logger = logging.getLogger(__name__)
 _IN_A_LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -105,10 +105,67 @@ def _is_chosen(options: BadamChoices) -> bool:
     return bool(options.use_badam) or options.optim == "badam"
 
 
+# --- what a run trains, known before it -------------------------------------------------------------------------------
+
+
+def turns_of(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, copies: bool) -> Turns:
+    """Plan the turns of a run.
+
+    Args:
+        sizes: name of a parameter -> its elements.
+        copies: the weights are not in float32.
+    """
+    blocks = {prefix: sum(sizes[name] for name in names) for prefix, names in blocks_of(list(sizes)).items()}
+    rounds = 1 if options.badam_switch_interval < 1 else max(1, -(-max_steps // options.badam_switch_interval))
+    planned = _turns_of_entries if options.badam_mode == "ratio" else _turns_of_blocks
+    found = planned(sizes, blocks, options, rounds, copies)
+    outside = [name for name in sizes if not _IN_A_LAYER.match(name)]
+    shown = ", ".join(outside[:4]) + (f" and {len(outside) - 4:,} more" if len(outside) > 4 else "")
+    never = f"{sum(sizes[name] for name in outside):,}, in no layer: {shown}"
+    return replace(found, lines=(*found.lines, ("never trained", never))) if outside else found
+
+
+def _turns_of_blocks(
+    sizes: Mapping[str, int], blocks: Mapping[str, int], options: BadamChoices, rounds: int, copies: bool
+) -> Turns:
+    order = [block_at(options, len(blocks), number) for number in range(min(rounds, len(blocks)))]
+    names, counts = list(blocks), [list(blocks.values())[place] for place in dict.fromkeys(order)]
+    shown = ", ".join(map(str, order[:8])) + (", ..." if rounds > min(len(order), 8) else "")
+    idle = len(blocks) - len(counts)
+    how = (
+        f"{len(blocks)}, {names[0]} to {names[-1]}, {options.badam_switch_mode}: {shown}; "
+        + _often(rounds, options.badam_switch_interval)
+        + (f"; {idle} {'has' if idle == 1 else 'have'} no turn in this run" if idle else "")
+    )
+    most = max(counts)
+    return Turns(sum(counts), most, most * (12 if copies else 8), (("blocks", how),))
+
+
+def _turns_of_entries(
+    sizes: Mapping[str, int], blocks: Mapping[str, int], options: BadamChoices, rounds: int, copies: bool
+) -> Turns:
+    inside = [name for name in sizes if _IN_A_LAYER.match(name)]
+    moved = sum(max(1, round(sizes[name] * options.badam_update_ratio)) for name in inside)
+    how = f"{moved:,} entries at a time, {options.badam_mask_mode}; {_often(rounds, options.badam_switch_interval)}"
+    how += ", together as many as said if none is drawn twice" if rounds > 1 else ""
+    total = sum(blocks.values())
+    # AdamW's two moments and the copy in float32 have 4 bytes each, the place of an entry has 8.
+    return Turns(min(total, rounds * moved), total, moved * (8 + 4 + 8), (("entries", how),))
+
+
+def _often(rounds: int, interval: int) -> str:
+    return (
+        f"others {'after each update' if interval == 1 else f'every {interval:,} updates'}, {rounds:,} turns"
+        if rounds > 1
+        else "the same for the whole run"
+    )
+
+
 @OPTIMIZERS.register(
     "badam",
     options=BadamOptions,
     keeps_load_precision=True,
+    turns=turns_of,
     **asked_by("use_badam"),
 )
 def badam(groups: Groups, options: BadamChoices) -> Optimizer:
@@ -206,26 +263,7 @@ class _LayerAdam(_BlockAdam):
     @property
     def block(self) -> int:
         """Index of the active block."""
-        options, count = self.options, len(self.blocks)
-        mode, start = options.badam_switch_mode, options.badam_start_block
-        if mode == "fixed":
-            return start or 0
-        if mode == "descending":
-            return ((count - 1 if start is None else start) - self.round) % count
-        if mode == "ascending":
-            return ((start or 0) + self.round) % count
-        return self._random_block()
-
-    def _random_block(self) -> int:
-        """The next block where each pass over the blocks has a random order of its own, a function of (seed, pass)."""
-        count = len(self.blocks)
-        generator = torch.Generator().manual_seed(self.options.seed + self.round // count)
-        order: list[int] = torch.randperm(count, generator=generator).tolist()
-        start = self.options.badam_start_block
-        if start is not None and self.round < count:
-            order.remove(start)
-            order.insert(0, start)
-        return order[self.round % count]
+        return block_at(self.options, len(self.blocks), self.round)
 
     def _activate(self) -> None:
         prefix = list(self.blocks)[self.block]
@@ -259,6 +297,24 @@ class _LayerAdam(_BlockAdam):
             if moved is not parameter:
                 parameter.copy_(moved)
                 moved.grad = None
+
+
+def block_at(options: BadamChoices, count: int, number: int) -> int:
+    """Index of the block that has turn ``number``. Where turns are random, each pass over the blocks has an order of
+    its own, a function of (seed, pass)."""
+    mode, start = options.badam_switch_mode, options.badam_start_block
+    if mode == "fixed":
+        return start or 0
+    if mode == "descending":
+        return int(((count - 1 if start is None else start) - number) % count)
+    if mode == "ascending":
+        return int(((start or 0) + number) % count)
+    generator = torch.Generator().manual_seed(options.seed + number // count)
+    order: list[int] = torch.randperm(count, generator=generator).tolist()
+    if start is not None and number < count:
+        order.remove(start)
+        order.insert(0, start)
+    return order[number % count]
 
 
 class _RatioAdam(_BlockAdam):

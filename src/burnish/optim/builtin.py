@@ -148,6 +148,38 @@ def split_by_rate(groups: Groups, learning_rates: Mapping[str, float]) -> Groups
     return sorted(found, key=lambda group: "lr" in group)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Weights of which an optimizer trains a part at a time.
+
+    Args:
+        trained: those that have a turn in this run; active: the most that have gradients at a time.
+        kept_bytes: of the optimizer, for moments, copies in float32 and places.
+        lines: label and text for a person.
+    """
+
+    trained: int
+    active: int
+    kept_bytes: int
+    lines: tuple[tuple[str, str], ...]
+
+
+def keeps_load_precision(options: NamedOptimizer) -> bool:
+    """Tell whether the optimizer keeps float32 copies of its own."""
+    return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))
+
+
+def planned_turns(sizes: Mapping[str, int], options: NamedOptimizer, max_steps: int, copies: bool) -> Turns | None:
+    """Plan the turns of the weights; None where the optimizer trains all of them in every step.
+
+    Args:
+        sizes: name of a parameter -> its elements.
+        copies: the weights are not in float32.
+    """
+    plans = OPTIMIZERS.choose(options.optim, options).traits.get("turns")
+    return None if plans is None else plans(sizes, options, max_steps, copies)
+
+
 class AdamChoices(Protocol):
     """The options that AdamW and its kin are made with."""
 

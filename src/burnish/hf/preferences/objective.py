@@ -100,7 +100,7 @@ class _InStep:
         self.loader, self.engine = loader, engine
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, is_own, _ in in_step(self.loader, self.engine):
+        for batch, is_own in in_step(self.loader, self.engine):
             yield batch if is_own else blank_if_lent(Lent(batch))
 
 

@@ -1,0 +1,174 @@
+"""``explain`` beside the run, over methods and optimizers: what is said before is measured while it happens."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import burnish.core.loop as loop
+from burnish.app import build
+from burnish.app.explain import sections
+from burnish.app.plan import Plan, plan
+from burnish.app.prepare import Prepared, prepare
+from burnish.app.resources import formats_in, memory_of
+from burnish.core.options import Given
+from burnish.core.snapshot import split
+from burnish.engine.base import SingleEngine
+from small_run import make_model, make_user
+
+pytestmark = pytest.mark.run
+
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full under bf16": {"bf16": True},
+    "full in bfloat16": {"pure_bf16": True},
+    "lora": {"finetuning_type": "lora", "lora_rank": 4},
+    "lora with the head": {"finetuning_type": "lora", "lora_rank": 4, "additional_target": "lm_head", "bf16": True},
+    "freeze": {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{name: {"optim": name} for name in ("adamw_torch", "sgd", "adafactor", "lion_32bit", "muon", "adam_mini")},
+    "apollo": {"use_apollo": True, "apollo_rank": 8},
+    "galore": {"use_galore": True, "galore_rank": 8},
+}
+BADAM: dict[str, dict[str, Any]] = {
+    "a turn for each": {},
+    "one of them, rounded": {"badam_switch_mode": "fixed", "badam_start_block": 1, "bf16": True},
+    "at random": {"badam_switch_mode": "random"},
+    "entries": {"badam_mode": "ratio", "badam_update_ratio": 0.25},
+}
+CASES = {
+    **{name: {**given, "optim": "adamw_torch"} for name, given in METHODS.items()},
+    **{f"full by {name}": given for name, given in OPTIMIZERS.items()},
+    **{f"lora by {name}": {**METHODS["lora"], **OPTIMIZERS[name]} for name in ("adafactor", "muon")},
+    **{f"badam, {name}": {"use_badam": True, "badam_switch_interval": 2, **given} for name, given in BADAM.items()},
+    "files in bfloat16": {"files": "bfloat16"},
+    "badam, files in bfloat16": {"files": "bfloat16", "use_badam": True, "badam_switch_interval": 2},
+}
+
+
+class Watch:
+    """What a run does: rows of its steps, bytes of its gradients, and the run itself."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        self.gradients, self.run = 0, None
+        take_step, clip, train = loop.take_step, SingleEngine.clip, build.train
+
+        def counted(run: Any, group: Any, options: Any) -> None:
+            self.rows.append(group.num_rows)
+            take_step(run, group, options)
+
+        def clipped(engine: Any, parameters: Any, limit: float) -> Any:
+            grads = [p.grad for p in self.run.model.parameters() if p.grad is not None]
+            self.gradients = max(self.gradients, sum(grad.nbytes for grad in grads))
+            return clip(engine, parameters, limit)
+
+        def trained(run: Any, options: Any) -> Any:
+            self.run, self.before = run, {n: p.detach().clone() for n, p in run.model.named_parameters()}
+            return train(run, options)
+
+        patch.setattr(loop, "take_step", counted)
+        patch.setattr(SingleEngine, "clip", clipped)
+        patch.setattr(build, "train", trained)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """(elements of the tensors that changed, elements that changed)."""
+        pairs = [(p.detach(), self.before[name]) for name, p in self.run.model.named_parameters()]
+        whole = sum(p.numel() for p, before in pairs if not torch.equal(p, before))
+        return whole, sum(int((p != before).sum()) for p, before in pairs)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: make_model(tmp_path_factory.mktemp(name) / "model", dtype=name) for name in ("float32", "bfloat16")}
+
+
+def planned(folder: Path, given: dict[str, Any], models: dict[str, Path]) -> tuple[Plan, Prepared, dict[str, str]]:
+    options = make_user(folder, **{
+        "max_steps": 5, "save_strategy": "no", "learning_rate": 0.01, "lr_scheduler_type": "constant",
+        "model_name_or_path": str(models[given.get("files", "float32")]),
+        **{name: value for name, value in given.items() if name != "files"},
+    })  # fmt: skip
+    made = plan({name: Given(value, "the command line") for name, value in options.items()})
+    prepared = prepare(made)
+    lines = [line for section in sections(made, prepared) for line in section.lines]
+    return made, prepared, {line.label: line.text for line in reversed(lines)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    made, prepared, said = planned(tmp_path, CASES[name], models)
+    watch = Watch(monkeypatch)
+    assert build.train_run(made).exit_code is None
+    model, options = watch.run.model, made.options
+
+    trained = prepared.sizes.trained
+    whole, entries = watch.moved
+    assert said["trained"].startswith(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,}")
+    if options.use_badam and options.badam_mode == "ratio":
+        assert trained / 2 < entries <= trained
+    else:
+        assert whole == trained
+
+    terms = {
+        term.name: term.num_bytes for term in memory_of(options, prepared.config, prepared.sizes, prepared.formats, 60)
+    }
+    assert terms["weights"] == sum(p.nbytes for p in model.parameters())
+    assert terms["gradients"] == watch.gradients
+    kept, _ = split(watch.run.optimizer.state_dict(), copy=False)
+    weights = {p.data_ptr() for p in model.parameters()}
+    states = sum(t.nbytes for t in kept.values() if t.numel() > 1 and t.data_ptr() not in weights)
+    states += sum(places.nbytes for _, places, _ in getattr(watch.run.optimizer, "_parts", ()))
+    assert terms.get("optimizer", 0) == pytest.approx(states, rel=0.1)
+
+    assert watch.rows == [4] * 5
+    assert "= 4 rows a step" in said["processes"]
+    assert said["in all"] == "5 steps"
+    (file,) = (tmp_path / "out").glob("*model.safetensors")
+    with safe_open(file, "pt") as saved:
+        dtypes = {str(saved.get_tensor(key).dtype) for key in saved.keys()}  # noqa: SIM118
+    held, _ = formats_in(model)
+    if "formats" in said:
+        assert f"and {str(held).removeprefix('torch.')} in memory" in said["formats"]
+        told = re.search(r"saved in (\w+)", said["formats"])
+        assert told is None or dtypes == {f"torch.{told[1]}"}
+    else:
+        assert str(held) == f"torch.{CASES[name].get('files', 'float32')}"
+        assert dtypes == {str(held)} or "lora" in name
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert f"{trained:,}" in card
+
+
+def test_badam_says_its_turns_before_and_while_it_runs(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """The blocks that move, in their order, are those that were named; what is never trained does not move."""
+    given = {"use_badam": True, "badam_switch_interval": 2, "badam_switch_mode": "descending", "badam_verbose": 1}
+    made, _, said = planned(tmp_path, given, models)
+    assert said["blocks"].endswith(
+        "model.layers.0 to model.layers.1, descending: 1, 0, ...; others every 2 updates, 3 turns"
+    )
+    assert said["never trained"].startswith("20,512, in no layer: model.embed_tokens.weight, ")
+    watch, active = Watch(monkeypatch), []
+    step = loop.take_step
+
+    def seen(run: Any, group: Any, options: Any) -> None:
+        active.append({name for name, p in run.model.named_parameters() if p.requires_grad})
+        step(run, group, options)
+
+    monkeypatch.setattr(loop, "take_step", seen)
+    build.train_run(made)
+    turns = [{re.match(r".*layers\.(\d)", name)[1] for name in names} for names in active]  # type: ignore[index]
+    assert turns == [{"1"}, {"1"}, {"0"}, {"0"}, {"1"}]
+    never = [name for name in watch.before if "layers" not in name]
+    assert all(torch.equal(dict(watch.run.model.named_parameters())[name], watch.before[name]) for name in never)
+    told = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"Blocks: {said['blocks']}." in told
+    assert "15,488 of 36,000 parameters are trained" in told
+    assert json.loads((tmp_path / "out" / "train_results.json").read_text())["train_loss"] > 0
