@@ -83,7 +83,8 @@ def test_every_key_of_the_other_tools_stands_on_the_page_of_options():
 # --- code blocks ------------------------------------------------------------------------------------------------------
 
 EVERY_PAGE = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")])
-RUN_BY = {"README.md": "test_docs.py", "migrating.md": "test_hf_examples.py", "extending.md": "test_extending.py"}
+RUN_BY = {"README.md": "test_docs.py", "migrating.md": "test_hf_examples.py", "extending.md": "test_extending.py",
+          "preferences.md": "test_trl_trainers.py"}  # fmt: skip
 """Page -> the test that runs its Python."""
 PROGRAMS = {"burnish", "make", "pip", "python", ".", "torchrun"}
 

@@ -1,7 +1,9 @@
 """The trainers of TRL that learn from preferences: references, evaluation, resume, cuts, records, what is refused."""
 
 import math
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -372,3 +374,15 @@ def test_a_loss_of_ones_own_begins_with_burnishs(folder, tmp_path):
     arguments = burnish.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none")
     given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model"), "train_dataset": as_set(pairs())}
     assert Halved(model, args=arguments, **given).train().training_loss == pytest.approx(math.log(2) / 2, abs=1e-6)
+
+
+def test_the_script_of_the_page_trains(folder, tmp_path, monkeypatch):
+    page = (Path(burnish.__file__).parents[2] / "docs" / "preferences.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "my-sft-model").symlink_to(folder / "model")
+    made: dict = {}
+    exec(compile(script.replace("max_steps=20", "max_steps=2, report_to='none', use_cpu=True"), "page", "exec"), made)
+    assert made["trainer"].state.global_step == 2
+    assert (tmp_path / "saves" / "even" / "model.safetensors").is_file()

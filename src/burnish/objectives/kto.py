@@ -188,8 +188,7 @@ class KtoObjective(AnswersObjective):
                 found[f"logits/{name}"] = Sum((values.mean_logits * counted).sum(), of_tokens)
         if self.has_baseline:
             found["kl"] = batch["baseline"] * items.sum()
-        if self.options.compute_entropy:
-            found["entropy"] = Sum((values.entropy * items).sum(), (batch["lengths"] * items).sum())
+        found["entropy"] = Sum((values.entropy * items).sum(), (batch["lengths"] * items).sum())
         return found
 
     def shown(self, values: dict[str, float]) -> dict[str, float]:

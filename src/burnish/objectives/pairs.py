@@ -62,8 +62,6 @@ class PairChoices(CheckpointingChoices, PatchChoice, Protocol):
     """The options of losses over answers."""
 
     alphapo_alpha: float
-    compute_accuracy: bool
-    compute_entropy: bool
     cpo_alpha: float
     discopop_tau: float
     dpo_label_smoothing: float
@@ -132,8 +130,7 @@ class AnswersObjective(StageObjective):
         """The model as one that is asked for answers. ``fit`` comes first."""
         options = self.options
         rules = LogpRules(
-            self.head.softcap if self.head else None, options.compute_accuracy, options.compute_entropy,
-            self.asks_evenness,
+            self.head.softcap if self.head else None, accuracy=True, entropy=True, evenness=self.asks_evenness
         )  # fmt: skip
         coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
         return SequenceModel(model, self.head, self.makes_some_logits, rules, coefficient, options)
@@ -274,7 +271,7 @@ class PairObjective(AnswersObjective):
         losses = self._with_additions(losses, pairs, values, batch)
         metrics: dict[str, Metric] = {
             name: (value * items).sum() for name, value in self._measured(pairs).items()
-        } | token_metrics(values, batch, self.options)
+        } | token_metrics(values, batch)
         total = (losses * items).sum()
         if values.aux is not None:
             metrics["aux_loss"] = (values.aux * items.sum()).detach()
@@ -407,7 +404,7 @@ def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engin
     return [{**batch, "matches_chosen": a, "matches_rejected": b} for batch, a, b in zip(batches, *ours, strict=True)]
 
 
-def token_metrics(values: SequenceValues, batch: Batch, options: PairChoices) -> dict[str, Metric]:
+def token_metrics(values: SequenceValues, batch: Batch) -> dict[str, Metric]:
     """Means over the learned tokens of pairs, each with its own count."""
     counted = batch["items"].repeat_interleave(2)  # (S,)
     sides = {"chosen": slice(0, None, 2), "rejected": slice(1, None, 2)}
@@ -416,11 +413,7 @@ def token_metrics(values: SequenceValues, batch: Batch, options: PairChoices) ->
         for name, side in sides.items():
             count = (batch["lengths"] * counted)[side].sum()
             found[f"logits/{name}"] = Sum((values.mean_logits * counted)[side].sum(), count)
-    if options.compute_entropy:
-        found["entropy"] = Sum((values.entropy * counted).sum(), (batch["lengths"] * counted).sum())
-    if options.compute_accuracy:
-        chosen = sides["chosen"]
-        found["mean_token_accuracy"] = Sum(
-            (values.correct * counted)[chosen].sum(), (batch["lengths"] * counted)[chosen].sum()
-        )
+    lengths, chosen = batch["lengths"] * counted, sides["chosen"]
+    found["entropy"] = Sum((values.entropy * counted).sum(), lengths.sum())
+    found["mean_token_accuracy"] = Sum((values.correct * counted)[chosen].sum(), lengths[chosen].sum())
     return found

@@ -85,7 +85,6 @@ class PreferenceConfig(TrlArguments):
         given = {name: self._given(word) for word, name in today.items() if name in known}
         made, problems = build(Choices, {name: Given(value) for name, value in given.items()})
         raise_if(self.in_own_words([*problems, *self._contradictions(made)]))
-        made.compute_accuracy = made.compute_entropy = True
         made.gradient_checkpointing = self.gradient_checkpointing
         made.gradient_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         return made
