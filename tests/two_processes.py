@@ -37,7 +37,8 @@ def in_two_processes(function: Callable[..., None], *given: Any, environment: di
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     here = Path(__file__).parent
-    script = _LAUNCHER.format(paths=[str(here / "engine"), str(here), str(here.parent / "src")])
+    beside = Path(function.__code__.co_filename).parent
+    script = _LAUNCHER.format(paths=[str(beside), str(here), str(here.parent / "src")])
     place = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     called = json.dumps([function.__module__, function.__name__, given])
     subprocess.run([sys.executable, "-c", script, called], env=place, check=True, timeout=300)
