@@ -6,6 +6,7 @@ TRL itself is compared with by ``scripts/parity_sft.py``, where it is installed.
 
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -695,6 +696,94 @@ def test_a_base_of_4_bits_trains_on_a_cpu(tmp_path):
     assert torch.equal(base.weight, before)  # bitsandbytes lays it out anew at a product outside of training
     assert len(logged(trainer, "loss")) == 3
     assert any(p.abs().sum() > 0 for name, p in weights(trainer).items() if "lora_B" in name)
+
+
+# --- what no script can mean, and what it can hardly mean -------------------------------------------------------------
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+
+
+def lenient():
+    found = tokenizer()
+    found.chat_template = CHATML
+    return {"processing_class": found}
+
+
+@pytest.fixture
+def heard():
+    """The warnings of burnish's trainers, each as often as it was given."""
+    logger, messages = transformers.logging.get_logger("transformers.trainer"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def once(heard, text):
+    return sum(text in message for message in heard) == 1
+
+
+@pytest.mark.parametrize(
+    ("chat", "said"),
+    [
+        ([HI, HI], "no message of the assistant"),
+        ([{"role": "narrator", "content": "x"}, HI, YO], "the role 'narrator' is none"),
+        ([HI, YO, {"role": "system", "content": "x"}, HI, YO], "a system message is not the first"),
+        ([{"role": "user", "content": "<image> What?"}, YO], "<image> in a row is learned as text"),
+    ],
+    ids=["no answer", "role", "system", "image"],
+)
+def test_rows_that_a_script_can_hardly_mean_are_named_once(tmp_path, heard, chat, said):
+    make(tmp_path, [{"messages": chat}] * 3, trainer=lenient())
+    assert once(heard, said)
+    assert once(heard, "The first such row: ")
+
+
+def test_a_marker_in_a_plain_text_is_named_and_usual_chats_are_not(tmp_path, heard):
+    make(tmp_path, [{"text": "look <video> at"}] * 3)
+    assert once(heard, "<video> in a row is learned as text")
+    before = len(heard)
+    make(tmp_path, CHATS)
+    make(tmp_path, [{"prompt": [HI], "completion": [YO]}] * 2)
+    assert len(heard) == before
+
+
+def test_a_message_without_content_is_refused_but_for_a_call_of_a_tool(tmp_path):
+    for chat in ([HI, {"role": "assistant", "content": None}], [{"role": "user", "content": None}, YO]):
+        with pytest.raises(ValueError, match="A message's `content` is null"):
+            make(tmp_path, [{"messages": chat}] * 2, trainer=lenient())
+    call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert len(make(tmp_path, [{"messages": [HI, calls]}] * 2, trainer=lenient()).train_dataset) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"learning_rate": 0.0}, "`learning_rate` is 0: no weight will move."),
+        ({"num_train_epochs": 0, "max_steps": -1}, "`num_train_epochs` is 0: no step will be taken."),
+        ({"max_grad_norm": -1.0}, "`max_grad_norm` is -1: gradients are not clipped, which 0 says too."),
+    ],
+)
+def test_numbers_that_a_script_can_hardly_mean_are_warned_of(tmp_path, given, said):
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        arguments(tmp_path, **given)
+
+
+def test_a_text_that_is_no_truth_value_is_refused_and_false_is_false(tmp_path):
+    for name in ("packing", "bf16", "gradient_checkpointing", "completion_only_loss"):
+        with pytest.raises(ValueError, match=f"`{name}` must be true or false. Received: 'maybe'."):
+            arguments(tmp_path, **{name: "maybe"})
+    assert arguments(tmp_path, packing="False").packing is False
+    assert arguments(tmp_path, packing="true").packing is True
+
+
+@pytest.mark.parametrize(("alpha", "effect"), [(-8, "is subtracted"), (0, "has no effect")])
+def test_an_adapter_that_is_subtracted_or_idle_is_warned_of(tmp_path, heard, alpha, effect):
+    make(tmp_path, TEXTS, trainer={"peft_config": LoraConfig(r=2, lora_alpha=alpha)})
+    assert once(heard, f"`lora_alpha` is {alpha}: the adapter {effect}.")
 
 
 # --- the collator -----------------------------------------------------------------------------------------------------

@@ -111,7 +111,9 @@ def _check_formats(args: Any) -> None:
 
 
 def say_what_has_no_effect(args: Any) -> None:
-    """Warn once of each argument that is given and has no effect."""
+    """Warn once of each argument that is given and has no effect, or leaves the run without one."""
+    for text in _hollow(args):
+        notes.warn(text, UserWarning, stacklevel=5)
     for name, (usual, reason) in _NO_EFFECT.items():
         if getattr(args, name) not in usual:
             notes.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
@@ -127,6 +129,18 @@ def say_what_has_no_effect(args: Any) -> None:
             UserWarning,
             stacklevel=5,
         )
+
+
+def _hollow(args: Any) -> list[str]:
+    """Sentences on numbers with which a run trains nothing, or not as a reader would think."""
+    found = []
+    if args.learning_rate == 0:
+        found.append("`learning_rate` is 0: no weight will move.")
+    if args.num_train_epochs == 0 and args.max_steps <= 0:
+        found.append("`num_train_epochs` is 0: no step will be taken.")
+    if args.max_grad_norm is not None and args.max_grad_norm < 0:
+        found.append(f"`max_grad_norm` is {args.max_grad_norm:g}: gradients are not clipped, which 0 says too.")
+    return found
 
 
 _NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {

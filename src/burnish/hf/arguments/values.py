@@ -21,15 +21,16 @@ from burnish.core.conversion import GivenTwice, as_type, each_key_once, members
 
 
 def take_numbers(args: Any) -> None:
-    """Convert numbers to the types of their fields: YAML gives 1e-4 as a text, and 1e3 steps are a thousand.
+    """Convert numbers and truth values to the types of their fields: YAML gives 1e-4 as a text, 1e3 steps are a
+    thousand, and "False" is false, though Python takes each text for true.
 
     Raises:
-        ValueError: where an integer field was given a fraction, or a text is no number.
+        ValueError: where an integer field was given a fraction, or a text is no number, or neither true nor false.
     """
     for name, spec in args.declared.items():
         value, kinds = getattr(args, name), members(spec.type)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not {int, float} & set(kinds) or not (is_number or (isinstance(value, str) and str not in kinds)):
+        if not {int, float, bool} & set(kinds) or not (is_number or (isinstance(value, str) and str not in kinds)):
             continue
         try:
             setattr(args, name, as_type(spec.type, value))

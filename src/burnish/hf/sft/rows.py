@@ -25,6 +25,7 @@ from burnish.core.types import IGNORE_INDEX
 from burnish.data.batches.batching import pack
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.sft.masks import AssistantMasks
+from burnish.hf.sft.remarks import Remarks
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -192,11 +193,12 @@ class Encode:
                 f"or `input_ids`. Received the columns: {', '.join(self.sample)}."
             )
         self.sample = None  # not needed any more, and not to be sent to other processes
-        self.has_warned = False
+        self.has_warned, self.remarks = False, Remarks()
 
     def __call__(self, columns: Columns) -> Columns:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         self._refuse_hollow(rows)
+        self._remark(rows)
         if self.has_prompts:
             return self._completions(rows)
         if not self.is_chat:
@@ -206,12 +208,22 @@ class Encode:
         found = [self.masks(plain(row["messages"]), template_arguments(row)) for row in rows]
         return {"input_ids": [ids for ids, _ in found], "assistant_masks": [mask for _, mask in found]}
 
+    def _remark(self, rows: list[Any]) -> None:
+        for row in rows:
+            if self.is_chat:
+                self.remarks.of_chat(row["prompt"] + row["completion"] if self.has_prompts else row["messages"])
+            else:
+                self.remarks.of_texts(*(row[name] for name in self._columns))
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return ("prompt", "completion") if self.has_prompts else ("messages" if self.is_chat else self.field,)
+
     def _refuse_hollow(self, rows: list[Any]) -> None:
         """Refuse rows of another kind than the first one, in which arrow has filled missing columns with None."""
         kind, kind_in_words = (list, "a list of messages") if self.is_chat else (str, "a text")
-        own = "messages" if self.is_chat else self.field
         for row in rows:
-            for column in ("prompt", "completion") if self.has_prompts else (own,):
+            for column in self._columns:
                 if not isinstance(row[column], kind):
                     raise ValueError(
                         f"`{column}` must be {kind_in_words} in every row of a dataset. Received: {row[column]!r}, in "

@@ -209,6 +209,9 @@ def attach_peft(model: Any, peft_config: Any, added_tokens: list[int]) -> Any:
             "unload the existing adapter, save the resulting base model, and then pass that base model along with the "
             "new `peft_config` to the trainer."
         )
+    if (alpha := getattr(peft_config, "lora_alpha", 1)) <= 0:
+        effect = "the adapter has no effect" if alpha == 0 else "the adapter is subtracted"
+        logger.warning(f"`lora_alpha` is {alpha}: {effect}.")
     if added_tokens:
         _train_added_tokens(peft_config, added_tokens)
     return PeftAdapter(PeftOptions(peft_config)).attach(model)
