@@ -348,6 +348,7 @@ SHOWN_BY: dict[str, str] = {
     "sync_ref_model": "preferences/pref_options: each_option_of_pairs_changes_their_loss",
     "ref_model_mixup_alpha": "preferences/pref_options: each_option_of_pairs_changes_their_loss",
     "ref_model_sync_steps": "preferences/pref_options: each_option_of_pairs_changes_their_loss",
+    "precompute_ref_log_probs": "preferences/pref_options: a_reference_that_is_asked_beforehand_says_the_same",
     "disable_dropout": "preferences/pref_options: dropout_is_off_unless_it_is_asked_for",
     "ref_model_adapters": "preferences/pref_options: a_reference_may_have_adapters_and_few_bits",
     "ref_model_quantization_bit": "preferences/pref_options: a_reference_may_have_adapters_and_few_bits",

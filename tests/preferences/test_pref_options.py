@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from pair_runs import given, losses, make_workplace, pairs, run_of
 from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from burnish.app.plan import plan
 from burnish.core.errors import UserError
+from pair_runs import given, losses, make_workplace, pairs, run_of
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,28 @@ def make_adapter(workplace, monkeypatch):
     losses(workplace, monkeypatch, finetuning_type="lora", output_dir=str(workplace / "adapter"))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"stage": "kto"}, {"ref_model": "other"}, {"finetuning_type": "lora"}, {"pref_loss": "aot"}],
+    ids=lambda given: "-".join(given) or "full",
+)
+def test_a_reference_that_is_asked_beforehand_says_the_same(workplace, monkeypatch, changes):
+    """And of the start no copy is kept."""
+    from burnish.app import references
+
+    more = {**changes, "eval_dataset": str(workplace / "pairs.json"), "eval_strategy": "steps", "eval_steps": 3}
+    folder = workplace / "beforehand"
+    found = []
+    for is_before in (False, True):
+        given = {**more, "precompute_ref_log_probs": is_before, "output_dir": str(folder)}
+        if is_before:
+            monkeypatch.setattr(references, "StartOfRun", None)
+        one = losses(workplace, monkeypatch, **given)
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        found.append([*one, next(log["eval_loss"] for log in history if "eval_loss" in log)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def refusal(workplace, **changes):
     with pytest.raises(UserError) as caught:
         plan(given(workplace, **changes))
@@ -147,6 +169,8 @@ def refusal(workplace, **changes):
         ({"pref_loss": "sigmoid, sft", "pref_loss_weights": [1.0]}, ["pref_loss_weights", "1 for 2"]),
         ({"f_divergence_type": "js_divergence", "pref_loss": "apo_zero"}, ["f_divergence_type", "sigmoid"]),
         ({"use_weighting": True, "pref_loss": "aot"}, ["use_weighting", "aot"]),
+        ({"precompute_ref_log_probs": True, "sync_ref_model": True}, ["once", "moves it"]),
+        ({"precompute_ref_log_probs": True, "streaming": True}, ["before the first step", "streaming"]),
         ({"packing": True}, ["Pairs are not packed", "Leave packing out"]),
         ({"train_on_prompt": True}, ["train_on_prompt", "stage: sft"]),
         ({"mask_history": True}, ["mask_history", "stage: sft"]),

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
-from pair_runs import losses, make_workplace
 from safetensors.torch import load_file
+
+from pair_runs import losses, make_workplace
 
 RUNS = {
     "dpo, lora": {"finetuning_type": "lora"},
@@ -16,6 +17,7 @@ RUNS = {
     "bco": {"pref_bco_weight": 1.0},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2},
     "aot": {"pref_loss": "aot"},
+    "a reference that is asked beforehand": {"precompute_ref_log_probs": True},
     "kto": {"stage": "kto"},
     "rm": {"stage": "rm"},
     "rm, lora": {"stage": "rm", "finetuning_type": "lora"},

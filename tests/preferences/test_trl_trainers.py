@@ -131,6 +131,23 @@ def test_a_reference_may_be_a_model_or_its_name_and_not_the_model_itself(folder,
         make("DPOTrainer", model, tmp_path, given={"ref_model": model})
 
 
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+@pytest.mark.parametrize("given", [{}, {"peft_config": LoraConfig(**LORA)}, {"ref_model": "other"}], ids=str)
+def test_a_reference_that_is_asked_beforehand_says_the_same(kind, given, folder, tmp_path):
+    given = {**given, **({"ref_model": str(folder / "other")} if "ref_model" in given else {})}
+    rows, found = as_set(verdicts(6) if kind == "KTOTrainer" else pairs(6)), []
+    for is_before in (False, True):
+        trainer = make(kind, folder / "model", tmp_path, rows, {**given, "eval_dataset": rows}, max_steps=2,
+                       precompute_ref_log_probs=is_before, precompute_ref_batch_size=4)  # fmt: skip
+        found.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    if "peft_config" in given:
+        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(found[0][-1], rel=1e-5)
+        return
+    with pytest.raises(UserError, match="these rows were not among them"):
+        trainer.evaluate(rows)
+
+
 # --- evaluation and logs ----------------------------------------------------------------------------------------------
 
 LOGGED = {

@@ -7,6 +7,7 @@ sentence for a person. Refused: a reference whose vocabulary is another than the
 - an adapter that is continued, PiSSA: the adapter's weights at the start, a copy of its size
 - full training: the weights at the start, a copy of the model's size
 - ``ref_model``: a second frozen model
+- ``precompute_ref_log_probs``: any of them asked once, before the first step; then no copy of the start is kept
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from torch import nn
 from burnish.adapters.base import ModelAdapter
 from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
+from burnish.app.checks import trains
 from burnish.app.estimate import Formats, shown_bytes
 from burnish.app.options import RunOptions
+from burnish.app.prepare import Prepared
 from burnish.app.resources import Sizes
 from burnish.core.errors import Problem, UserError
 from burnish.core.patching import allows
+from burnish.core.run import Run
 from burnish.core.types import Engine
 from burnish.models.attention import PADDING_FREE, make_padding_free
 from burnish.models.attention_choice import asked_attention
@@ -31,7 +35,8 @@ from burnish.models.fused import patch_forwards
 from burnish.models.load import load_model
 from burnish.models.source import adapter_folders
 from burnish.objectives.pairs import AnswersObjective
-from burnish.objectives.reference import AdapterOff, Following, Reference, SecondModel, StartOfRun
+from burnish.objectives.reference import AdapterOff, AsItIs, Following, Reference, SecondModel, StartOfRun
+from burnish.objectives.reference_numbers import RowsWithReference
 from burnish.ops.probe import causal_lm, shares_prefixes
 
 
@@ -51,6 +56,8 @@ def reference_of(
         ]
     if is_base(options) and not options.sync_ref_model:
         return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
+    if options.precompute_ref_log_probs:
+        return AsItIs(), ["The reference is the start of this run, asked about every row before the first step."]
     start = StartOfRun(model)
     what = "the adapter's" if not adapter.saves_whole_model else "the model's"
     sentence = f"The reference is {what} weights at the start of this run, of which a copy is kept."
@@ -60,6 +67,26 @@ def reference_of(
         return start, [sentence]
     every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
     return Following(start, every, share), [f"{sentence} Every {every} steps it takes {share:g} of the policy's."]
+
+
+def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
+    """The rows with a place for the reference's numbers, where they are asked for before the first step."""
+    if not (options.precompute_ref_log_probs and needs_reference(prepared.objective)):
+        return prepared
+    rows: Any = RowsWithReference(prepared.rows)
+    sample = rows if prepared.sample is prepared.rows else prepared.sample
+    evals: Any = {name: RowsWithReference(some) for name, some in prepared.eval_rows.items()}
+    return replace(prepared, rows=rows, sample=sample, eval_rows=evals)
+
+
+def ask_beforehand(run: Run, prepared: Prepared, options: RunOptions) -> None:
+    """Fill in those numbers. A reference that takes memory is let go."""
+    objective: Any = run.objective
+    places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
+    for rows in places if trains(options) else places[1:]:
+        rows.fill(objective, run.model, run.engine, options.per_device_eval_batch_size)
+    if places and not isinstance(objective.reference, AdapterOff):
+        objective.reference = None
 
 
 def needs_reference(objective: Any) -> bool:
@@ -78,12 +105,15 @@ def _continues(options: RunOptions) -> bool:
 
 def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
     """Describe the reference model of the policy and its cost, before any weight is read."""
-    passes = "its forward passes, without a gradient"
+    once = options.precompute_ref_log_probs
+    passes = f"{'one forward pass over each row' if once else 'its forward passes'}, without a gradient"
     if options.ref_model is not None:
         size = shown_bytes(sizes.base * formats.compute)
         return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
     if is_base(options) and not options.sync_ref_model:
         return f"the model without its adapter: no memory, and {passes}"
+    if options.precompute_ref_log_probs:
+        return f"the weights as the run begins, asked before its first step: no memory, and {passes}"
     size = shown_bytes(sizes.trained * formats.trained)
     moves = f"; every {options.ref_model_sync_steps} steps it moves" if options.sync_ref_model else ""
     return f"a copy of the weights that train, as the run begins: {size}, and {passes}{moves}"

@@ -102,6 +102,8 @@ class Row(TypedDict, total=False):
     rejected_input_ids: list[int]
     rejected_labels: list[int]
     margin: float
+    reference_logps: float
+    reference_kl_logps: float
     reference_chosen_logps: float  # in nats, where the reference's were computed before
     reference_rejected_logps: float
     tag: bool  # the verdict on an answer, and beside it the same prompt with another record's answer

@@ -112,10 +112,25 @@ class KtoObjective(AnswersObjective):
         batch["items"] = torch.ones(len(rows))
         batch["tag"] = torch.tensor([bool(row["tag"]) for row in rows])
         beside = [row for row in rows if row.get("kl_input_ids")] if self.has_baseline else []
+        if "reference_logps" in rows[0]:
+            batch["reference"] = torch.tensor([row["reference_logps"] for row in rows])
         if beside:
             others: list[Row] = [{"input_ids": row["kl_input_ids"], "labels": row["kl_labels"]} for row in beside]
             batch["kl"] = {**collate_sequences(collate, others), "items": torch.ones(len(others))}
+            if "reference_kl_logps" in beside[0]:
+                batch["kl"]["reference"] = torch.tensor([row["reference_kl_logps"] for row in beside])
         return batch
+
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+        """Columns of ``rows``: what the reference says of the answer, and of the other answer."""
+        batch = engine.to_device(self.collate(rows))
+        (logps,) = self._reference_logps(module, [batch], engine)
+        if "kl" not in batch:
+            return {"reference_logps": logps.tolist()}
+        (of_others,) = self._reference_logps(module, [engine.to_device(batch["kl"])], engine)
+        others = iter(of_others.tolist())
+        beside = [next(others) if row.get("kl_input_ids") else float("nan") for row in rows]
+        return {"reference_logps": logps.tolist(), "reference_kl_logps": beside}
 
     def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         """Each micro-batch with what the reference says of it, and with z, () the baseline of the step."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import UserError
+from burnish.core.errors import Problem, UserError
 from burnish.core.modes import evaluating
 from burnish.core.patching import PatchChoice
 from burnish.core.types import Batch, Engine, Example, FlatRow, Loss, Metric, Row, Stateful, Sum
@@ -162,8 +162,12 @@ class AnswersObjective(StageObjective):
         raise NotImplementedError
 
     def _reference_logps(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Tensor]:
-        """(S,) of each micro-batch, under the reference."""
-        assert self.reference is not None, "the run was assembled without the reference that its loss needs"
+        """(S,) of each micro-batch, under the reference: as its rows have it, or asked now."""
+        if all("reference" in batch for batch in batches):
+            return [batch["reference"] for batch in batches]
+        if self.reference is None:
+            what = "The reference's numbers were computed before training, and these rows were not among them."
+            raise UserError(Problem(what, remedy="Give them as an evaluation set from the start."))
         with self.reference.answering(module) as answering, asking(answering, engine):
             return [answering(batch).logps for batch in batches]
 
@@ -214,11 +218,16 @@ class PairObjective(AnswersObjective):
             batch["reference"] = torch.tensor(given).flatten()
         return batch
 
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+        """Columns of ``rows``: what the reference says of both answers."""
+        (logps,) = self._reference_logps(module, [engine.to_device(self.collate(rows))], engine)
+        return {f"reference_{side}_logps": logps[at::2].tolist() for at, side in enumerate(("chosen", "rejected"))}
+
     def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         """Each micro-batch with what the reference says of it, and with what its loss has to know of the whole step."""
         found: list[dict[str, Any]] = [{} for _ in batches]
         self.step_begins(module)
-        if self.needs_reference and not all("reference" in batch for batch in batches):
+        if self.needs_reference:
             for more, logps in zip(found, self._reference_logps(module, batches, engine), strict=True):
                 more["reference"] = logps
         if (row := mean_row(self.head)) is not None:

@@ -46,6 +46,10 @@ class ReferenceOptions:
     sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
     ref_model_mixup_alpha: float = option(0.6, "The policy's share when it moves.", gt=0, le=1)
     ref_model_sync_steps: int = option(512, "Steps between two moves.", ge=1, unit="steps")
+    precompute_ref_log_probs: bool = option(
+        False, "Ask the reference about every row once, before the first step; full training then keeps no copy of its "
+        "start, and steps are shorter.",
+    )  # fmt: skip
 
 
 @dataclass
@@ -80,7 +84,14 @@ class PairOptions:
     dpop_lambda: float = option(50.0, "Weight of dpop's penalty on chosen answers that become less likely.", ge=0)
 
 
-class PreferenceChoices(Protocol):
+class FixedReferenceChoices(Protocol):
+    """The options that say whether the reference may move."""
+
+    precompute_ref_log_probs: bool
+    sync_ref_model: bool
+
+
+class PreferenceChoices(FixedReferenceChoices, Protocol):
     """The options read here."""
 
     dpo_label_smoothing: float
@@ -93,6 +104,7 @@ class PreferenceChoices(Protocol):
     pref_loss: list[str]
     pref_loss_weights: list[float] | None
     stage: str
+    streaming: bool
     use_weighting: bool
 
 
@@ -110,7 +122,19 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
                 remedy="Leave packing out.",
             )
         )
+    problems += check_reference(options, options.streaming)
     return problems + (check_pairs(options) if options.stage == "dpo" else [])
+
+
+def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Problem]:
+    """Refuse numbers of a reference that would not stay true. Args: streams: whether rows are encoded when they are
+    used."""
+    if not options.precompute_ref_log_probs:
+        return []
+    moves = '"precompute_ref_log_probs" computes the reference\'s numbers once, and "sync_ref_model" moves it.'
+    never = '"precompute_ref_log_probs" asks about every row before the first step, and "streaming" has none by then.'
+    found = [Problem(moves, remedy="Leave one of them out.")] if options.sync_ref_model else []
+    return [*found, Problem(never, remedy="Leave one of them out.")] if streams else found
 
 
 def _only_sft(name: str) -> Problem:

@@ -45,6 +45,16 @@ class AdapterOff:
             yield module
 
 
+class AsItIs:
+    """The policy itself, for numbers that are computed before its first step."""
+
+    parts: Mapping[str, Stateful] = {}
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        yield module
+
+
 class StartOfRun:
     """The weights that training began with, put in the place of those that train: of a whole model a copy, of an
     adapter that is continued its size only. They follow from what the run loads at its start, so a resumed run has

@@ -27,6 +27,7 @@ from burnish.objectives.preference_options import (
     PreferenceOptions,
     ReferenceOptions,
     check_pairs,
+    check_reference,
     pair_notes,
 )
 from burnish.objectives.reward import RewardOptions
@@ -122,14 +123,7 @@ class _WithReference(PreferenceConfig):
     beta: float = option(0.1, "How far the policy may go from the reference.", gt=0)
 
     def _contradictions(self, choices: Any) -> list[Problem]:
-        if not self.precompute_ref_log_probs:
-            return []
-        return [
-            Problem(
-                "`precompute_ref_log_probs` is not part of burnish yet: the reference is asked once per step.",
-                remedy="Leave it out; an adapter's reference costs no memory.",
-            )
-        ]
+        return check_reference(choices, streams=False)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from burnish.models.fitted import fit
 from burnish.objectives.base import Collate
 from burnish.objectives.pairs import AnswersObjective
 from burnish.objectives.preference_options import ReferenceOptions
-from burnish.objectives.reference import AdapterOff, Following, Reference, SecondModel, StartOfRun
+from burnish.objectives.reference import AdapterOff, AsItIs, Following, Reference, SecondModel, StartOfRun
 from burnish.ops.probe import Fitted, causal_lm
 
 logger = logging.get_logger("transformers.trainer")
@@ -193,6 +193,8 @@ def reference_for(
         adapter = PeftAdapter(PeftOptions())
         adapter.attach(model)
         return AdapterOff(adapter, model)
+    if options.precompute_ref_log_probs:
+        return AsItIs()
     start = StartOfRun(model)
     if not options.sync_ref_model:
         return start

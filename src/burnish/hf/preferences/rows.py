@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from transformers.utils import logging
 
@@ -377,6 +377,26 @@ def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
         "input_ids": prompt + answer, "labels": unlearned + answer, "tag": row["label"],
         "kl_input_ids": prompt + other if other else [], "kl_labels": unlearned + other,
     }  # fmt: skip
+
+
+@dataclass
+class ObjectiveRows(Sequence[Row]):
+    """The rows of a set as objectives take them, each made when it is used."""
+
+    dataset: Any
+    row_of: Callable[[Mapping[str, Any]], Row]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        return self.row_of(self.dataset[index])
 
 
 def _sequence(row: Mapping[str, Any], side: str) -> dict[str, list[int]]:

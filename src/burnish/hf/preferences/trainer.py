@@ -24,6 +24,7 @@ from burnish.core.types import Batch, Row
 from burnish.data.batches.stream import num_tokens
 from burnish.engine.base import set_seed
 from burnish.hf import notes
+from burnish.hf.loaders import is_datasets_set
 from burnish.hf.loss import TrainerObjective
 from burnish.hf.preferences.config import (
     CPOConfig,
@@ -38,6 +39,7 @@ from burnish.hf.preferences.rows import (
     Encode,
     EncodeScored,
     EncodeVerdicts,
+    ObjectiveRows,
     pair_row,
     prepared,
     verdict_row,
@@ -60,6 +62,8 @@ from burnish.models.dropout import switch_off_dropout
 from burnish.models.reward_files import pad_of_classifier
 from burnish.objectives.kto import KtoObjective
 from burnish.objectives.pairs import AnswersObjective, PairObjective
+from burnish.objectives.reference import AdapterOff
+from burnish.objectives.reference_numbers import RowsWithReference
 from burnish.objectives.reward import RewardObjective
 
 logger = logging.get_logger("transformers.trainer")
@@ -141,6 +145,8 @@ class PreferenceTrainer(Trainer):
         self._fit(pad, peft_config)
         self._totals = Totals()
         self._look_at(args)
+        if choices.precompute_ref_log_probs and self._needs_reference:
+            self._ask_beforehand(args)
         tag: Any = getattr(self.model, "add_model_tags", None)
         if tag is not None:
             tag(["burnish", self.tag])
@@ -162,9 +168,13 @@ class PreferenceTrainer(Trainer):
 
     # --- the objective ------------------------------------------------------------------------------------------------
 
+    @property
+    def _needs_reference(self) -> bool:
+        return isinstance(self.objective, AnswersObjective) and self.objective.needs_reference
+
     def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
         """The reference, where it is a model of its own."""
-        if not getattr(self.objective, "needs_reference", False):
+        if not self._needs_reference:
             return None
         second = load_model(ref_model, args, None) if isinstance(ref_model, str) else ref_model
         if second is not None:
@@ -190,6 +200,28 @@ class PreferenceTrainer(Trainer):
     def _look_at(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
 
+    def _ask_beforehand(self, args: Any) -> None:
+        """Put what the reference says of every row beside it, and let a reference go that takes memory."""
+        size = args.precompute_ref_batch_size or args.eval_batch_size
+
+        def completed(dataset: Any) -> Any:
+            if not is_datasets_set(dataset):
+                what = "`precompute_ref_log_probs` asks about every row before the first step; a streamed set has none."
+                raise UserError(Problem(what, remedy="Load the set, or leave it out."))
+            rows = RowsWithReference(ObjectiveRows(dataset, self._row_of))
+            rows.fill(self.objective, self._made, self._engine, size)
+            for name, values in rows.columns.items():
+                dataset = dataset.add_column(name, values.tolist())
+            return dataset
+
+        evals = self.eval_dataset
+        self.train_dataset = completed(self.train_dataset)
+        if evals is not None:
+            is_one = not isinstance(evals, dict)
+            self.eval_dataset = completed(evals) if is_one else {name: completed(one) for name, one in evals.items()}
+        if not isinstance(self.objective.reference, AdapterOff):
+            self.objective.reference = self.ref_model = None
+
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
@@ -201,11 +233,14 @@ class PreferenceTrainer(Trainer):
         return None if eval_dataset is None else self._prepared(eval_dataset, "eval", args)
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        batch: Batch = self.objective.collate([self._row_of(row) for row in rows])
+        known = ({name: row[name] for name in row if name.startswith("reference_")} for row in rows)
+        made = [{**self._row_of(row), **more} for row, more in zip(rows, known, strict=True)]
+        batch: Batch = self.objective.collate(made)
         return batch
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = [*self.encode_class.makes]
+        numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
+        self._signature_columns = [*self.encode_class.makes, *numbers]
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,74 @@
+"""The reference's log-probabilities, computed once before the first step, beside the rows that they belong to.
+
+In: rows, and a reference that answers now: a second model, the model without its adapter, or the policy before it is
+trained, of which then no copy is needed. Out: the same rows with a number per answer. Every row is asked once, without
+a gradient; a step asks the reference nothing any more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Protocol, overload
+
+from torch import nn
+
+from burnish.core.types import Engine, Row
+from burnish.core.work import work
+
+
+class AsksReference(Protocol):
+    """An objective that compares with a reference."""
+
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]: ...
+
+
+class RowsWithReference(Sequence[Row | None]):
+    """Rows, and once they were ``filled`` a number per answer in each.
+
+    Args:
+        rows: encoded; None where an example gives no row.
+    """
+
+    def __init__(self, rows: Sequence[Row | None]) -> None:
+        self.rows = rows
+        self.columns: dict[str, array[float]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Lengths and whatever else the rows themselves know."""
+        if name in ("rows", "columns"):  # not there yet: it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.rows, name)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row | None]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row | None] | None:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        row, more = self.rows[index], {name: of[index] for name, of in self.columns.items()}
+        completed: Any = None if row is None else {**row, **more}
+        return completed  # type: ignore[no-any-return]
+
+    def fill(self, objective: AsksReference, module: nn.Module, engine: Engine, size: int) -> None:
+        """Ask the reference, ``size`` rows at a time, the batches dealt to all ranks."""
+        parts = [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+        mine, found = parts[engine.rank :: engine.world_size], []
+        with work("Reference", len(self)) as advance:
+            for at in range(-(-len(parts) // engine.world_size)):
+                part = mine[at] if at < len(mine) else parts[0]  # all ranks ask as often: each may hold a piece
+                there = [number for number in part if self.rows[number] is not None]
+                rows: Any = [self.rows[number] for number in there]
+                columns = objective.reference_columns(module, rows, engine) if rows else {}
+                found += [(there, columns)] if at < len(mine) and rows else []
+                advance(len(part) * engine.world_size)
+        for there, columns in chain.from_iterable(engine.gather_objects(found)):
+            for name, values in columns.items():
+                column = self.columns.setdefault(name, array("d", [float("nan")] * len(self)))
+                for number, value in zip(there, values, strict=True):
+                    column[number] = value
