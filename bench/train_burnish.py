@@ -33,7 +33,7 @@ from burnish.app.prepare import prepare
 from burnish.core.collection import collect_from_here
 from burnish.core.loop import evaluate_all, train
 from burnish.data.rows.ahead import going_ahead
-from burnish.engine.base import create_engine
+from burnish.engine.create import create_engine
 from burnish.models.attention import NAME as OWN_ATTENTION
 from burnish.ops.probe import causal_lm, find_head
 

@@ -484,3 +484,28 @@ def test_each_room_opens_with_a_page() -> None:
     assert not [name for name in rooms if len(pages[name]) < 80]
     whole = [name for name in rooms if name.count("/") == 1]
     assert not [name for name in whole if not re.search(r"Begin\s+with", pages[name])]
+
+
+def _imports(file: Path, names: dict[str, Path]) -> set[str]:
+    """The files that a file imports, inside its functions too; not those that only a type checker sees."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    unseen = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unseen:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & names.keys()
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    names = {".".join(f.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in FILES}
+    left = {name: _imports(file, names) - {name} for name, file in names.items()}
+    while ready := [name for name, needed in left.items() if not needed & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left, {name: sorted(needed & left.keys()) for name, needed in left.items()}

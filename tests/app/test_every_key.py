@@ -21,7 +21,7 @@ from burnish.app.prepare import prepare
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.core.options import Given, specs
-from burnish.engine.base import create_engine
+from burnish.engine.create import create_engine
 from burnish.models.generate import generation_config
 from data_sets import chat, qa, write
 from every_key import SEEN, SHOWN_BY

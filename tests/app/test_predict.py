@@ -18,7 +18,7 @@ from burnish.core.errors import UserError
 from burnish.core.options import Given
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
-from burnish.engine.base import create_engine
+from burnish.engine.create import create_engine
 from burnish.infer.batch import answer_many
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from small_run import make_user

@@ -9,7 +9,8 @@ from torch import nn
 from burnish.core.options import check
 from burnish.engine import base
 from burnish.engine import options as engine_options
-from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, create_engine, set_seed
+from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, set_seed
+from burnish.engine.create import create_engine
 from burnish.engine.options import NOT_PARALLEL, autocast_dtype, check_engine, engine_notes, full_eval_dtype
 from two_processes import in_two_processes
 

@@ -49,7 +49,8 @@ from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.rows.ahead import going_ahead
-from burnish.engine.base import create_engine, set_seed
+from burnish.engine.base import set_seed
+from burnish.engine.create import create_engine
 from burnish.engine.options import local_rank
 from burnish.models.attention import PADDING_FREE
 from burnish.models.attention_choice import asked_attention

@@ -19,37 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from burnish.core.parts import Part
-from burnish.core.types import Batch, Engine, Stateful
+from burnish.core.types import Batch, Stateful
 from burnish.engine.checkpointing import checkpoint_activations
 from burnish.engine.choices import EngineChoices
 from burnish.engine.layers import layers_of
 from burnish.engine.memory import keep_few_kernels, keep_freed_memory
 from burnish.engine.offloading import Offloading
-from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of, engine_name
+from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of
 
-__all__ = ["EngineOptions", "SingleEngine", "check_engine", "create_engine", "set_seed"]
-
-
-def create_engine(options: EngineChoices) -> Engine:
-    """The engine that the options and the number of processes ask for."""
-    name = engine_name(options)
-    if name == "single":
-        return SingleEngine(options)
-    if name == "accelerate":
-        from burnish.engine.accelerate import AccelerateEngine
-
-        return AccelerateEngine(options)
-    if name == "fsdp":
-        from burnish.engine.fsdp import FsdpEngine
-
-        return FsdpEngine(options)
-    if name == "deepspeed":
-        from burnish.engine.deepspeed import DeepSpeedEngine
-
-        return DeepSpeedEngine(options)
-    from burnish.engine.ddp import DdpEngine
-
-    return DdpEngine(options)
+__all__ = ["EngineOptions", "SingleEngine", "check_engine", "set_seed"]
 
 
 class SingleEngine:

@@ -38,7 +38,8 @@ from burnish.core.run import Run
 from burnish.core.schedule import StepPlan
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Batch, Loss
-from burnish.engine.base import create_engine, set_seed
+from burnish.engine.base import set_seed
+from burnish.engine.create import create_engine
 from burnish.engine.options import full_eval_dtype
 from burnish.hf import evaluation, files, given, inspection, loaders, optimizer, reporting, search, training
 from burnish.hf.accelerator import EngineAccelerator
