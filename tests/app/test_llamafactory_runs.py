@@ -282,7 +282,7 @@ REFUSED = {
     "deepspeed": ("deepspeed: ds_lamb.json", "optim, learning_rate"),
     "ray": ("ray_num_workers: 4", "torchrun"),
     "ray_num_workers": ("ray_run_name: one\nray_num_workers: 2\nplacement_strategy: PACK", "torchrun"),
-    "tensor_model_parallel_size": ("tensor_model_parallel_size: 2\nmoe_grouped_gemm: true", "torchrun"),
+    "tensor_model_parallel_size": ("tensor_model_parallel_size: 2\nmoe_grouped_gemm: true", "shard the weights"),
     "train_dataset": ("model: models/Qwen2-0.5B\ntrain_dataset: data/v1.yaml\nmodel_class: llm", "Set dataset"),
     "visual_inputs": ("visual_inputs: true", "trains on text"),
     "use_asft_loss": ("use_asft_loss: true\nasft_alpha: 0.1", "use_dft_loss: true"),

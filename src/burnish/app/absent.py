@@ -93,6 +93,29 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
 """Option and value -> a sentence, for values that burnish lacks of options that it has."""
 
 
+EARLIER = {
+    "save_safetensors": "weights are always written as safetensors.",
+    "half_precision_backend": "there is one, torch's autocast.",
+    "fp16_backend": "there is one, torch's autocast.",
+    "fp16_opt_level": "apex is gone; fp16 runs under torch's autocast.",
+    "use_ipex": "Intel's extension is part of torch now.",
+    "use_mps_device": "an accelerator that is there is used.",
+    "use_legacy_prediction_loop": "there is one evaluation loop.",
+    "past_index": "models return their cache themselves.",
+    "jit_mode_eval": "torch.jit is gone; torch_compile compiles.",
+    "torchdynamo": "torch_compile_backend says it.",
+    "ray_scope": "the search runs through Optuna.",
+    "mp_parameters": "SageMaker's model parallelism is not part of burnish.",
+    "sharded_ddp": "fsdp took its place.",
+    "fsdp_min_num_params": "fsdp_config says it: min_num_params.",
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config says it: transformer_layer_cls_to_wrap.",
+    "tpu_num_cores": "burnish does not run on TPUs.",
+    "tpu_metrics_debug": "burnish does not run on TPUs.",
+}
+"""Earlier arguments of transformers -> the reason why they have no effect, here and in ``TrainingArguments``."""
+NO_EFFECT.update(EARLIER)
+
+
 def _absent(instead: str, **harmless: Any) -> None:
     ABSENT.update({name: Absent(value, instead) for name, value in harmless.items()})
 
@@ -169,7 +192,7 @@ _no_effect("every process reads the data, and finds what another has encoded in 
 _absent("Leave it out: a run goes on at its place at once, without reading what came before.", ignore_data_skip=False)
 _no_effect(
     "burnish has a fused loss and unpadded batches of its own.",
-    "use_unsloth use_v1_kernels use_ipex jit_mode_eval block_diag_attn",
+    "use_unsloth use_v1_kernels block_diag_attn",
 )
 _no_effect("the loss is computed in float32.", "upcast_lmhead_output")
 _no_effect("activations are kept unless gradient_checkpointing is set.", "disable_gradient_checkpointing")
@@ -213,13 +236,8 @@ _no_effect(
 )
 _family("use_hyper_parallel", False, _LAUNCH, "hyper_parallel_args")
 _no_effect("the launcher says it.", "local_rank master_addr master_port")
-_no_effect("fsdp and fsdp_config say it.", "sharded_ddp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap")
-_no_effect("burnish runs on CPUs and GPUs.", "tpu_num_cores tpu_metrics_debug use_mps_device mp_parameters")
-_no_effect("torch_compile_backend says it.", "torchdynamo")
-_no_effect("fp16 runs under torch's autocast.", "fp16_opt_level fp16_backend half_precision_backend")
 _no_effect("batches always come in order.", "dataloader_in_order")
 _no_effect("the system's own way of starting processes is used.", "dataloader_multiprocessing_context")
-_no_effect("weights are always written as safetensors.", "save_safetensors")
 _no_effect("a signal to stop always saves a checkpoint first.", "enable_jit_checkpoint")
 _no_effect("callbacks always go on with their state.", "restore_callback_states_from_checkpoint")
 _absent("Let every node write into one shared folder.", save_on_each_node=False)

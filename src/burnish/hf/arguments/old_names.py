@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from burnish.app.absent import EARLIER
 from burnish.hf import notes
 
 Arguments = dict[str, Any]
@@ -23,26 +24,7 @@ RENAMED = {
 }
 """Old name -> today's name."""
 
-WITHOUT_EFFECT = {
-    "save_safetensors": "weights are always written as safetensors.",
-    "half_precision_backend": "there is one, torch's autocast.",
-    "fp16_backend": "there is one, torch's autocast.",
-    "fp16_opt_level": "apex is gone; fp16 runs under torch's autocast.",
-    "use_ipex": "Intel's extension is part of torch now.",
-    "use_mps_device": "an accelerator that is there is used.",
-    "use_legacy_prediction_loop": "there is one evaluation loop.",
-    "past_index": "models return their cache themselves.",
-    "jit_mode_eval": "torch.jit is gone; torch_compile compiles.",
-    "torchdynamo": "torch_compile_backend says it.",
-    "ray_scope": "the search runs through Optuna.",
-    "mp_parameters": "SageMaker's model parallelism is not part of burnish.",
-    "sharded_ddp": "fsdp took its place.",
-    "fsdp_min_num_params": "fsdp_config says it: min_num_params.",
-    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config says it: transformer_layer_cls_to_wrap.",
-    "tpu_num_cores": "burnish does not run on TPUs.",
-    "tpu_metrics_debug": "burnish does not run on TPUs.",
-    "push_to_hub_organization": "it is the first half of hub_model_id.",
-}
+WITHOUT_EFFECT = {**EARLIER, "push_to_hub_organization": "it is the first half of hub_model_id."}
 """Old name -> the reason why it has no effect."""
 
 FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}
