@@ -389,6 +389,31 @@ def test_a_card_lies_beside_what_was_saved(tmp_path):
     assert "learning_rate: 0.25" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
+def test_a_card_says_what_was_trained_on_what_and_how_it_is_loaded(tmp_path, monkeypatch):
+    llama().save_pretrained(tmp_path / "beginning")
+    tokenizer().save_pretrained(tmp_path / "beginning")
+    monkeypatch.chdir(tmp_path)
+    trainer = make(
+        "made", CHATS, model="beginning", save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=1,
+        trainer={"peft_config": LoraConfig(r=2, lora_alpha=4), "eval_dataset": Dataset.from_list(CHATS[:2])},
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    card = Path("made/README.md").read_text(encoding="utf-8")
+    assert "More information needed" not in card
+    assert str(tmp_path) not in card
+    for said in (
+        "A LoRA adapter for `beginning`, by supervised fine-tuning on", "112 of 12,512 parameters were trained",
+        "lora_alpha: 4", "- Training set: 4 rows of messages.", "- Evaluation set: 2 rows of messages.",
+        "| train_loss | ", "| Training Loss | Epoch | Step | Validation Loss |",
+    ):  # fmt: skip
+        assert said in card, said
+    code = card.split("```python\n")[1].split("```")[0]
+    found = {}
+    exec(compile(code.split("\nmessages")[0].replace('"made"', f'"{tmp_path}/made"'), "card", "exec"), found)
+    assert type(found["model"]).__name__.startswith("PeftModel")
+
+
 def test_a_streamed_set_trains(tmp_path):
     trainer = make(tmp_path, Dataset.from_list(PAIRS).to_iterable_dataset())
     trainer.train()

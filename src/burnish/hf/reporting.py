@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import logging
@@ -83,19 +80,3 @@ def announce_evaluation(description: str, num_rows: int | str, batch_size: int) 
     logger.info(f"\n***** Running {description} *****")
     logger.info(f"  Num examples = {num_rows}")
     logger.info(f"  Batch size = {batch_size}")
-
-
-def write_card(trainer: Any, folder: Path, given: dict[str, Any]) -> None:
-    """``README.md`` in the hub's form, by transformers' summary of a trainer."""
-    from transformers.modelcard import TrainingSummary
-
-    summary = TrainingSummary.from_trainer(trainer, **given)
-    if summary.dataset == [None]:  # a set that was made in memory has no name
-        summary.dataset = summary.dataset_tags = summary.dataset_args = summary.dataset_metadata = None
-    card = summary.to_model_card()
-    base = getattr(getattr(trainer.model, "config", None), "_name_or_path", "")
-    if summary.finetuned_from is None and Path(base).is_dir():  # a folder has no link on the hub
-        begun = f"This model is a fine-tuned version of {Path(base).name} on"
-        card = card.replace("This model was trained from scratch on", begun)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -41,7 +41,7 @@ from burnish.core.types import Batch, Loss
 from burnish.engine.base import set_seed
 from burnish.engine.create import create_engine
 from burnish.engine.options import full_eval_dtype
-from burnish.hf import evaluation, files, given, inspection, loaders, optimizer, reporting, search, training
+from burnish.hf import card, evaluation, files, given, inspection, loaders, optimizer, reporting, search, training
 from burnish.hf.accelerator import EngineAccelerator
 from burnish.hf.arguments.training import TrainingArguments
 from burnish.hf.arguments.values import plain_options
@@ -97,6 +97,9 @@ class Trainer:
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     """Options that transformers' arguments become, by their names."""
+
+    card_stage = "training"
+    """What the model card calls it."""
 
     loss_is_scaled_for_ga: bool | None = None
     """True where ``compute_loss`` divides by the items of the whole step itself; see ``loss.py``."""
@@ -880,7 +883,7 @@ class Trainer:
                 "finetuned_from": finetuned_from, "tasks": tasks, "dataset_tags": dataset_tags, "dataset": dataset,
                 "dataset_args": dataset_args}  # fmt: skip
         if self.is_world_process_zero():
-            reporting.write_card(self, Path(self.args.output_dir), said)
+            card.write_card(self, Path(self.args.output_dir), said)
 
     # --- hub: hub.py --------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_OPTIONS = {"output_dir", "dataset_dir", "cache_dir", "resume_from_checkpoint", "logging_dir", "config_name"}
 """Options that name a place on one machine and say nothing about the model."""
 _YAML_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
-_STAGES = {"sft": "supervised fine-tuning", "pt": "continued pretraining"}
+_STAGES = {"sft": "supervised fine-tuning", "pt": "continued pretraining", "training": "training"}
 _ADAPTERS = {"lora": "A LoRA adapter"}
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
@@ -48,6 +48,10 @@ class CardFacts:
         has_chat_template: whether the saved tokenizer renders conversations.
         picture: file name of a picture beside the card.
         license: of the weights, where it is known.
+        data: a sentence for each set.
+        evaluations: a table of the evaluations, in markdown.
+        unnamed: the beginning of a model without ``base_model``.
+        loader: the class of transformers that loads the model; "" for one of a script's own.
     """
 
     name: str
@@ -66,6 +70,10 @@ class CardFacts:
     has_chat_template: bool = True
     picture: str = ""
     license: str = ""
+    data: Sequence[str] = ()
+    evaluations: str = ""
+    loader: str = "AutoModelForCausalLM"
+    unnamed: str = "that began with random weights"
 
 
 def write_card(folder: str | Path, facts: CardFacts) -> Path:
@@ -75,10 +83,10 @@ def write_card(folder: str | Path, facts: CardFacts) -> Path:
     return path
 
 
-def card_text(facts: CardFacts) -> str:
-    """The whole card."""
+def card_text(facts: CardFacts, header: str = "") -> str:
+    """The whole card. Args: header: in place of the one that the facts give."""
     sections = [_opening(facts), _use(facts), _training(facts), _results(facts), _rows(facts), _versions()]
-    return _header(facts) + "\n" + "\n\n".join(section for section in sections if section) + "\n"
+    return (header or _header(facts)) + "\n" + "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _header(facts: CardFacts) -> str:
@@ -127,7 +135,7 @@ def is_hub_id(name: str) -> bool:
 def _opening(facts: CardFacts) -> str:
     product = _ADAPTERS.get(facts.method, "An adapter") if facts.is_adapter else "A model"
     relation = "for" if facts.is_adapter else "made from"
-    origin = f"{relation} {_shown(facts.base_model)}" if facts.base_model else "that began with random weights"
+    origin = f"{relation} {_shown(facts.base_model)}" if facts.base_model else facts.unnamed
     share = 100 * facts.trainable_parameters / max(facts.all_parameters, 1)
     lines = [
         f"# {facts.name}",
@@ -152,25 +160,30 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _use(facts: CardFacts) -> str:
+    if not facts.loader:
+        return "## How to use it\n\nThrough the script that holds its class: `model.safetensors` has its weights."
     if not _library(facts):
         return f"## How to use it\n\nThrough the package that brings finetuning_type {facts.method} to burnish."
-    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    writes = facts.loader == "AutoModelForCausalLM"
+    imports = [f"from transformers import {facts.loader}, AutoTokenizer"]
     load = [
         f'folder = "{facts.name}"  # the path of the folder of this file, or its name on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
     ]
     if facts.is_adapter:
         # By name rather than through adapter_config.json, whose path of a local base is right from one place only.
-        base = facts.base_model if is_hub_id(facts.base_model) else Path(facts.base_model).name
+        base = facts.base_model if is_hub_id(facts.base_model) else Path(facts.base_model).name or "base"
         where = "" if is_hub_id(facts.base_model) else "  # the path of the model that it was trained on"
         imports = ["from peft import PeftModel", *imports]
         load += [
-            f'base = AutoModelForCausalLM.from_pretrained("{base}"){where}',
+            f'base = {facts.loader}.from_pretrained("{base}"){where}',
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     else:
-        load.append("model = AutoModelForCausalLM.from_pretrained(folder)")
-    code = [*imports, "", *load, "", *_generate(facts.stage != "pt" and facts.has_chat_template)]
+        load.append(f"model = {facts.loader}.from_pretrained(folder)")
+    code = [*imports, "", *load, *(["", *_generate(facts.stage != "pt" and facts.has_chat_template)] if writes else [])]
+    if not writes:
+        return "\n".join(["## How to use it", "", "```python", *code, "```"])
     served = serving_lines(facts.name, facts.is_adapter)
     lines = ["## How to use it", "", "```python", *code, "```"]
     return "\n".join([*lines, "", "At a terminal, and as a server:", "", "```sh", *served, "```"])
@@ -233,7 +246,8 @@ def _without_folders(value: Any) -> Any:
 
 def _results(facts: CardFacts) -> str:
     rows = [f"| {name} | {_number(value)} |" for name, value in facts.results.items()]
-    return "\n".join(["## Results", "", "| metric | value |", "|---|---|", *rows]) if rows else ""
+    every = ["", facts.evaluations.strip()] if facts.evaluations else []
+    return "\n".join(["## Results", "", "| metric | value |", "|---|---|", *rows, *every]) if rows else ""
 
 
 def _number(value: Any) -> str:
@@ -243,8 +257,9 @@ def _number(value: Any) -> str:
 
 
 def _rows(facts: CardFacts) -> str:
-    lines = [f"- {sentence}" for sentence in facts.tally]
-    return "\n".join(["## What happened to the data", "", *lines]) if lines else ""
+    lines = [f"- {sentence}" for sentence in (*facts.data, *facts.tally)]
+    title = "## The data" if facts.data else "## What happened to the data"
+    return "\n".join([title, "", *lines]) if lines else ""
 
 
 def _versions() -> str:

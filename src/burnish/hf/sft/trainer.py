@@ -86,6 +86,7 @@ class SFTTrainer(Trainer):
 
     args: SFTConfig
     _counter = CountAlways
+    card_stage = "sft"
 
     def __init__(
         self, model: Any, args: Any = None, data_collator: Callable[[list[Any]], Any] | None = None,
