@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary, make_markdown_table
 
@@ -40,7 +39,7 @@ def write_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> None:
     found = TrainingSummary.from_trainer(trainer, **given)
     if found.dataset == [None]:  # a set that was made in memory has no name
         found.dataset = found.dataset_tags = found.dataset_args = found.dataset_metadata = None
-    header = f"---\n{yaml.dump(found.create_metadata(), sort_keys=False)}---\n"
+    header = found.to_model_card().partition("\n---\n")[0] + "\n---\n"
     (folder / CARD_NAME).write_text(card_text(_facts(trainer, found), header), encoding="utf-8")
 
 

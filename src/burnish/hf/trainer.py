@@ -99,7 +99,7 @@ class Trainer:
     """Options that transformers' arguments become, by their names."""
 
     card_stage = "training"
-    """What the model card calls it."""
+    """Name of the training in the model card."""
 
     loss_is_scaled_for_ga: bool | None = None
     """True where ``compute_loss`` divides by the items of the whole step itself; see ``loss.py``."""
