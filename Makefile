@@ -62,7 +62,7 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf demo-run build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf demo-run demo-dpo-run build dist .mypy_cache .ruff_cache .pytest_cache
 
 # torch goes first and by its exact version, so that nothing later asks the index for another build of it.
 $(READY): pyproject.toml constraints.txt

@@ -1,6 +1,7 @@
-"""Make the instruction set of the demo: training rows, held-out rows, and the file that names both.
+"""Make the instruction set of the demo: training rows, held-out rows, pairs of answers, and the file that names them.
 
-Out come `train.jsonl` and `heldout.jsonl` (one object per line with "instruction", "input" and "output") and
+Out come `train.jsonl` and `heldout.jsonl` (one object per line with "instruction", "input" and "output"), `pairs.jsonl`
+and `pairs_heldout.jsonl` (the right answer "chosen", the answer to another question of its kind "rejected") and
 `dataset_info.json`. A held-out row asks something that no training row asks in any wording or order; the script counts
 the leaks and refuses to write when there is one. The same seed gives the same bytes.
 
@@ -17,8 +18,11 @@ from tasks import TASKS, Task, is_held_out, listed_word
 
 DATA_FOLDER = Path(__file__).parents[2] / "src" / "burnish" / "demo" / "data"
 TRAIN_ROWS, HELD_OUT_ROWS = 500, 25  # of each task
+PAIRS = 100  # of each task, of its first training rows
 DRAWS = 40_000  # of each task, before repetitions are dropped: enough to fill both sets where the task can
+QUESTION = {"prompt": "instruction", "query": "input"}
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+PAIR_COLUMNS = {**QUESTION, "chosen": "chosen", "rejected": "rejected"}
 
 Row = dict[str, str]
 
@@ -41,34 +45,49 @@ def task_rows(task: Task, random: Random) -> tuple[list[Row], list[Row], set[str
     return rows[False], rows[True], keys[False], keys[True]
 
 
-def make_data(seed: int) -> tuple[list[Row], list[Row]]:
-    """All training rows in a shuffled order, and all held-out rows in the order of the tasks.
+def task_pairs(rows: list[Row]) -> list[Row]:
+    """Rows of one task, each with the next answer among them that is another one: as wrong as it looks right."""
+    pairs = []
+    for at, row in enumerate(rows):
+        wrong = next(other["output"] for other in rows[at + 1 :] + rows[:at] if other["output"] != row["output"])
+        question = {name: row[name] for name in QUESTION.values()}
+        pairs.append({**question, "chosen": row["output"], "rejected": wrong})
+    return pairs
+
+
+def make_data(seed: int) -> dict[str, list[Row]]:
+    """Training rows and pairs in a shuffled order, held-out rows and pairs in the order of the tasks.
 
     Raises:
         ValueError: if a problem stands on both sides of the split.
     """
     random = Random(seed)
-    train, held_out = [], []
+    train, held_out, pairs, held_out_pairs = [], [], [], []
     train_keys, held_out_keys = set(), set()
     for task in TASKS:
         task_train, task_held_out, task_train_keys, task_held_out_keys = task_rows(task, random)
         train += task_train
         held_out += task_held_out
+        pairs += task_pairs(task_train[:PAIRS])
+        held_out_pairs += task_pairs(task_held_out)
         train_keys |= task_train_keys
         held_out_keys |= task_held_out_keys
     if leaked := train_keys & held_out_keys:
         raise ValueError(f"Expected no problem in both sets. Received: {sorted(leaked)}. See is_held_out in tasks.py.")
     random.shuffle(train)
-    return train, held_out
+    Random(seed).shuffle(pairs)
+    return {"train": train, "heldout": held_out, "pairs": pairs, "pairs_heldout": held_out_pairs}
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write the three files."""
+    """Write the files."""
     folder.mkdir(parents=True, exist_ok=True)
     info = {}
-    for name, rows in zip(("train", "heldout"), make_data(seed), strict=True):
+    for name, rows in make_data(seed).items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        info[f"demo_{name}"] = {"file_name": f"{name}.jsonl", "formatting": "alpaca", "columns": COLUMNS}
+        ranking = {"ranking": True} if name.startswith("pairs") else {}
+        columns = PAIR_COLUMNS if ranking else COLUMNS
+        info[f"demo_{name}"] = {"file_name": f"{name}.jsonl", "formatting": "alpaca", **ranking, "columns": columns}
         print(f"{len(rows)} rows, written to {folder / name}.jsonl")
     (folder / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 

@@ -281,7 +281,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command("PATH [PATH ...] task=mmlu_test [key=value ...]", "measure models on a task or a data set", _eval),
     "demo": Command(
-        "[key=value ...] [--key value ...]", "fine-tune the small model that burnish carries, in two minutes", _demo
+        "[dpo] [key=value ...] [--key value ...]",
+        "fine-tune the small model that burnish carries, in two minutes; dpo: from pairs of answers",
+        _demo,
     ),
     "env": Command("", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),

@@ -14,6 +14,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from burnish.app.demo import Question, demo_plan, held_out, preferred
+
 pytestmark = pytest.mark.run
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,13 @@ def test_no_held_out_word_is_anywhere_in_the_training_set():
     assert not held_out & seen
 
 
+def test_of_a_pair_the_chosen_answer_is_right_and_the_other_is_not():
+    for name, of in (("pairs", TRAIN), ("pairs_heldout", HELD_OUT)):
+        right = {(row["instruction"], row["input"]): row["output"] for row in of}
+        for pair in rows(name):
+            assert pair["chosen"] == right[pair["instruction"], pair["input"]] != pair["rejected"]
+
+
 def test_each_row_is_asked_once():
     questions = [(row["instruction"], row["input"]) for row in TRAIN + HELD_OUT]
     assert len(set(questions)) == len(questions)
@@ -128,7 +137,7 @@ def test_the_sets_have_the_stated_sizes_and_columns():
 
 def test_the_data_script_gives_the_committed_bytes_again(tmp_path):
     subprocess.run([sys.executable, SCRIPTS / "make_data.py", "--output", tmp_path, "--seed", "0"], check=True)
-    for name in ("train.jsonl", "heldout.jsonl", "dataset_info.json"):
+    for name in ("train.jsonl", "heldout.jsonl", "pairs.jsonl", "pairs_heldout.jsonl", "dataset_info.json"):
         assert (tmp_path / name).read_bytes() == (DEMO / "data" / name).read_bytes(), name
 
 
@@ -140,15 +149,24 @@ def test_the_tokenizer_script_gives_the_committed_bytes_again(tmp_path):
 
 def test_dataset_info_names_files_that_exist():
     info = json.loads((DEMO / "data" / "dataset_info.json").read_text(encoding="utf-8"))
-    assert set(info) == {"demo_train", "demo_heldout"}
+    assert set(info) == {"demo_train", "demo_heldout", "demo_pairs", "demo_pairs_heldout"}
     assert all((DEMO / "data" / entry["file_name"]).is_file() for entry in info.values())
 
 
-def test_the_demo_run_points_at_the_carried_model_and_data():
-    run = yaml.safe_load((DEMO / "demo.yaml").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", ["demo", "demo_dpo"])
+def test_the_demo_run_points_at_the_carried_model_and_data(name):
+    run = yaml.safe_load((DEMO / f"{name}.yaml").read_text(encoding="utf-8"))
     assert ROOT / run["model_name_or_path"] == DEMO / "model"
     assert ROOT / run["dataset_dir"] == DEMO / "data"
     assert isinstance(run["learning_rate"], float)
+
+
+def test_the_demo_of_preferences_learns_from_pairs_and_says_which_answer_is_likelier():
+    run = demo_plan(["max_steps=3"], "demo_dpo.yaml").options
+    assert (run.stage, run.dataset, run.max_steps) == ("dpo", ["demo_pairs"], 3)
+    pairs = held_out("pairs_heldout")[::20]
+    swapped = [Question(pair.prompt, pair.wrong, pair.answer) for pair in pairs]
+    assert preferred(DEMO / "model", pairs) == 1 - preferred(DEMO / "model", swapped) > 0.5
 
 
 def test_the_model_is_small_and_saved_in_bfloat16(model, tokenizer):

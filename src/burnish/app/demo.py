@@ -1,6 +1,7 @@
-"""``burnish demo``: fine-tune the included model on the included data, and show its answers before and after.
+"""``burnish demo [dpo]``: fine-tune the included model on the included data, and show its answers before and after.
 
-In: nothing; options may be overridden like those of ``train``. Out: ``./demo-run``, about thirty lines of text.
+In: nothing, or ``dpo``, to learn from pairs of answers; options may be overridden like those of ``train``. Out:
+``./demo-run`` or ``./demo-dpo-run``, about thirty lines of text.
 The saved model answers through transformers alone, to show that it works without burnish.
 """
 
@@ -29,6 +30,7 @@ SHOWN = 6
 class Question:
     prompt: str
     answer: str
+    wrong: str = ""
 
 
 def demo(words: list[str]) -> int:
@@ -36,22 +38,28 @@ def demo(words: list[str]) -> int:
     from burnish.app.build import train_run
     from burnish.core.checkpoint import output_folder
 
-    run = demo_plan(words)
-    questions = held_out()
+    is_dpo = words[:1] == ["dpo"]
+    name = "demo_dpo.yaml" if is_dpo else "demo.yaml"
+    run = demo_plan(words[is_dpo:], name)
+    questions, pairs = held_out(), held_out("pairs_heldout") if is_dpo else []
     note(f"A small model that was not taught this yet answers {len(questions)} held-out questions ...")
-    before = answers(CARRIED / "model", questions)
+    before, knew = answers(CARRIED / "model", questions), preferred(CARRIED / "model", pairs)
     result = train_run(run)
     if result.exit_code is not None:
         return result.exit_code
-    after = answers(output_folder(run.options), questions)
+    folder = output_folder(run.options)
+    after = answers(folder, questions)
     note(_report(questions, before, after))
-    note(_next_steps(str(output_folder(run.options))))
+    if is_dpo:
+        share = f"{knew:.2f} before, {preferred(folder, pairs):.2f} after"
+        note(f"right answer likelier than the wrong one in {len(pairs)} held-out pairs: {share}")
+    note(_next_steps(str(folder), name))
     return 0
 
 
-def demo_plan(words: list[str]) -> Plan:
+def demo_plan(words: list[str], name: str = "demo.yaml") -> Plan:
     """The included configuration, with the paths of the installed package, overridden by the command line."""
-    given = read_config(CARRIED / "demo.yaml")
+    given = read_config(CARRIED / name)
     places = {"model_name_or_path": CARRIED / "model", "dataset_dir": CARRIED / "data"}
     config, flags = split_arguments(words)
     if config is not None:
@@ -60,10 +68,13 @@ def demo_plan(words: list[str]) -> Plan:
     return plan({**given, **{name: Given(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 
-def held_out() -> list[Question]:
-    lines = (CARRIED / "data" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+def held_out(name: str = "heldout") -> list[Question]:
+    lines = (CARRIED / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
-    return [Question(f"{r['instruction']}\n{r['input']}".strip(), r["output"]) for r in records]
+    return [
+        Question(f"{r['instruction']}\n{r['input']}".strip(), r.get("output") or r["chosen"], r.get("rejected", ""))
+        for r in records
+    ]
 
 
 def answers(folder: Path, questions: list[Question], batch_size: int = 50) -> list[str]:
@@ -90,6 +101,29 @@ def _answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     return [text.strip() for text in texts]
 
 
+def preferred(folder: Path, pairs: list[Question]) -> float:
+    """The share of pairs whose right answer the model in ``folder`` finds likelier than the wrong one. In [0, 1]."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not pairs:
+        return 0.0
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def logp(question: Question, answer: str) -> float:
+        turns = [{"role": "user", "content": question.prompt}]
+        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        said = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        of_tokens = model(torch.tensor([asked + said])).logits[0, len(asked) - 1 : -1].float().log_softmax(-1)
+        return float(of_tokens.gather(1, torch.tensor(said).unsqueeze(1)).sum())
+
+    with torch.no_grad():
+        found = [logp(question, question.answer) > logp(question, question.wrong) for question in pairs]
+    return sum(found) / len(found)
+
+
 def exact_match(questions: list[Question], found: list[str]) -> float:
     """The share of answers that equal the right one, letter for letter. In [0, 1]."""
     return sum(q.answer == text for q, text in zip(questions, found, strict=True)) / len(questions)
@@ -112,8 +146,8 @@ def _cut(text: str, width: int) -> str:
     return visible if len(visible) <= width else visible[: width - 1] + "…"
 
 
-def _next_steps(output_dir: str) -> str:
-    config = _short_path(CARRIED / "demo.yaml")
+def _next_steps(output_dir: str, name: str) -> str:
+    config = _short_path(CARRIED / name)
     command = _command()
     return (
         f"\nnext, from {Path.cwd()}:\n"
