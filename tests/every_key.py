@@ -387,6 +387,8 @@ SHOWN_BY: dict[str, str] = {
     "dataloader_pin_memory": "stream: workers_are_given_what_the_options_say_of_them",
     "logging_nan_inf_filter": "hf_trainer: a_step_that_is_not_finite_is_skipped_said_and_left_out_of_the_log",
     "on_non_finite": "loop: a_step_that_is_not_finite_can_be_skipped_and_is_left_out_of_the_log",
+    "on_spike": "spikes: a_run_that_goes_back_is_the_run_that_never_saw_those_rows",
+    "spike_ratio": "spikes: a_gradient_far_longer_than_usual_is_a_spike_too",
     "overwrite_output_dir": "bad_checkpoints: overwriting_a_run_leaves_nothing_of_it",
     "resume": "plan: a_folder_with_checkpoints_is_continued_unless_told",
     "resume_from_checkpoint": "quantize: qlora_trains_and_goes_on_from_a_checkpoint_in_the_same_bits",

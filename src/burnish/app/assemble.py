@@ -9,7 +9,7 @@ prepares both, the schedule moves what it prepared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from burnish.core.meter import Meter
 from burnish.core.parts import parts_of
 from burnish.core.run import Evaluate, Log, Microstep, Run
 from burnish.core.schedule import StepPlan, schedule_of
+from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerState
 from burnish.core.types import Batch, Engine, Objective, Stateful, Stream
 from burnish.engine.options import local_rank
@@ -61,7 +62,7 @@ class Pieces:
         callbacks: with their control; they are told of the parts that are made here.
         checkpoints: the class of them, or what makes one of the same arguments.
         fingerprints, write_extras: of each checkpoint; see ``core.checkpoint``.
-        eval_sets, evaluate, microstep, log: see ``core.run.Run``.
+        eval_sets, evaluate, microstep, log, spikes, where: see ``core.run.Run``.
         parts: of a checkpoint, besides those that every run has.
     """
 
@@ -84,6 +85,8 @@ class Pieces:
     microstep: Microstep = microstep
     log: Log = log
     parts: Mapping[str, Any] = field(default_factory=dict)
+    spikes: SpikeWatch | None = None
+    where: Callable[[Sequence[int]], str] | None = None
     flos_per_token: int = 0
     logs_tokens: bool = False
 
@@ -110,7 +113,7 @@ def assemble(options: RunChoices, pieces: Pieces) -> Run:
         schedule=schedule_of(scheduler, partial(deciding_metric, options)), state=state, control=callbacks.control,
         callbacks=callbacks, meter=meter, checkpoints=checkpoints, parts=engine.sharded(parts),
         microstep=pieces.microstep, evaluate=pieces.evaluate, log=pieces.log, eval_sets=pieces.eval_sets,
-        flos_per_token=pieces.flos_per_token, logs_tokens=pieces.logs_tokens,
+        spikes=pieces.spikes, where=pieces.where, flos_per_token=pieces.flos_per_token, logs_tokens=pieces.logs_tokens,
     )  # fmt: skip
 
 

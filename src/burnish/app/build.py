@@ -39,15 +39,18 @@ from burnish.app.saving import PatientCheckpoints, status_of
 from burnish.app.stall import StallWatch
 from burnish.core.checkpoint import Checkpoints, only_writer, output_folder
 from burnish.core.collection import collect_from_here
+from burnish.core.errors import NonFiniteError
 from burnish.core.events import CallbackHandler
-from burnish.core.loop import TrainOutput, train
+from burnish.core.loop import TrainOutput, rows_of, train
 from burnish.core.patching import allows, summary
 from burnish.core.run import Run
+from burnish.core.spikes import MOST, SpikeError, SpikeWatch
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
+from burnish.data.origins import in_words
 from burnish.data.rows.ahead import going_ahead
 from burnish.engine.base import set_seed
 from burnish.engine.create import create_engine
@@ -137,7 +140,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
             collect_from_here()
             with kept_in(folder) if engine.rank == 0 else nullcontext():
                 try:
-                    output = train(run, options) if trains(options) else None
+                    output = train_on(run, options) if trains(options) else None
                 finally:
                     run.checkpoints.wait()  # one that is under way is whole before the folder is let go
                 if interrupt.exit_code is not None:
@@ -146,6 +149,30 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
                     return Result(output, folder, exit_code=interrupt.exit_code)
                 metrics = finish(run, plan, prepared, output)
                 return Result(output, folder, metrics, exit_code=status_of(run.checkpoints))
+
+
+def train_on(run: Run, options: RunOptions) -> TrainOutput:
+    """Train to the end; after a spike, from the newest checkpoint on, without the rows of the spike."""
+    for _ in range(MOST):
+        try:
+            return train(run, options)
+        except SpikeError as spike:
+            go_back(run, spike)
+    raise NonFiniteError(f"The run went back {MOST} times for spikes. Lower learning_rate, or look at the data.")
+
+
+def go_back(run: Run, spike: SpikeError) -> None:
+    """Put the run where its newest checkpoint stands, without the rows of ``spike``."""
+    run.checkpoints.wait()
+    found, _ = run.checkpoints.newest()
+    named = rows_of(run, spike.items)
+    if found is None:
+        raise NonFiniteError(f"{spike}.{named} There is no checkpoint to go back to: save earlier (save_steps).")
+    warn(f"{spike}.{named} Going back; these rows are left out from there on.")
+    run.optimizer.zero_grad()
+    resume(run, found)
+    assert isinstance(run.stream, RowStream)
+    run.stream.left_out |= frozenset(spike.items)
 
 
 def journal_of(plan: Plan, engine: Engine) -> Journal:
@@ -188,10 +215,12 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
         callbacks_of(options, facts, callbacks), options, TrainerState(), TrainerControl(),
         processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
+    spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
     pieces = Pieces(
         model=ModelState(model, adapter), objective=objective, engine=engine, stream=stream, steps=steps,
         rows=options.per_device_train_batch_size, callbacks=listeners,
-        parts={"callbacks": listeners, **objective.parts}, checkpoints=PatientCheckpoints,
+        parts={"callbacks": listeners, **objective.parts, **({"spikes": spikes} if spikes else {})}, spikes=spikes,
+        where=lambda items: in_words(prepared.where(items)), checkpoints=PatientCheckpoints,
         optimizer=lambda: create_optimizer(trained, model, options, learning_rates(model, options)),
         scheduler=lambda made: create_scheduler(made, options, steps.max_steps, options.learning_rate),
         folder=output_folder(options), fingerprints=prepared.fingerprints(),

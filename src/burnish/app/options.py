@@ -22,6 +22,7 @@ from burnish.core.loop import LoopOptions
 from burnish.core.options import option, union
 from burnish.core.patching import PatchOptions
 from burnish.core.schedule import CurveOptions, StepOptions
+from burnish.core.spikes import SpikeOptions
 from burnish.data.batches.batching import BatchingOptions
 from burnish.data.batches.stream import StreamOptions
 from burnish.data.options import DataOptions
@@ -83,6 +84,7 @@ GROUPS: tuple[type, ...] = (
     CurveOptions,
     OptimOptions,
     LoopOptions,
+    SpikeOptions,
     FlowOptions,
     EarlyStoppingOptions,
     ClockOptions,
@@ -112,7 +114,7 @@ if TYPE_CHECKING:  # it does not see into a union; a test holds the two against 
         AnsweringOptions, TaskOptions, LigerOptions, PatchOptions,
         PreferenceOptions, ReferenceOptions, DataOptions,
         BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
-        LoopOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
+        LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
         MetricOptions,
         ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
         PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,

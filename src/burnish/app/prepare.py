@@ -25,6 +25,7 @@ from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, 
 from burnish.core.types import Example, FlatRow, Row
 from burnish.data.batches.batching import lengths_of, packed, splits_rows
 from burnish.data.batches.budget import check_budget
+from burnish.data.origins import Origins
 from burnish.data.rows.ahead import AheadRows, ahead_notes, encode_ahead
 from burnish.data.rows.encode import prepare as prepare_rows
 from burnish.data.rows.store import Rows
@@ -56,6 +57,7 @@ class Prepared:
     sample: Sequence[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
     eval_rows: Mapping[str, Sequence[Row]]
     steps: StepPlan
+    where: Origins
     sizes: Sizes
     formats: Formats
     tally: Tally
@@ -83,11 +85,20 @@ def prepare(plan: Plan) -> Prepared:
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     if isinstance(sets.train, LazyExamples):
         rows: Sequence[Row | None] = encode_while_training(sets.train, objective, config, options)
+        where = Origins(sets.train, rows, None)
         sample: Sequence[Row] = sample_of(rows)
         notes += ahead_notes(options)
     else:
-        rows = sample = encode(sets.train, objective, tally, options, data=sets.fingerprint)
-    eval_rows = {name: encode(some, objective, tally, options, name) for name, some in sets.eval.items()}
+        plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
+        pack = partial(packed, options=options, stage=options.stage, capacity=options.cutoff_len)
+        rows = sample = pack(plain)
+        where = Origins(sets.train, plain, None if rows is plain else pack)
+    eval_rows = {
+        name: packed(
+            encode(some, objective, tally, options, name), options, options.stage, options.cutoff_len, is_eval=True
+        )
+        for name, some in sets.eval.items()
+    }
     if not len(sample) and trains(options):
         if isinstance(rows, AheadRows):
             tally.merge(rows.counted())
@@ -108,8 +119,8 @@ def prepare(plan: Plan) -> Prepared:
     contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
     fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
     return Prepared(
-        tokenizer, template, config, objective, rows, sample, eval_rows, steps, sizes, formats, tally, fingerprints,
-        notes,
+        tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, tally,
+        fingerprints, notes,
     )  # fmt: skip
 
 
@@ -131,7 +142,7 @@ def encode(
     examples: Sequence[Example], objective: Any, tally: Tally, options: RunOptions, eval_name: str | None = None,
     data: str | None = None,
 ) -> Sequence[Row]:  # fmt: skip
-    """Encode a set, and pack the rows where the options ask for it.
+    """Encode a set.
 
     Args:
         eval_name: of an evaluation set; None for the training set.
@@ -139,7 +150,7 @@ def encode(
     """
     is_eval = eval_name is not None
     truncate = not splits_rows(options, options.stage, is_eval)
-    rows = prepare_rows(
+    return prepare_rows(
         examples,
         lambda batch, counted: objective.encode(batch, counted, truncate=truncate),
         tally,
@@ -148,7 +159,6 @@ def encode(
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
         data=data,
     )
-    return packed(rows, options, options.stage, options.cutoff_len, is_eval)
 
 
 def item_lengths(rows: Sequence[Row]) -> Sequence[int]:

@@ -21,7 +21,7 @@ The loop knows *when*; an ``Objective`` knows *what*. No method of training has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -130,12 +130,15 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
     run.stream.advance(group)
     run.state.global_step += 1
     run.state.epoch = group.epoch
-    meter.add_step(loss, weight, joined_by_name([loss.sums for loss in losses]), norm, learning_rate)
+    meter.add_step(loss, weight, joined_by_name([loss.sums for loss in losses]), norm, learning_rate, group.items)
     meter.add_rows(group.num_rows, group.num_tokens)
+    if run.spikes is not None and not engine.scales_loss:
+        run.spikes.look(run, group, loss, norm)
     if not is_applied:
         what = "gradient" if torch.isfinite(loss) else "loss"
         numbers = f"(loss {loss.item()}, gradient norm {norm.item()})"
-        stop_at_non_finite(run, options, f"The {what} of step {run.state.global_step} is not finite {numbers}.")
+        said = f"The {what} of step {run.state.global_step} is not finite {numbers}.{rows_of(run, group.items)}"
+        stop_at_non_finite(run, options, said)
 
 
 def microstep(run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
@@ -169,7 +172,7 @@ def answer(run: Run, options: LoopChoices) -> None:
 def log_step(run: Run, options: LoopChoices) -> None:
     """Log the means since the last log, with the learning rate that the last step used."""
     learning_rate = run.meter.learning_rate
-    before = run.meter.run_non_finite
+    before, taken = run.meter.run_non_finite, run.meter.taken
     means = run.meter.read(run.state, run.engine, run.flos_per_token)
     if not means:
         return
@@ -178,7 +181,9 @@ def log_step(run: Run, options: LoopChoices) -> None:
     run.log(run, {**means, "learning_rate": learning_rate} | ({"skipped_steps": skipped} if skipped else {}))
     if skipped:
         many = f"{run.meter.run_non_finite} steps up to step {run.state.global_step}"
-        stop_at_non_finite(run, options, f"{many} had a loss or a gradient that is not finite.")
+        items = [item for is_finite, some in taken if not is_finite for item in some]
+        said = f"{many} had a loss or a gradient that is not finite.{rows_of(run, items)}"
+        stop_at_non_finite(run, options, said)
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
@@ -262,6 +267,11 @@ def trainable(run: Run) -> list[torch.nn.Parameter]:
 def sum_of(values: list[Tensor]) -> Tensor:
     """Add () tensors up in their order; returns ()."""
     return torch.stack(values).sum()
+
+
+def rows_of(run: Run, items: Sequence[int]) -> str:
+    """`` Its rows: data.json, record 3.``; nothing where they are not known."""
+    return f" Learned from: {run.where(items)}." if run.where is not None and items else ""
 
 
 def stop_at_non_finite(run: Run, options: LoopChoices, what: str) -> None:

@@ -7,7 +7,7 @@ it. A log then costs one read, and one sum over ranks, of one small vector.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Meter:
         self.non_finite_steps = torch.zeros((), device=device)
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0  # of the last step
+        self.taken: list[tuple[Tensor, Sequence[int]]] = []  # since the last log: () is it finite, and its items
         self.steps = 0  # since the last log
         self.steps_here = 0  # since train() began
         self.tokens = 0  # on this rank, since the last log
@@ -46,11 +47,15 @@ class Meter:
         self.started_s = time.perf_counter()
 
     def add_step(
-        self, loss: Tensor, weight: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float
-    ) -> None:
-        """Add a step: ``loss`` () is this rank's part of its mean loss, ``weight`` () its items over all ranks."""
+        self, loss: Tensor, weight: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float,
+        items: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Add a step: ``loss`` () is this rank's part of its mean loss, ``weight`` () its items over all ranks,
+        ``items`` those of the data."""
         finite = torch.isfinite(loss)
-        self.non_finite_steps += ~(finite & torch.isfinite(grad_norm))
+        is_whole = finite & torch.isfinite(grad_norm)
+        self.non_finite_steps += ~is_whole
+        self.taken.append((is_whole, items))
         if self.filter_non_finite:
             loss = torch.where(finite, loss, (self.loss / (1 + self.steps)).to(loss.dtype))
         self.loss += loss
@@ -118,6 +123,7 @@ class Meter:
         self.weight = torch.zeros_like(self.weight)
         self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
         self.steps = self.tokens = self.rows = 0
+        self.taken = []
 
     def summary(self) -> dict[str, float]:
         """Values of the last log: the mean loss of all steps of the run; runtime and rates of this process alone."""

@@ -3,7 +3,7 @@ that a script overrides (a microstep, an evaluation, a log) is a part like the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from burnish.core.events import CallbackHandler
 from burnish.core.meter import Meter
 from burnish.core.parts import Part
 from burnish.core.schedule import Schedule
+from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Batch, Engine, Loss, Objective, Stream
 
@@ -45,4 +46,6 @@ class Run:
     log: Log  # ``loop.log``, or a script's own
     eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)  # name ("" for a single one) -> batches
     flos_per_token: int = 0  # floating-point operations of forward and backward for one token
+    spikes: SpikeWatch | None = None
+    where: Callable[[Sequence[int]], str] | None = None  # items of a step -> their records, in words
     logs_tokens: bool = False  # num_input_tokens_seen in every log

@@ -137,6 +137,7 @@ class Group:
     epoch: float  # epochs passed once this step is done, fraction included
     num_rows: int = 0  # on this rank, blanks not counted
     num_tokens: int = 0  # on this rank, padding not counted
+    items: Sequence[int] = ()  # rows or packs of the step, over all ranks, by their index in the training set
 
 
 Reduction: TypeAlias = Literal["mean", "min", "max", "last"]

@@ -59,12 +59,16 @@ class EpochOrder(Sampler[int]):
         return len(self._mine(range(self._used)))
 
     def __iter__(self) -> Iterator[int]:
-        per_step = self.cut.batch_size * self.cut.accumulation
-        order = order_of(self.num_items, self.seed, self.epoch, self.strategy, self.lengths, per_step)
-        mine, start = self._mine(order[: self._used]), self.start
+        mine, start = self._mine(self.of_epoch(self.epoch)), self.start
         self.start = 0
         self.epoch += 1  # for a user's own loader around this one, which does not set the epoch
         return iter(mine[start * self.cut.batch_size :])
+
+    def of_epoch(self, epoch: int) -> list[int]:
+        """The items of all ranks."""
+        per_step = self.cut.batch_size * self.cut.accumulation
+        order = order_of(self.num_items, self.seed, epoch, self.strategy, self.lengths, per_step)
+        return order[: self._used]
 
     @property
     def _used(self) -> int:
@@ -168,6 +172,7 @@ class LoaderStream:
                 group,
                 cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / self.total, 1.0),
+                items=Taken(order_in(self.loader), self.epoch, used - len(group), used),
                 num_rows=sum(rows for rows, _ in counts),
                 num_tokens=sum(tokens for _, tokens in counts),
             )
@@ -251,6 +256,28 @@ class LoaderStream:
         if is_dealt(self.loader):
             for _ in range(self.total - made):
                 yield Lent(first_of(self.loader) if last is None else last)
+
+
+class Taken(Sequence[int]):
+    """The rows of a step, over all ranks, by their place in the set; none where a loader of a script's own deals them.
+
+    They are computed when somebody asks, which is after a step that went wrong.
+    """
+
+    def __init__(self, order: EpochOrder | None, epoch: int, first: int, end: int) -> None:
+        self.order, self.epoch, self.first, self.end = order, epoch, first, end
+
+    def __len__(self) -> int:
+        return len(self._found())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._found()[index]
+
+    def _found(self) -> list[int]:
+        if self.order is None:
+            return []
+        across = self.order.cut.batch_size * self.order.cut.world_size
+        return self.order.of_epoch(self.epoch)[self.first * across : self.end * across]
 
 
 class Lent(dict[str, Any]):

@@ -319,6 +319,7 @@ class Trainer:
                 ),
                 eval_sets={"": ()}, evaluate=lambda run, batches, prefix: self._evaluate(ignore_keys),
                 microstep=self._microstep, log=lambda run, values: self._log_from_loop(values, started),
+                where=lambda rows: f"rows {', '.join(map(str, rows))} of train_dataset",
             ),
         )  # fmt: skip
         self._run, self.state, self.model_wrapped = run, run.state, run.model

@@ -206,6 +206,7 @@ class RowStream:
         self.lengths = lengths
         self.epoch = 0
         self.position = 0  # items of this epoch that have been used
+        self.left_out: frozenset[int] = frozenset()  # items that no step takes; their places in the order stay
 
     def __len__(self) -> int:
         """The number of items that an epoch uses."""
@@ -222,19 +223,29 @@ class RowStream:
 
         def dealt() -> Iterator[list[Sequence[int]]]:  # lazily: a long epoch has too many steps for a list
             cut, lengths = self.cut, self.lengths
-            return (cut.micro_batches(order[start : start + cut.rows_per_step], lengths) for start in starts)
+            return (
+                cut.micro_batches(self._kept(order[start : start + cut.rows_per_step]), lengths) for start in starts
+            )
 
         batches = self._batches(part or order[:1] for group in dealt() for part in group)
         for start, group in zip(starts, dealt(), strict=True):
             end = min(start + self.cut.rows_per_step, size)
+            items = self._kept(order[start:end])
             made = [_blank(next(batches)) if not part else next(batches) for part in group]
+            if not items:  # no step: all of its rows are left out
+                self.position = end
+                continue
             yield Group(
                 made,
                 cursor={"epoch": epoch, "position": end},
                 epoch=epoch + self._share_of_epoch(end, size),
+                items=items,
                 num_rows=sum(len(part) for part in group),
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
             )
+
+    def _kept(self, chosen: list[int]) -> list[int]:
+        return [item for item in chosen if item not in self.left_out] if self.left_out else chosen
 
     def order(self, epoch: int) -> list[int]:
         """The items of an epoch in the order of their use; the same on every rank."""
@@ -253,11 +264,13 @@ class RowStream:
     def end_epoch(self) -> None:
         self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
+        return state | {"left_out": sorted(self.left_out)} if self.left_out else state
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
+        self.left_out |= frozenset(state.get("left_out", ()))
 
     def _share_of_epoch(self, end: int, size: int) -> float:
         """The share of the epoch that is done, in micro-batches as in transformers: an incomplete last one counts 1."""

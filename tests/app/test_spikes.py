@@ -1,0 +1,136 @@
+"""Steps that go wrong: the records that they learned from are named, and a run may go back and leave them out."""
+
+import json
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from burnish.cli import main
+from burnish.core.errors import NonFiniteError
+from burnish.data.batches.stream import RowStream, order_of
+from burnish.objectives.lm import LmObjective
+from hf_toy import make_trainer, points
+from runs import same_weights
+from small_run import as_words, make_user, records
+
+pytestmark = pytest.mark.run
+
+ODD = 9  # the record, from 0, whose answer holds the only "~" of the set
+
+
+@pytest.fixture
+def user(tmp_path):
+    """The options of a run, four rows to a step and two epochs of six steps."""
+    given = make_user(tmp_path, save_steps=2, logging_steps=1, plot_loss=False)
+    rows = records(24)
+    rows[ODD]["output"] = "~"
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    return given
+
+
+def spoil(monkeypatch, given, factor, only_once=False):
+    """Multiply the loss of the odd row by ``factor``."""
+    tokenizer = AutoTokenizer.from_pretrained(given["model_name_or_path"])
+    (odd,) = tokenizer("~", add_special_tokens=False)["input_ids"]
+    plain, seen = LmObjective.loss, []
+
+    def loss(self, module, batch):
+        found = plain(self, module, batch)
+        if not (batch["labels"] == odd).any() or (only_once and seen):
+            return found
+        seen.append(1)
+        return type(found)(found.total * factor, found.sums, found.outputs)
+
+    monkeypatch.setattr(LmObjective, "loss", loss)
+
+
+def rows_of_odd_step(seed=42):
+    order = order_of(24, seed, 0)
+    begin = order.index(ODD) // 4 * 4
+    return order[begin : begin + 4], begin // 4 + 1
+
+
+def run(given):
+    return main(["train", *as_words(given)])
+
+
+@pytest.mark.parametrize("more", [{}, {"packing": True, "cutoff_len": 64}, {"encode_ahead": True}], ids=str)
+def test_a_step_that_is_not_finite_names_its_records(user, monkeypatch, capsys, more):
+    spoil(monkeypatch, user, float("nan"))
+    assert run({**user, **more}) == 1
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "is not finite (loss nan" in said
+    assert f"{user['dataset']}, record {ODD + 1}" in said.split("Learned from: ")[1]
+    if not more:
+        rows, step = rows_of_odd_step()
+        assert f"The loss of step {step} is not finite" in said
+        assert all(f"record {row + 1}" in said for row in rows)
+
+
+def test_a_run_that_goes_back_is_the_run_that_never_saw_those_rows(user, tmp_path, monkeypatch, capsys):
+    rows, step = rows_of_odd_step()
+    assert step > 2  # there is a checkpoint to go back to
+    with monkeypatch.context() as patch:
+        spoil(patch, user, float("nan"))
+        assert run({**user, "on_spike": "go_back"}) == 0
+    told = capsys.readouterr().err
+    assert f"Step {step} was not finite" in told
+    assert "Going back; these rows are left out from there on." in re.sub(r"\s+", " ", told)
+    last = json.loads((tmp_path / "out" / "checkpoint-12" / "stream.json").read_text())
+    assert last["left_out"] == sorted(rows)
+
+    plain = RowStream.__init__
+
+    def without_rows(self, *given, **named):
+        plain(self, *given, **named)
+        self.left_out = frozenset(rows)
+
+    monkeypatch.setattr(RowStream, "__init__", without_rows)
+    assert run({**user, "output_dir": str(tmp_path / "without")}) == 0
+    assert same_weights(tmp_path / "out", tmp_path / "without")
+    history = [
+        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"] for name in ("out", "without")
+    ]
+    losses = [[entry["loss"] for entry in entries if "loss" in entry] for entries in history]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 12
+
+
+def test_a_gradient_far_longer_than_usual_is_a_spike_too(user, monkeypatch, capsys):
+    spoil(monkeypatch, user, 1e4, only_once=True)
+    monkeypatch.setattr("burnish.core.spikes._ENOUGH", 2)
+    assert run({**user, "on_spike": "go_back", "spike_ratio": 50}) == 0
+    assert re.search(r"The gradient of step \d+ was [\d.e+]+ times as long as usual", capsys.readouterr().err)
+
+
+def test_a_run_without_a_checkpoint_cannot_go_back(user, monkeypatch, capsys):
+    spoil(monkeypatch, user, float("inf"))
+    assert run({**user, "on_spike": "go_back", "save_strategy": "no"}) == 1
+    assert "There is no checkpoint to go back to: save earlier (save_steps)." in re.sub(
+        r"\s+", " ", capsys.readouterr().err
+    )
+
+
+def test_a_run_goes_on_without_the_rows_that_it_left_out_before(user, tmp_path, monkeypatch):
+    given = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}
+    spoil(monkeypatch, user, float("nan"))
+    assert run({**given, "max_steps": 12}) == 0
+    assert run({**given, "max_steps": 12, "output_dir": str(tmp_path / "two")}) == 0
+    assert run({**given, "max_steps": 8, "output_dir": str(tmp_path / "three")}) == 0
+    assert run({**given, "max_steps": 12, "output_dir": str(tmp_path / "three")}) == 0
+    assert same_weights(tmp_path / "out", tmp_path / "two")
+    assert same_weights(tmp_path / "out", tmp_path / "three")
+
+
+def test_a_script_is_told_the_rows_of_its_set(tmp_path):
+    rows = points(22)
+    rows[5]["x"] = rows[5]["x"] * float("inf")
+    trainer = make_trainer(tmp_path, train=rows, on_non_finite="stop")
+    with pytest.raises(NonFiniteError) as failed:
+        trainer.train()
+    order, step = order_of(22, 42, 0), trainer.state.global_step
+    assert f"Learned from: rows {', '.join(map(str, order[4 * step - 4 : 4 * step]))} of train_dataset." in str(
+        failed.value
+    )
+    assert 5 in order[4 * step - 4 : 4 * step]
