@@ -85,6 +85,9 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     log = (server.root / "saves/first/trainer_log.jsonl").read_text().splitlines()
     steps = [json.loads(line)["current_steps"] for line in log if '"loss"' in line]
     assert steps == sorted(set(steps))
+    with page.expect_download() as found:
+        page.locator(".chart button", has_text="PNG").first.click()
+    assert Path(found.value.path()).read_bytes().startswith(b"\x89PNG")
     picture(page, "run")
     page.click("#theme")
     picture(page, "run-dark" if page.evaluate("document.documentElement.dataset.theme") == "dark" else "run-light")
@@ -101,8 +104,9 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
         page.locator(f".side[data-side='{side}'] .figures", has_text="a second").wait_for()
     picture(page, "talk")
     page.goto(f"{address}/export?target={run}")
+    page.select_option("#format", "gguf f16")
     page.click("#export button.main")
-    page.locator("#export-lines code", has_text="burnish api").wait_for()
+    page.locator("#export-lines code", has_text="llama-server").wait_for()
     shutil.copytree(server.root / "saves/first", server.root / "saves/second")
     page.goto(f"{address}/runs")
     page.locator("tr[data-run]").nth(1).wait_for()
@@ -130,6 +134,22 @@ def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> 
     visitor.fill("#box-output_dir", "../outside")
     visitor.locator("[data-option=output_dir] .problem", has_text="must name a place below").first.wait_for()
     assert visitor.is_disabled("#start")
+
+
+def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    fill(visitor, learning_rate="3e-4")
+    visitor.locator("#yaml", has_text="max_steps: 60").wait_for()
+    visitor.once("dialog", lambda dialog: dialog.accept("mine"))
+    visitor.click("#save-preset")
+    visitor.get_by_text("Kept as mine.").wait_for()
+    visitor.goto(f"{server.address}/new")
+    visitor.wait_for_selector("#box-model")
+    visitor.select_option("#preset", "mine")
+    assert float(visitor.input_value("#box-learning_rate")) == 3e-4
+    assert visitor.input_value("#box-max_steps") == "60"
+    visitor.click("#drop-preset")
+    visitor.wait_for_selector("#preset option[value=mine]", state="detached")
 
 
 def test_hostile_texts_are_seen_and_do_nothing(visitor, server) -> None:

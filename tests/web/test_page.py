@@ -430,6 +430,34 @@ def test_a_yaml_text_is_read_as_a_file_is_and_its_faults_have_lines(page) -> Non
     assert page.send("POST", "/api/yaml", {"text": 3})[0] == 422
 
 
+def test_presets_are_yaml_files_of_the_page_and_nothing_else(page) -> None:
+    text = "finetuning_type: lora\nlora_rank: 16\n"
+    assert page.send("PUT", "/api/presets/mine", {"text": text})[0] == 200
+    assert page.get("/api/form")["own_presets"] == {"mine": {"finetuning_type": "lora", "lora_rank": "16"}}
+    assert (page.site.home.folder / "presets/mine.yaml").read_text() == text
+    for name, body, status in (
+        ("..%2Fkey", {"text": text}, 404), ("a b", {"text": text}, 404), ("mine", {"text": "a: [1"}, 422),
+        ("mine", {}, 422), ("mine", {"text": "!!python/name:os.system"}, 422),
+    ):  # fmt: skip
+        assert page.send("PUT", f"/api/presets/{name.replace(' ', '%20')}", body)[0] == status, (name, body)
+    assert page.send("DELETE", "/api/presets/mine", {})[0] == 200
+    assert page.send("DELETE", "/api/presets/mine", {})[0] == 404
+    assert page.get("/api/form")["own_presets"] == {}
+
+
+def test_an_export_knows_its_formats(page, root, monkeypatch) -> None:
+    begun = []
+    child = type("Child", (), {"pid": 1, "poll": lambda self: 0})
+    monkeypatch.setattr(page.site.starter, "started", lambda words, log: begun.append(words) or child())
+    (root / "saves" / "whole").mkdir()
+    asked = {"path": str(root / "saves" / "whole"), "folder": str(root / "gguf")}
+    status, _, text = page.send("POST", "/api/exports", {**asked, "format": "gguf q8_0"})
+    assert status == 202, text
+    assert {"export_format=gguf", "export_gguf_type=q8_0"} < set(begun[0])
+    assert page.get(f"/api/exports/{json.loads(text)['id']}")["state"] == "done"
+    assert page.send("POST", "/api/exports", {**asked, "format": "pickle"})[0] == 422
+
+
 def test_wrong_bodies_are_never_our_fault(page) -> None:
     draw = random.Random(23)
     odd = [None, 1, -1, "x", "", [], {}, {"a": 1}, ["x"], True, 1e300, "\u0000", "../..", {"output_dir": 3}, [1, "a"]]

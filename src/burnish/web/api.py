@@ -17,6 +17,7 @@ import burnish
 from burnish.app.config import read_arguments
 from burnish.core.errors import UserError
 from burnish.report.journal import EVENTS, GIVEN
+from burnish.web.exports import Exports
 from burnish.web.follow import CONSOLE, Place, cursor_text, end_of, news, read_cursor
 from burnish.web.home import safe_name
 from burnish.web.layout import BOXES, DEPENDS, PRESETS, RISKY
@@ -34,7 +35,7 @@ _LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
 _FIGURES = (".png", ".yaml", ".jsonl", ".json", ".log")
 _NOT_OFFERED = ("tokenizer", "config.json", "adapter_config", "generation_config")
 _LOG_BYTES = 256 * 1024
-MOST_STREAMS = 50
+MOST_STREAMS, MOST_PRESETS = 50, 200
 Answer = Callable[[Request], Awaitable[Any]]
 
 
@@ -43,6 +44,7 @@ class Api:
 
     def __init__(self, site: Site) -> None:
         self.site = site
+        self.exports = Exports(site)
         self._num_streams = 0
         self._form: dict[str, Any] | None = None
 
@@ -51,6 +53,8 @@ class Api:
         yield "GET", "/api/form", self.form
         yield "POST", "/api/check", self.check
         yield "POST", "/api/yaml", self.yaml
+        yield "PUT", "/api/presets/{id}", self.keep_preset
+        yield "DELETE", "/api/presets/{id}", self.drop_preset
         yield "GET", "/api/free", self.free
         yield "GET", "/api/models", self.models
         yield "GET", "/api/datasets", self.datasets
@@ -91,8 +95,32 @@ class Api:
         boxes = {name: list(options) for name, options in BOXES.items()}
         return Json(
             {"groups": self._form["groups"], "fields": self._form["fields"], "boxes": boxes, "risky": risky,
-             "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS}
+             "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
+             "own_presets": await asyncio.to_thread(self._presets)}
         )  # fmt: skip
+
+    def _presets(self) -> dict[str, dict[str, Any]]:
+        """Name -> values of the presets that were saved here; a file that cannot be read is passed over."""
+        home = self.site.home
+        texts = {name: home.text(f"presets/{name}.yaml") for name in home.names("presets")}
+        read = {name: self._read_yaml(text) for name, text in texts.items() if text}
+        return {name: found["values"] for name, found in read.items() if not found["problems"]}
+
+    async def keep_preset(self, request: Request) -> Response:
+        """Keep the text of a YAML file under a name; it is a file that can be mailed, and run."""
+        text, name = (await json_object(request)).get("text"), _safe(request)
+        found = await asyncio.to_thread(self._read_yaml, text) if isinstance(text, str) else {"problems": ["no text"]}
+        if found["problems"]:
+            raise Refusal(422, "invalid_value", f'"text" must be a YAML file: {found["problems"][0]}')
+        if len(self.site.home.names("presets")) >= MOST_PRESETS:
+            raise Refusal(409, "too_many", f"{MOST_PRESETS} presets are kept; remove some.")
+        self.site.home.write(f"presets/{name}.yaml", str(text))
+        return Json({"status": "kept"})
+
+    async def drop_preset(self, request: Request) -> Response:
+        if not self.site.home.remove(f"presets/{_safe(request)}.yaml"):
+            raise Refusal(404, "no_preset", "There is no such preset.")
+        return Json({"status": "removed"})
 
     async def check(self, request: Request) -> Any:
         """Explain what a run would do, part by part as it becomes known: one JSON object per line."""
@@ -328,30 +356,10 @@ class Api:
         body = await json_object(request)
         path, _ = await self._target(body)
         folder = self.site.places.within(str(body.get("folder") or ""), "folder")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise Refusal(409, "folder_not_empty", "The folder holds something already.", param="folder")
-        key = "adapter_name_or_path" if (path / "adapter_config.json").is_file() else "model_name_or_path"
-        words = ["export", f"{key}={path}", f"export_dir={folder}"]
-        if key == "adapter_name_or_path":
-            base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-            words.append(f"model_name_or_path={base}")
-        name = f"export-{int(time.time() * 1000):x}"
-        child = self.site.starter.started(words, self.site.home.folder / f"{name}.log")
-        self.site.home.write(f"{name}.json", json.dumps({"pid": child.pid, "folder": str(folder)}))
-        self._exports = {**getattr(self, "_exports", {}), name: child}
-        return Json({"id": name}, 202)
+        return Json({"id": self.exports.begin(path, folder, str(body.get("format") or "safetensors"))}, 202)
 
     async def export_of(self, request: Request) -> Response:
-        name, children = _safe(request), getattr(self, "_exports", {})
-        if name not in children:
-            raise Refusal(404, "no_export", "There is no such export.")
-        status = children[name].poll()
-        log = self.site.home.folder / f"{name}.log"
-        text = log.read_text(encoding="utf-8", errors="replace")[-8000:] if log.is_file() else ""
-        state = "running" if status is None else "done" if status == 0 else "failed"
-        folder = self.site.home.read(f"{name}.json")["folder"]
-        lines = _serving_lines(self.site.places.shown(Path(folder))) if state == "done" else []
-        return Json({"state": state, "text": text, "folder": folder, "lines": lines})
+        return Json(self.exports.state(_safe(request)))
 
     # --- what is new --------------------------------------------------------------------------------------------------
 
@@ -417,16 +425,6 @@ def _safe(request: Request) -> str:
     if name is None:
         raise Refusal(404, "no_such_name", "A name has letters, digits, - and _ only.")
     return name
-
-
-def _serving_lines(folder: str) -> list[str]:
-    return [
-        f"burnish api {folder}",
-        f"burnish chat {folder}",
-        f"vllm serve {folder}",
-        f"python -m sglang.launch_server --model-path {folder}",
-        f"cd {folder} && ollama create my-model -f Modelfile",
-    ]
 
 
 def _mark_of_source() -> str:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from burnish import __version__
 from burnish.report.pace import short_number, short_time
 from burnish.web.api import Api
+from burnish.web.exports import FORMATS
 from burnish.web.listing import facts
 from burnish.web.series import picture, series
 from burnish.web.session import COOKIE, LASTS_S, Sessions, cookie_of
@@ -119,7 +120,7 @@ class Pages:
         return self._page("talk", request, target=request.query_params.get("target", ""))
 
     async def export(self, request: Request) -> Response:
-        return self._page("export", request, target=request.query_params.get("target", ""))
+        return self._page("export", request, target=request.query_params.get("target", ""), formats=list(FORMATS))
 
     async def settings(self, request: Request) -> Response:
         site = self.site

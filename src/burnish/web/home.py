@@ -75,6 +75,20 @@ class Home:
         except (OSError, ValueError):
             return None
 
+    def text(self, name: str) -> str:
+        """Text that was written here; "" where there is none."""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def remove(self, name: str) -> bool:
+        """Remove a file that was written here. Returns whether it was there."""
+        path = self.folder / name
+        is_there = path.is_file()
+        path.unlink(missing_ok=True)
+        return is_there
+
     def names(self, kind: str) -> list[str]:
         return sorted(path.stem for path in (self.folder / kind).iterdir() if not path.name.startswith("."))
 

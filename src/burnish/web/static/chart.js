@@ -39,7 +39,8 @@ export class Chart {
   constructor(host, title, sync) {
     this.text = el("p");
     this.place = el("div");
-    this.node = el("section", { class: "chart", "aria-label": title }, el("h2", {}, title), this.place, this.text);
+    const save = el("button", { type: "button", class: "quiet", "aria-label": `${title}: PNG`, onclick: () => this.save(title) }, "PNG");
+    this.node = el("section", { class: "chart", "aria-label": title }, el("div", { class: "row" }, el("h2", {}, title), el("span", { class: "grow" }), save), this.place, this.text);
     host.append(this.node);
     this.sync = sync;
     this.isBytes = false;
@@ -79,6 +80,22 @@ export class Chart {
     }, data, this.place);
     this.text.textContent = this.summary;
     this.lines = lines;
+  }
+
+  /** The chart as a picture, on the page's own background. */
+  save(title) {
+    const drawn = this.plot?.root.querySelector("canvas");
+    if (!drawn) return;
+    const whole = Object.assign(document.createElement("canvas"), { width: drawn.width, height: drawn.height });
+    const pen = whole.getContext("2d");
+    pen.fillStyle = getComputedStyle(document.body).backgroundColor;
+    pen.fillRect(0, 0, whole.width, whole.height);
+    pen.drawImage(drawn, 0, 0);
+    whole.toBlob((blob) => {
+      const link = el("a", { href: URL.createObjectURL(blob), download: `${title}.png` });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    });
   }
 
   read(plot, lines, shown) {

@@ -18,7 +18,7 @@ form.addEventListener("submit", async (event) => {
   event.preventDefault();
   $("#folder-problem").textContent = "";
   try {
-    const { id } = await send("POST", "api/exports", { ...targets.get(source.value)?.[1], folder: $("#folder").value });
+    const { id } = await send("POST", "api/exports", { ...targets.get(source.value)?.[1], folder: $("#folder").value, format: $("#format").value });
     $("#progress-box").hidden = false;
     await until(id);
   } catch (failed) {

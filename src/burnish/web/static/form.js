@@ -215,11 +215,36 @@ function focusProblem() { $("[aria-invalid=true]")?.focus(); }
 form.addEventListener("submit", (event) => { event.preventDefault(); if ($("#start").disabled) focusProblem(); else void start("now", "new"); });
 $("#queue").addEventListener("click", () => start("queue", "new"));
 
-const presets = Object.entries(found.presets);
-$("#preset").append(...presets.map(([name]) => el("option", { value: name }, name)));
-$("#preset").addEventListener("change", (event) => {
-  for (const [name, value] of Object.entries(found.presets[event.target.value] ?? {})) set(name, value);
+const own = new Set(Object.keys(found.own_presets)), kept = { ...found.presets, ...found.own_presets };
+function showPresets(chosen) {
+  const listed = (names, label) => (names.length ? [el("optgroup", { label }, names.map((name) => el("option", { value: name, selected: name === chosen }, name)))] : []);
+  $("#preset").replaceChildren(el("option", { value: "" }, "–"), ...listed(Object.keys(found.presets), t("presets_carried")), ...listed([...own], t("presets_own")));
+  $("#drop-preset").hidden = !own.has(chosen);
+}
+showPresets("");
+$("#preset").addEventListener("change", ({ target }) => {
+  for (const [name, value] of Object.entries(kept[target.value] ?? {})) set(name, value);
+  $("#drop-preset").hidden = !own.has(target.value);
   changed();
+});
+const KEPT_ASIDE = /^(output_dir|overwrite_output_dir|resume_from_checkpoint):/; // of one run, and of no other
+$("#save-preset").addEventListener("click", async () => {
+  const name = prompt(t("preset_name"), $("#preset").value);
+  if (!name) return;
+  const text = $("#yaml").textContent.split("\n").filter((line) => !KEPT_ASIDE.test(line)).join("\n");
+  try {
+    await send("PUT", `api/presets/${encodeURIComponent(name)}`, { text });
+    own.add(name);
+    kept[name] = (await send("POST", "api/yaml", { text })).values;
+    showPresets(name);
+    say(t("preset_kept", { name }));
+  } catch (failed) { say(failed.message); }
+});
+$("#drop-preset").addEventListener("click", async () => {
+  const name = $("#preset").value;
+  await send("DELETE", `api/presets/${encodeURIComponent(name)}`);
+  own.delete(name);
+  showPresets("");
 });
 
 /** The values of a YAML text, read by the server as it reads a file. Returns what is wrong with it. */
