@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from bad_inputs import make_folder, told
 from burnish import cli
+from burnish.cli import main
+from small_run import as_words, make_user
 
 DAMAGE: dict[str, bytes | None] = {
     "empty": b"", "cut": None, "a list": b"[]", "a number": b"3", "null": b"null", "text": b'"words"',
@@ -153,3 +156,18 @@ def test_a_table_of_data_that_is_cut_or_flipped_is_refused_or_read(
         told(capsys)
     path.write_bytes(whole[: len(whole) // 2])
     assert ends_well_or_says(words, capsys, str(path)) == 2
+
+
+def test_an_adapter_of_nan_is_refused_before_it_trains(tmp_path, capsys):
+    given = make_user(tmp_path, max_steps=1, save_strategy="no", finetuning_type="lora", plot_loss=False)
+    assert main(["train", *as_words(given)]) == 0
+    file = tmp_path / "out" / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = next(iter(weights))
+    weights[name][0, 0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    more = {"adapter_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "two")}
+    assert main(["train", *as_words({**given, **more})]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path / 'out'}: 1 of the adapter's weights hold NaN or infinity: " in said
+    assert not list((tmp_path / "two").glob("*.safetensors"))

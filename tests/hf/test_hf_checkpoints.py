@@ -4,7 +4,9 @@ import copy
 import json
 import logging
 import math
+import os
 import shutil
+import signal
 
 import datasets
 import pytest
@@ -220,9 +222,9 @@ def test_the_tokenizer_of_the_collator_is_saved(tmp_path):
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
-def theirs(folder, resume=None, **given):
+def theirs(folder, resume=None, model=None, **given):
     args = originals(folder, **{"per_device_train_batch_size": 4, "logging_steps": 1, **SAVED, **given})
-    trainer = transformers.Trainer(gpt2(), args, train_dataset=text_rows())
+    trainer = transformers.Trainer(gpt2() if model is None else model, args, train_dataset=text_rows())
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -248,6 +250,21 @@ def test_a_checkpoint_of_ours_goes_on_there_where_that_was_asked_for(tmp_path):
     resumed = theirs(tmp_path / "theirs", resume=True)
     assert losses(resumed) == pytest.approx(losses(whole), rel=0.05)
     assert resumed.state.global_step == 9
+
+
+def test_checkpoints_of_an_adapter_go_there_and_back(tmp_path):
+    lora = parity.seeded(parity.with_lora)
+    for begins, goes_on, more in ((theirs, trained, {}), (trained, theirs, {"save_hf_format": True})):
+        first, second = tmp_path / begins.__name__, tmp_path / f"{goes_on.__name__} goes on"
+        whole = begins(first, model=lora(), **more)
+        shutil.copytree(first / "checkpoint-3", second / "checkpoint-3")
+        resumed = goes_on(second, resume=True, model=lora())
+        assert resumed.state.global_step == 9
+        assert losses(resumed)[:3] == losses(whole)[:3]
+        assert losses(resumed) == pytest.approx(losses(whole), rel=0.05)
+        moved = [name for name, p in resumed.model.named_parameters() if p.requires_grad]
+        assert moved
+        assert all("lora_" in name for name in moved)
 
 
 def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tmp_path, caplog, monkeypatch):
@@ -422,9 +439,6 @@ def test_two_trainers_do_not_write_into_one_folder_at_once(tmp_path):
 
 
 def test_a_signal_to_end_is_answered_with_a_checkpoint(tmp_path):
-    import os
-    import signal
-
     class Told(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 4:
@@ -437,6 +451,36 @@ def test_a_signal_to_end_is_answered_with_a_checkpoint(tmp_path):
     assert trainer.state.global_step == 5
     assert (tmp_path / "checkpoint-5" / "model.safetensors").is_file()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Signal(transformers.TrainerCallback):
+    def __init__(self, number):
+        self.number = number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint_and_then_ends_the_script(tmp_path, number):
+    whole, before = trained(tmp_path / "whole"), signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "cut", trainer={"callbacks": [Signal(number)]}, save_steps=100)
+    assert signal.getsignal(number) == before
+    resumed = trained(tmp_path / "cut", resume=str(tmp_path / "cut" / "checkpoint-5"))
+    assert same(weights(whole), weights(resumed))
+    assert not any(type(c).__name__ == "InterruptCallback" for c in resumed.callback_handler.callbacks)
+
+
+def test_a_signal_that_the_script_handles_is_left_to_it(tmp_path):
+    heard, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        assert trained(tmp_path, trainer={"callbacks": [Signal(signal.SIGTERM)]}).state.global_step == 9
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [1]
 
 
 def test_a_checkpoint_can_be_asked_for_in_between(tmp_path):

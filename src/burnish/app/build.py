@@ -61,7 +61,7 @@ from burnish.models.dropout import switch_off_dropout
 from burnish.models.fitted import fit
 from burnish.models.fused import patch_forwards
 from burnish.models.liger import LIGER, apply_liger, takes_liger
-from burnish.models.load import load_model, raise_if_empty, raise_if_not_finite
+from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
 from burnish.models.quantize import is_quantised
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
@@ -254,6 +254,8 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
         raise_if_empty(model, options.model_name_or_path or "", notes)
     fit_vocabulary(model, prepared.tokenizer, options, notes)
     model = adapter.attach(model)
+    if folders := adapter_folders(options):
+        raise_if_adapter_not_finite(model, folders)
     if options.stage in PREFERENCE_STAGES and options.disable_dropout and switch_off_dropout(model):
         notes.append("Dropout is off, LoRA's too, as a model is compared with itself (disable_dropout).")
     engine.place(model, trainable_dtype(options, model, engine))

@@ -35,10 +35,13 @@ class InterruptCallback(TrainerCallback):
         agree: returns whether any process of the run has a request, given whether this one has, because processes
             receive a signal at different moments and must stop at the same step. Called once per step.
         max_seconds: after so much training the run is ended as by a signal; None for no limit.
+        leaves_handlers: signals for which somebody has set a handler are left to it.
     """
 
-    def __init__(self, agree: Callable[[bool], bool] = bool, max_seconds: float | None = None) -> None:
-        self.agree = agree
+    def __init__(
+        self, agree: Callable[[bool], bool] = bool, max_seconds: float | None = None, leaves_handlers: bool = False
+    ) -> None:
+        self.agree, self.leaves_handlers = agree, leaves_handlers
         self.max_seconds = max_seconds
         self._began = 0.0
         self._is_time_up = self._is_notified = False
@@ -65,7 +68,8 @@ class InterruptCallback(TrainerCallback):
         for number in SIGNALS:
             before = signal.getsignal(number)
             # An ignored signal means that the run is to survive it: nohup, or & in a script.
-            if before is not signal.SIG_IGN:
+            is_own = self.leaves_handlers and before not in (signal.SIG_DFL, signal.default_int_handler)
+            if before is not signal.SIG_IGN and not is_own:
                 self._before[number] = before if before is not None else signal.SIG_DFL
                 signal.signal(number, self._on_signal)
         return self

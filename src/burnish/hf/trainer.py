@@ -234,7 +234,7 @@ class Trainer:
             ready = training.made_ready(
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
-            with ready, training.writing_alone(into, self.args):
+            with ready, training.writing_alone(into, self.args), training.answering_signals(self, self._engine):
                 return self._attempts(folder, ignore_keys_for_eval)
         finally:
             self.is_in_train = False

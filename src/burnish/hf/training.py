@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 from transformers.integrations import activate_neftune
@@ -19,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from burnish.app.assemble import keeping_plan
+from burnish.app.interrupt import InterruptCallback
 from burnish.core import checkpoint
 from burnish.core.checkpoint import only_writer
 from burnish.core.comparison import compare_fingerprints
@@ -27,6 +29,7 @@ from burnish.core.patching import Reason, record, restore
 from burnish.core.run import Run
 from burnish.core.schedule import StepPlan, plan_steps
 from burnish.core.state import TrainerState
+from burnish.core.types import Engine
 from burnish.hf import notes
 from burnish.hf.accelerator import EngineAccelerator
 from burnish.hf.arguments.training import TrainingArguments
@@ -109,6 +112,27 @@ def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
         return
     with only_writer(Path(folder)):
         yield
+
+
+@contextmanager
+def answering_signals(trainer: Any, engine: Engine) -> Iterator[None]:
+    """Answer Ctrl-C and SIGTERM with a checkpoint after the step, and then with KeyboardInterrupt. Signals that a
+    script handles are left to it, and so are all of them where no checkpoints are to be saved."""
+
+    def on_any(asked: bool) -> bool:
+        return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
+
+    if trainer.args.save_strategy == "no":
+        yield
+        return
+    with InterruptCallback(on_any, leaves_handlers=True) as interrupt:
+        trainer.add_callback(interrupt)
+        try:
+            yield
+        finally:
+            trainer.remove_callback(interrupt)
+    if interrupt.exit_code is not None:
+        raise KeyboardInterrupt
 
 
 def say_that_it_is_empty(state: TrainerState) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +189,20 @@ def raise_if_not_finite(model: nn.Module, name: str) -> None:
                 where=name,
                 why="Every loss would be NaN.",
                 remedy="Fetch the model again, or load it in a dtype with a wider range (bfloat16 for float16).",
+            )
+        )
+
+
+def raise_if_adapter_not_finite(model: nn.Module, folders: Sequence[Path]) -> None:
+    """Raise UserError where a weight of the adapters is NaN or infinite; the model's own have been looked at before."""
+    found = [name for name, p in model.named_parameters() if p.requires_grad and not _is_finite(p)]
+    if found:
+        raise UserError(
+            Problem(
+                f"{len(found)} of the adapter's weights hold NaN or infinity: {_few(found)}.",
+                where=", ".join(map(str, folders)),
+                why="Every loss would be NaN.",
+                remedy="It is damaged or diverged in training; take an earlier checkpoint of it.",
             )
         )
 
