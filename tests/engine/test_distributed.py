@@ -101,7 +101,8 @@ def test_a_run_goes_from_zero3_to_fsdp_to_one_process(alone, tmp_path):
     folder, four = alone
     train({**four, "save_steps": 1, **ENGINES["zero3"]}, tmp_path / "zero3")
     shutil.copytree(tmp_path / "zero3" / "checkpoint-1", tmp_path / "fsdp" / "checkpoint-1")
-    train({**four, "save_steps": 1, "num_processes": 2, **ENGINES["fsdp"]}, tmp_path / "fsdp")
+    two = {**four, "save_steps": 1, "num_processes": 2, "per_device_train_batch_size": 2}
+    train({**two, **ENGINES["fsdp"]}, tmp_path / "fsdp")
     shutil.copytree(tmp_path / "fsdp" / "checkpoint-3", tmp_path / "one" / "checkpoint-3")
     train({**four, "per_device_train_batch_size": 4, "num_processes": 1}, tmp_path / "one")
     assert_same(tmp_path / "one", folder / "full")

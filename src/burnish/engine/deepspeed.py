@@ -57,6 +57,7 @@ class DeepSpeedEngine(ParallelEngine):
         self.deepspeed = _library(self.device.type)
         self.runner: Any = None
         self.weights: list[nn.Parameter] = []  # that train, in the order of the optimizer's groups
+        self.empty_groups: dict[int, dict[str, Any]] = {}  # number -> a group without weights, which DeepSpeed drops
         self.stage = zero_stage(options)
 
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
@@ -74,6 +75,8 @@ class DeepSpeedEngine(ParallelEngine):
             return model.to(self.device), None
         settings = filled(self.options, _hidden_size(model), self.world_size, self.device.type == "cpu")
         self.weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        groups = enumerate(optimizer.param_groups)
+        self.empty_groups = {number: dict(group) for number, group in groups if not group["params"]}
         gives_loss = inspect.signature(type(model).forward).return_annotation in (Loss, "Loss")
         self.runner, *_ = self.deepspeed.initialize(
             model=_AsTuple(model) if gives_loss else model, optimizer=optimizer, config=settings,
@@ -271,10 +274,11 @@ class StateShards:
         return {"state": {number: own for number, own in states.items() if own}, "param_groups": self._groups(held)}
 
     def _states_of(self, weight: nn.Parameter) -> dict[str, Any]:
-        """Counters as they are, which all vectors share; of what is as long as the weight, this rank's stretch."""
+        """A copy of each counter, since an optimizer that loads them counts each by itself; of what is as long as the
+        weight, this rank's stretch."""
         place, states = self.engine.place_of(weight), self.engine.runner.optimizer.optimizer.state
         kept = states.get(place.flat, {}) if place else next((own for own in states.values() if own), {})
-        return {key: self.engine.piece(weight, key) if value.dim() else value for key, value in kept.items()}
+        return {key: self.engine.piece(weight, key) if value.dim() else value.clone() for key, value in kept.items()}
 
     def _groups(self, held: Any) -> list[dict[str, Any]]:
         numbers = {id(weight): number for number, weight in enumerate(self.engine.weights)}
@@ -282,6 +286,8 @@ class StateShards:
         for group, own in zip(held.param_groups, self._weights_by_group(held), strict=True):
             settings = {name: value for name, value in group.items() if name != "params"}
             found.append({**settings, "params": [numbers[id(weight)] for weight in own]})
+        for number, group in sorted(self.engine.empty_groups.items()):
+            found.insert(number, {**group, "lr": held.param_groups[0]["lr"]})
         return found
 
     def _weights_by_group(self, held: Any) -> list[list[nn.Parameter]]:
@@ -293,7 +299,8 @@ class StateShards:
         return found
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
-        for group, given in zip(held.param_groups, state["param_groups"], strict=True):
+        with_weights = [group for group in state["param_groups"] if group["params"]]
+        for group, given in zip(held.param_groups, with_weights, strict=True):
             group.update({name: value for name, value in given.items() if name not in ("params", "param_names")})
         states = self.engine.runner.optimizer.optimizer.state
         for number, weight in enumerate(self.engine.weights):
