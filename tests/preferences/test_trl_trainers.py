@@ -403,3 +403,22 @@ def test_the_script_of_the_page_trains(folder, tmp_path, monkeypatch):
     exec(compile(script.replace("max_steps=20", "max_steps=2, report_to='none', use_cpu=True"), "page", "exec"), made)
     assert made["trainer"].state.global_step == 2
     assert (tmp_path / "saves" / "even" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
+def test_a_script_in_the_shape_of_trls_runs_to_its_end(kind, folder, tmp_path):
+    """Their dpo.py, kto.py and reward_modeling.py."""
+    rows = as_set(verdicts() if kind == "KTOTrainer" else pairs()).train_test_split(test_size=4, seed=0)
+    trainer = make(
+        kind, folder / "model", tmp_path, rows["train"], {"eval_dataset": rows["test"]}, eval_strategy="steps",
+        eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+    trainer.save_model(str(tmp_path))
+    trainer.create_model_card(dataset_name="pairs-of-mine", tags=["mine"])
+    assert (tmp_path / "eval_results.json").is_file()
+    assert "pairs-of-mine" in (tmp_path / "README.md").read_text()
+    assert trainer.state.best_metric == min(log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)

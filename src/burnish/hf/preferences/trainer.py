@@ -18,7 +18,6 @@ from transformers.utils import logging
 
 from burnish.app.references import check_vocabulary
 from burnish.core.errors import Problem, UserError
-from burnish.core.loop import TrainOutput
 from burnish.core.meter import Totals
 from burnish.core.types import Batch, Row
 from burnish.data.batches.stream import num_tokens
@@ -57,7 +56,7 @@ from burnish.hf.sft.setup import (
     set_pad,
     tokenizer_of,
 )
-from burnish.hf.trainer import Trainer
+from burnish.hf.trl import TrlTrainer
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.reward_files import pad_of_classifier
 from burnish.objectives.kto import KtoObjective
@@ -76,7 +75,7 @@ class CountPreferences(Count):
         return len(batch["items"]), num_tokens(batch)
 
 
-class PreferenceTrainer(Trainer):
+class PreferenceTrainer(TrlTrainer):
     """The common part of the trainers of this room.
 
     Args:
@@ -306,21 +305,6 @@ class PreferenceTrainer(Trainer):
         output.metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
         output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
         return output
-
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None, **kwargs: Any,
-    ) -> TrainOutput:  # fmt: skip
-        """As the Trainer's; then the model's card lies in ``output_dir``, where anything is saved."""
-        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
-        if self.args.save_strategy != "no":
-            self.create_model_card()
-        return output
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
-        super().log(logs, start_time)
 
 
 class DPOTrainer(PreferenceTrainer):

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from burnish.core.loop import TrainOutput
 from burnish.core.types import IGNORE_INDEX, Batch
 from burnish.engine.base import set_seed
 from burnish.hf.inspection import has_virtual_tokens, is_peft_model
@@ -43,7 +42,7 @@ from burnish.hf.sft.setup import (
     set_pad,
     tokenizer_of,
 )
-from burnish.hf.trainer import Trainer
+from burnish.hf.trl import TrlTrainer
 from burnish.models.attention import make_padding_free
 from burnish.objectives.logits import target_positions
 from burnish.objectives.targets import Targets, sums_of_logits
@@ -64,7 +63,7 @@ class CountAlways(Count):
         return rows, tokens
 
 
-class SFTTrainer(Trainer):
+class SFTTrainer(TrlTrainer):
     """Fine-tune a causal language model on examples of what it should write.
 
     Args:
@@ -316,28 +315,6 @@ class SFTTrainer(Trainer):
             output.metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
             output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
         return output
-
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None, **kwargs: Any,
-    ) -> TrainOutput:  # fmt: skip
-        """As the Trainer's; then the model's card lies in ``output_dir``, where anything is saved."""
-        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
-        if self.args.save_strategy != "no":
-            self.create_model_card()
-        return output
-
-    def create_model_card(  # type: ignore[override]
-        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any
-    ) -> None:
-        """``README.md`` in ``output_dir``; the arguments are TRL's, and those of the Trainer's by their names."""
-        given = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
-        super().create_model_card(**{name: value for name, value in given.items() if value is not None})
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if "loss" in logs or "mean_token_accuracy" in logs:
-            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
-        super().log(logs, start_time)
 
 
 @dataclass
