@@ -21,15 +21,22 @@ MARK = "GAUGE "
 ENDS_AT_FIRST_STEP = "BENCH_ENDS_AT_FIRST_STEP"
 """In the environment of a process of which only the start is measured."""
 WARM_UP = 1
+PREFERENCES = {"dpo": "pairs", "rm": "pairs", "kto": "verdicts"}
+"""Stage -> its records in the material."""
 ANSWERS = {"per_device_eval_batch_size": 8, "max_new_tokens": 32}
 """How prompts are answered, in burnish's words; the likeliest token each time, and none that ends an answer sooner."""
 LIBRARIES = ("burnish", "trl", "transformers", "llamafactory", "torch", "accelerate")
 
 
 class Gauge:
-    """What is read, as a callback; ``as_callback`` makes it one of the class that a trainer insists on."""
+    """What is read, as a callback; ``as_callback`` makes it one of the class that a trainer insists on.
 
-    def __init__(self) -> None:
+    Args:
+        rows_per_step: pairs or records, where these are counted instead of labels.
+    """
+
+    def __init__(self, rows_per_step: int = 0) -> None:
+        self.rows_per_step = rows_per_step
         self.labels = 0
         self.steps: list[tuple[float, float, int]] = []  # processor seconds, wall seconds, labels so far
         self.save_waits_s: list[float] = []
@@ -41,6 +48,8 @@ class Gauge:
 
     def count(self, labels: Any) -> None:
         """Labels of a micro-batch, before a model sees them; -100 is none."""
+        if self.rows_per_step:
+            return
         self.labels += int((labels != -100).sum())
 
     def on_step_begin(self) -> None:
@@ -54,6 +63,7 @@ class Gauge:
             raise SystemExit
 
     def on_step_end(self) -> None:
+        self.labels += self.rows_per_step
         self.steps.append((time.process_time(), time.perf_counter(), self.labels))
         self.step_ended_cpu_s = time.thread_time()
 
@@ -115,6 +125,11 @@ class Gauge:
             "steps": len(self.steps) - WARM_UP, "save_waits_s": self.save_waits_s,
             "save_waits_cpu_s": self.save_waits_cpu_s,
         }  # fmt: skip
+
+
+def rows_counted(stage: str) -> int:
+    """Rows of a step, where they are what is counted: pairs, or records with a verdict."""
+    return common("")["per_device_train_batch_size"] if stage in PREFERENCES else 0
 
 
 def say(**figures: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice, product
@@ -190,6 +191,32 @@ def make(asked: Material, folder: Path) -> None:
         "longest_row": max(lengths), "longest": asked.longest,
     }  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts, indent=2))
+
+
+def preference_sets(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The same conversations with two answers, and with a verdict: LLaMA-Factory's records, and files of them.
+
+    A rejected answer is that of the next conversation, no longer than the chosen one; every other answer has a bad tag.
+    """
+    records = json.loads((folder / "conversations.json").read_text())
+    pairs, verdicts = [], []
+    for place, record in enumerate(records):
+        own, other = record["output"], records[(place + 1) % len(records)]["output"]
+        question = {name: record[name] for name in ("instruction", "input")}
+        pairs.append({**question, "chosen": own, "rejected": " ".join(other.split()[: len(own.split())])})
+        verdicts.append({**question, "output": own, "kto_tag": place % 2 == 0})
+    answers = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    info = {
+        "rows": {"file_name": "conversations.json"},
+        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": answers},
+        "verdicts": {"file_name": "verdicts.json", "columns": {"prompt": "instruction", "query": "input",
+                                                               "response": "output", "kto_tag": "kto_tag"}},
+    }  # fmt: skip
+    for name, data in {"pairs.json": pairs, "verdicts.json": verdicts, "dataset_info.json": info}.items():
+        partial = folder / f"{name}.{os.getpid()}"  # other processes read while this one writes
+        partial.write_text(json.dumps(data))
+        partial.rename(folder / name)
+    return {"pairs": pairs, "verdicts": verdicts}
 
 
 def many(count: int, folder: Path) -> Path:

@@ -25,6 +25,7 @@ from figures import (
     table,
     whole,
 )
+from gauge import PREFERENCES
 from settings import BASE, OURS, PLAIN, Setting
 
 _PRODUCTS = """
@@ -209,6 +210,42 @@ def scripts(rounds: Sequence[Round]) -> str:
         "changed."
     )
     return f"{about}\n\n{lines}"
+
+
+_ABOUT_STAGE = {
+    "dpo": "The reference is the model as training began.",
+    "kto": "The reference is the model as training began.",
+    "rm": "Heads are random, so losses differ. LLaMA-Factory trains this model, and cannot save it: its head is tied.",
+}
+
+
+def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, stage: str) -> str:
+    """Pairs or records per processor second, and memory, beside TRL's default and the best of each peer."""
+    best = {peer: fastest(rounds, settings, library) for peer, library in PEERS.items() if library != "transformers"}
+    what = PREFERENCES[stage]
+    lines = table(
+        rounds,
+        {
+            f"{what} / processor s": amount(rounds, speed),
+            "ratio to TRL's default": lambda name: ratios(rounds, name, BASE, speed),
+            "peak memory, GB": amount(rounds, peak, unit=GB),
+            "memory to it": lambda name: ratios(rounds, name, BASE, peak),
+            "mean loss": amount(rounds, "loss", ".4f"),
+        },
+        "setting",
+    )
+    about = (
+        f"Full training of the {facts['family']} shape on {facts['rows']} {what} of conversations of "
+        f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, eight to a step, "
+        "AdamW, one thread. " + _ABOUT_STAGE[stage]
+    )
+    found = [
+        f"{OURS}, to the fastest of {peer}: {ratios(rounds, OURS, name, speed)} times the rate, "
+        f"{ratios(rounds, OURS, name, peak)} of the memory."
+        for peer, name in best.items()
+        if name
+    ]
+    return "\n\n".join([about, lines, " ".join(found)])
 
 
 def other_line(found: Round, facts: Figures) -> str:

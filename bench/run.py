@@ -30,6 +30,7 @@ import report_beside
 import report_training
 from document import where, write
 from figures import Figures, Round
+from gauge import PREFERENCES
 from material import Material, add_flags, asked_for, facts_of, make, many
 from measuring import SCRATCH, Bench
 from settings import (
@@ -47,6 +48,7 @@ from settings import (
     USUAL,
     WIDE,
     Setting,
+    preferences,
     starts_again,
     trainings,
     ways,
@@ -128,6 +130,11 @@ def training(usual_method: str, names: Sequence[str], asked: Asked) -> str:
     return report_training.training(asked.measured(settings), settings, facts, method)
 
 
+def preferred(stage: str, asked: Asked) -> str:
+    settings = preferences(stage)
+    return report_training.preferences(asked.measured(settings), settings, facts_of(made(asked.material)), stage)
+
+
 def other(asked: Asked) -> str:
     asked.count, found = 1, list[tuple[Round, Figures]]()
     for shape in OTHERS:
@@ -166,6 +173,7 @@ PARTS = {
     "ways": Part(own_ways, FEWER),
     "batching": Part(beside(report_training.batching, BATCHING), FEWER),
     "scripts": Part(beside(report_training.scripts, SCRIPTS), SHORT),
+    **{stage: Part(partial(preferred, stage), FEWER) for stage in PREFERENCES},
     "start": Part(beside(report_beside.start, START)),
     "rows": Part(rows),
     "encoding": Part(beside(report_beside.encoding, ENCODING)),

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gauge import ANSWERS
+from gauge import ANSWERS, PREFERENCES
 from material import SEED, words
 
 BASE = "TRL, default"
@@ -155,6 +155,21 @@ SCRIPTS = tuple(
     )
     for name, who in ((of_peer, {}), (ours, {"made_by": "burnish"}))
 )
+
+
+def preferences(stage: str) -> tuple[Setting, ...]:
+    """Learning from preferences: TRL's script and LLaMA-Factory, and burnish through the same doors."""
+    data = {"stage": stage, "num_train_epochs": 1.01}
+    script = training("the script of TRL, with burnish's import", "trl", made_by="burnish", **data)
+    return (
+        training(BASE, "trl", **data),
+        training("TRL, bf16, no checkpointing", "trl", bf16=True, gradient_checkpointing=False, **data),
+        training("LLaMA-Factory, bf16", "llamafactory", bf16=True, dataset=PREFERENCES[stage], **data),
+        replace(script, library="burnish"),
+        training(OURS, "burnish", bf16=True, dataset=PREFERENCES[stage], **data),
+    )
+
+
 # Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,
 # since a checkpoint does not depend on them.
 _SAVES = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

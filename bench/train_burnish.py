@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import ways
-from gauge import Gauge, common
-from material import facts_of
+from gauge import Gauge, common, rows_counted
+from material import facts_of, preference_sets
 
 from burnish.app import predict
 from burnish.app.build import build_run
@@ -94,9 +94,13 @@ def run(material: Path, output: str, words: list[str]) -> None:
     without = [name for word in words if word.startswith("without=") for name in word.split("=")[1].split(",") if name]
     ways.take_out(without)
     options = [f"--{word}" for word in words if not word.startswith("without=")]
+    if any(word.startswith("--stage=") for word in options):
+        del given["dataset"]
+        given["dataset_dir"] = material
+        preference_sets(material)
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
-    prepared, gauge, watch = prepare(planned), Gauge(), Stopwatch()
+    prepared, gauge, watch = prepare(planned), Gauge(rows_counted(planned.options.stage)), Stopwatch()
     with going_ahead(prepared.rows):
         made = build_run(planned, prepared, create_engine(planned.options), None)
         listen(gauge, made)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gauge import ANSWERS, Gauge, as_callback, common
-from material import facts_of
+from gauge import ANSWERS, PREFERENCES, Gauge, as_callback, common, rows_counted
+from material import facts_of, preference_sets
 
 
 def arguments(words: list[str]) -> dict[str, Any]:
@@ -32,9 +33,11 @@ def lora() -> Any:
     return LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def load(material: Path, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def load(material: Path, dtype: str, stage: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    if stage == "rm":
+        return AutoModelForSequenceClassification.from_pretrained(material / "model", dtype=dtype, num_labels=1)
     return AutoModelForCausalLM.from_pretrained(material / "model", dtype=dtype)
 
 
@@ -54,6 +57,32 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
         model, args=made_by.SFTConfig(**{"max_length": facts_of(material)["longest"], **given}),
         train_dataset=Dataset.from_list(encoded), processing_class=AutoTokenizer.from_pretrained(material / "model"),
         peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, listens)],
+    )  # fmt: skip
+    return trainer, gauge
+
+
+def preferences(stage: str, material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tuple[Any, Gauge]:
+    """DPOTrainer, KTOTrainer or RewardTrainer over conversations, as their scripts have them."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    gauge, made_by = Gauge(rows_counted(stage)), import_module(given.pop("made_by", "trl"))
+    kind = {"dpo": "DPO", "kto": "KTO", "rm": "Reward"}[stage]
+    records = preference_sets(material)[PREFERENCES[stage]]
+
+    def said(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    rows = [
+        {"prompt": said("user", record["instruction"]),
+         **({"completion": said("assistant", record["output"]), "label": record["kto_tag"]} if stage == "kto" else
+            {name: said("assistant", record[name]) for name in ("chosen", "rejected")})}
+        for record in records
+    ]  # fmt: skip
+    trainer = getattr(made_by, f"{kind}Trainer")(
+        model=model, args=getattr(made_by, f"{kind}Config")(**{"max_length": facts_of(material)["longest"], **given}),
+        train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(material / "model"),
+        peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, listens=False)],
     )  # fmt: skip
     return trainer, gauge
 
@@ -82,10 +111,12 @@ def main(words: list[str]) -> None:
     library, folder, output, *options = words
     material, given = Path(folder), {**common(output), **arguments(options)}
     adapter = lora() if given.pop("finetuning_type", "full") == "lora" else None
-    model = load(material, given.pop("dtype", "float32"))
+    stage = given.pop("stage", "sft")
+    model = load(material, given.pop("dtype", "float32"), stage)
     is_ours = given.get("made_by") == "burnish"
-    trainer, gauge = {"trl": trl, "transformers": transformers}[library](material, model, adapter, given)
-    if is_ours:
+    make = {"trl": trl, "transformers": transformers}[library] if stage == "sft" else partial(preferences, stage)
+    trainer, gauge = make(material, model, adapter, given)
+    if is_ours and stage == "sft":
         gauge.watch(trainer)
     trainer.train()
     if given.get("do_eval"):
