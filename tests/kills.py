@@ -14,10 +14,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +66,49 @@ WAYS: dict[str, list[str]] = {
     "neftune and evaluation": ["neftune_noise_alpha=5", "val_size=4", "eval_strategy=steps", "eval_steps=3"],
     "accumulation in the foreground": ["gradient_accumulation_steps=2", "save_in_background=false"],
     "two kept": ["save_total_limit=2"],
+    "packed neftune, accumulated": ["packing=true", "cutoff_len=64", "neftune_noise_alpha=5",
+                                    "gradient_accumulation_steps=2"],
+    "spikes are watched for": ["on_spike=go_back", "spike_ratio=1000"],
+    "moments in 8 bits": ["optim=adamw_bnb_8bit"],
+    "two processes": ["ddp_backend=gloo"],
 }  # fmt: skip
+RANKS = {"two processes": 2}
+"""Way -> its processes, where they are several. They are killed together, as a machine that fails kills them."""
+NEEDS = {"moments in 8 bits": "bitsandbytes"}
+"""Way -> the library without which it is left out."""
 
 
-def run(folder: Path, words: list[str], at: int = 0, kind: str = "save") -> int:
-    """One attempt in ``folder``, in a process that is forked from this one, which has loaded the libraries. Returns the
-    exit status, -9 where it was killed."""
-    child = os.fork()
-    if not child:
-        _attempt(folder, words, at, kind)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
+def run(folder: Path, words: list[str], at: int = 0, kind: str = "save", ranks: int = 1) -> int:
+    """One attempt in ``folder``, in processes that are forked from this one, which has loaded the libraries. Returns
+    the exit status, -9 where one of them was killed, by itself; the others are then killed with it."""
+    port, children = free_port(), {}
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            if ranks > 1:
+                where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                os.environ.update({name: str(value) for name, value in where.items()})
+                os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+            _attempt(folder, words, at if rank == 0 else 0, kind)
+        children[child] = rank
+    code = 0
+    while children:
+        child, status = os.wait()
+        children.pop(child)
+        if ended := os.waitstatus_to_exitcode(status):
+            code = code or ended
+            for other in children:
+                os.kill(other, signal.SIGKILL)
     if code not in (0, -9):
         said = (folder / "said.txt").read_text(encoding="utf-8")
         raise AssertionError(f"{words} at {kind} {at}: status {code}\n{said}")
     return code
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
@@ -128,21 +158,21 @@ def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path
             os.chdir(before)
         return folder
 
-    words = [*WAYS[way], "plot_loss=false"]
+    words, ranks = [*WAYS[way], "plot_loss=false"], RANKS.get(way, 1)
     alone = fresh("alone")
-    assert run(alone, words) == 0
+    assert run(alone, words, ranks=ranks) == 0
     expected, done = end_of(alone), 0
     while done < kills:
         folder = fresh(f"killed-{done}")
         for attempt in range(3):
             kind = draws.choice(["save", "save", "save", "step"])
             at = draws.randrange(1, 60 if kind == "save" else 10)
-            status = run(folder, words, at, kind)
+            status = run(folder, words, at, kind, ranks)
             done += status == -9
             yield f"{way}: {'killed' if status else 'ended'} in {kind} {at}, attempt {attempt + 1}"
             if status == 0 or done >= kills:
                 break
-        assert run(folder, words) == 0
+        assert run(folder, words, ranks=ranks) == 0
         found = end_of(folder)
         wrong = [name for name in expected if found.get(name) != expected[name]]
         assert not wrong, f"{way}: {wrong} differ after kills"
@@ -163,9 +193,9 @@ def main() -> None:
     draws, began, num_kills = random.Random(given.seed), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as place:
         model = make_model(Path(place) / "model")
-        number = 0
+        number, ways = 0, [way for way in WAYS if way not in NEEDS or find_spec(NEEDS[way])]
         while num_kills < given.kills and time.monotonic() - began < given.seconds:
-            way = list(WAYS)[number % len(WAYS)]
+            way = ways[number % len(ways)]
             for line in campaign(model, way, min(5, given.kills - num_kills), draws, Path(place) / str(number)):
                 num_kills += ": killed" in line
                 print(line, flush=True)

@@ -152,6 +152,12 @@ def test_the_checks_of_every_component_are_asked() -> None:
 # --- output_dir -------------------------------------------------------------------------------------------------------
 
 
+def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_first_file_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".launch.json.incomplete").write_text("{")
+    assert plan(given(tmp_path)).options.resume == "auto"
+
+
 def test_a_folder_with_other_files_is_refused_unless_told(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("words")

@@ -37,7 +37,7 @@ FINISHED_NAME = ".finished.json"
 """File of a run that has done all its steps, with its fingerprints, so that the same command recognises it."""
 _CHECKPOINTS = "checkpoint-*"
 _BEFORE_A_CHECKPOINT = re.compile(
-    rf"\.lock|\.incomplete-.*|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(JOURNAL_NAMES)}"
+    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(JOURNAL_NAMES)}"
 )
 """Files of a run that ended before its first checkpoint; the same command begins again, and overwrites them."""
 

@@ -297,8 +297,9 @@ class Checkpoints:
 
     def remove_incomplete(self) -> None:
         """Remove what a killed save left behind. Only the owner of the folder's lock may call this."""
-        for path in self.folder.glob(f"{_TEMPORARY}*"):
-            remove(path)
+        for pattern in (f"{_TEMPORARY}*", ".*.incomplete"):
+            for path in self.folder.glob(pattern):
+                remove(path)
 
 
 def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:

@@ -128,6 +128,7 @@ def turns_of(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, co
 def _turns_of_blocks(
     sizes: Mapping[str, int], blocks: Mapping[str, int], options: BadamChoices, rounds: int, copies: bool
 ) -> Turns:
+    raise_if_no_start(len(blocks), options)
     order = [block_at(options, len(blocks), number) for number in range(min(rounds, len(blocks)))]
     names, counts = list(blocks), [list(blocks.values())[place] for place in dict.fromkeys(order)]
     shown = ", ".join(map(str, order[:8])) + (", ..." if rounds > min(len(order), 8) else "")
@@ -251,13 +252,7 @@ class _LayerAdam(_BlockAdam):
     def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, options)
         self.blocks = blocks_of([name for group in groups for name in group["param_names"]])
-        start = options.badam_start_block
-        if not self.blocks:
-            raise UserError("BAdam found no layers: no parameter lies in a numbered block such as model.layers.0.")
-        if start is not None and start >= len(self.blocks):
-            raise UserError(
-                f'"badam_start_block" must be below {len(self.blocks)}, the number of layers. Received: {start}.'
-            )
+        raise_if_no_start(len(self.blocks), options)
         self._activate()
 
     @property
@@ -297,6 +292,15 @@ class _LayerAdam(_BlockAdam):
             if moved is not parameter:
                 parameter.copy_(moved)
                 moved.grad = None
+
+
+def raise_if_no_start(num_blocks: int, options: BadamChoices) -> None:
+    """Raise UserError where there is no block, or none of the number at which to start."""
+    start = options.badam_start_block
+    if not num_blocks:
+        raise UserError("BAdam found no layers: no parameter lies in a numbered block such as model.layers.0.")
+    if start is not None and start >= num_blocks:
+        raise UserError(f'"badam_start_block" must be below {num_blocks}, the number of layers. Received: {start}.')
 
 
 def block_at(options: BadamChoices, count: int, number: int) -> int:

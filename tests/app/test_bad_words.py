@@ -1,0 +1,80 @@
+"""Words of a command line that are wrong, beside a run that is right: exact sentence, status 2, nothing written.
+
+The table is ``golden/bad_words.json``: words -> what is printed. ``python tests/app/test_bad_words.py`` makes it anew;
+read the difference before it is committed. With the tables of options, models and data (``test_bad_options.py``,
+``test_bad_inputs_end_to_end.py``) there are over 250 bad inputs.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bad_inputs import make_folder
+from burnish import cli
+from small_run import make_model
+
+pytestmark = pytest.mark.run
+TABLE = Path(__file__).parents[1] / "golden" / "bad_words.json"
+SAID = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
+
+
+def answer(words: str) -> tuple[int, str, str]:
+    """(status, standard output, standard error) of ``burnish explain run.yaml`` with further words; the folder in which
+    it runs is shown as a point."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        status = cli.main(["explain", "run.yaml", *shlex.split(words)])
+    return status, out.getvalue(), error.getvalue().replace(os.getcwd(), ".")
+
+
+def files() -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_mtime_ns) for path in Path().rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One working directory for all rows: none of them writes into it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.chdir(tmp_path_factory.mktemp("user"))
+        make_folder(make_model(tmp_path_factory.mktemp("model")))
+        yield
+
+
+@pytest.mark.parametrize("words", SAID)
+def test_wrong_words_are_answered_by_their_sentence(words: str) -> None:
+    before = files()
+    assert answer(words) == (2, "", SAID[words])
+    assert len(SAID[words].splitlines()) <= 8  # two problems at most, of four lines
+    assert files() == before
+
+
+def test_there_are_two_hundred_and_fifty_bad_inputs() -> None:
+    from test_bad_inputs_end_to_end import REFUSED as INPUTS
+    from test_bad_options import REFUSED
+
+    assert len(SAID) + len(INPUTS) + len(REFUSED) >= 250
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        os.environ |= {"BURNISH_CACHE": f"{place}/cache", "HF_HUB_OFFLINE": "1"}
+        Path(place, "user").mkdir()
+        os.chdir(Path(place, "user"))
+        make_folder(make_model(Path(place, "model")))
+        told = {words: answer(words) for words in SAID}
+    for words, (status, out, _) in told.items():
+        if status != 2 or out:
+            print(f"not refused: {words}")
+    text = json.dumps({words: found[2] for words, found in told.items()}, indent=1, ensure_ascii=False)
+    TABLE.write_text(text + "\n", encoding="utf-8")
