@@ -20,12 +20,12 @@ def folder(tmp_path_factory):
     return make_material(tmp_path_factory.mktemp("golden"))
 
 
-def trainer_like(case, folder, output):
+def trainer_like(case, folder, output, **changes):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     asked = case["settings"]
-    arguments = {name: asked[name] for name in OWN if name in asked}
+    arguments = {name: asked[name] for name in OWN if name in asked} | changes
     model, given = asked["model"], {}
     if asked.get("ref_model"):
         given["ref_model"] = str(folder / "models" / asked["ref_model"])
@@ -48,3 +48,12 @@ def test_five_steps_are_those_of_trl(name, folder, tmp_path):
     for key, norm in case["weight_norms"].items():
         if not key.endswith("bias"):
             assert norms[key] == pytest.approx(norm, rel=2 * NORM), key
+
+
+@pytest.mark.parametrize("name", ["kto", "dpo_mpo"])
+def test_a_first_step_of_one_micro_batch_is_that_of_trl(name, folder, tmp_path):
+    """With the other answers that TRL chose, and the terms that it computes for a micro-batch."""
+    case = golden()["runs"]["trl"][name]
+    trainer = trainer_like(case, folder, tmp_path, gradient_accumulation_steps=1, max_steps=1)
+    (log,) = logs_of(trainer)
+    assert log["loss"] == pytest.approx(case["micro_losses"][0], rel=LOSS)

@@ -1,6 +1,8 @@
 """The trainers of TRL that learn from preferences: references, evaluation, resume, cuts, records, what is refused."""
 
+import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import burnish
 from burnish import UserError
 from small_run import make_model
+from two_processes import in_two_processes
 
 TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer"]
 LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4, "task_type": "CAUSAL_LM"}
@@ -88,6 +91,38 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(name, folder, tmp_pa
     assert [log["loss"] for log in parted.state.log_history if "loss" in log] == expected
     for key, weight in weights(whole).items():
         assert torch.equal(weight, weights(parted)[key]), key
+
+
+def of_two_processes(kind, model, output, asks_beforehand):
+    """Seven rows, so that a process has one less than the other; the first writes what was logged."""
+    rows = verdicts(7) if kind == "KTOTrainer" else pairs(7)
+    more = {} if asks_beforehand is None else {"precompute_ref_log_probs": asks_beforehand}
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = make(
+        kind, model, output, rows, {"eval_dataset": as_set(rows)}, per_device_train_batch_size=4 // count, max_steps=2,
+        per_device_eval_batch_size=2, **more,
+    )  # fmt: skip
+    trainer.train()
+    found = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        found = {name: value for name, value in found.items() if "_per_second" not in name and "runtime" not in name}
+        logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        Path(output, "found.json").write_text(json.dumps({**found, "losses": logged}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "asks_beforehand"),
+    [("DPOTrainer", False), ("DPOTrainer", True), ("KTOTrainer", False), ("RewardTrainer", None)],
+)
+def test_two_processes_learn_what_one_does(kind, asks_beforehand, folder, tmp_path):
+    for name, run in (("one", lambda *given: of_two_processes(*given)),
+                      ("two", lambda *given: in_two_processes(of_two_processes, *given))):  # fmt: skip
+        (tmp_path / name).mkdir()
+        run(kind, str(folder / "model"), str(tmp_path / name), asks_beforehand)
+    one, two = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "two"))
+    assert one.pop("losses") == pytest.approx(two.pop("losses"), rel=1e-5)
+    assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
