@@ -34,8 +34,8 @@ def cut(all_rows, size):
 def fitted(model, **given):
     options = Options(**given)
     objective = SftObjective(options, template=None)
-    lies_flat = options.padding_free and make_padding_free(model).is_flat
-    objective.notes = objective.fit(fit(model, head_of=model), collator(options, 0, lies_flat))
+    is_padding_free = options.padding_free and make_padding_free(model).is_flat
+    objective.notes = objective.fit(fit(model, head_of=model), collator(options, 0, is_padding_free))
     return objective, objective.module(model)
 
 

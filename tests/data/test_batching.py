@@ -55,7 +55,7 @@ def test_padding_reaches_the_multiple_that_was_asked_for():
 
 def test_padding_is_learned_only_by_request():
     options = BatchingOptions(padding_free=False, ignore_pad_token_for_loss=False)
-    batch = collator(options, pad_id=7, lies_flat=False)([row(10, 2), row(20, 4)])
+    batch = collator(options, pad_id=7, is_padding_free=False)([row(10, 2), row(20, 4)])
     assert batch["labels"][0].tolist() == [-100, 11, 7, 7]
 
 
@@ -83,7 +83,7 @@ def test_a_pack_is_laid_flat_as_the_sequences_that_lie_in_it():
 
 def test_a_pack_is_taken_apart_for_a_model_that_needs_padding():
     (one,) = pack([row(10, 3), row(20, 2)], 5)
-    batch = collator(BatchingOptions(packing=True), pad_id=0, lies_flat=False)([one])
+    batch = collator(BatchingOptions(packing=True), pad_id=0, is_padding_free=False)([one])
     assert batch["input_ids"].tolist() == [[10, 11, 12], [20, 21, 0]]
 
 

@@ -49,18 +49,18 @@ def rows(kind, count=8):
     return made
 
 
-def update(kind, cut, lies_flat=True, needed=True, fused=True, **given):
+def update(kind, cut, is_padding_free=True, needed=True, fused=True, **given):
     """Loss and gradient of one step, as the loop takes it."""
     options = Flat(**given, fused_loss="auto" if fused else False)
     policy, reference = tiny_model(seed=0, max_position_embeddings=128), tiny_model(seed=1, max_position_embeddings=128)
     objective = {"pairs": PairObjective, "verdicts": KtoObjective, "scores": RewardObjective}[kind](
         options, template=None
     )
-    if lies_flat:
+    if is_padding_free:
         assert make_padding_free(policy).is_flat
         assert make_padding_free(reference).is_flat
     torch.manual_seed(0)
-    objective.fit(fit(policy, head_of=policy), collator(options, 0, lies_flat, lies_flat and needed))
+    objective.fit(fit(policy, head_of=policy), collator(options, 0, is_padding_free, is_padding_free and needed))
     if kind != "scores":
         objective.reference = SecondModel(objective.module_of_reference(reference))
     module, engine = objective.module(policy).train(), SingleEngine(EngineOptions(use_cpu=True))
@@ -100,7 +100,7 @@ def test_the_update_does_not_depend_on_the_cut_nor_on_the_layout(name):
     loss, whole = update(kind, CUTS["8x1"], **given)
     assert whole.norm() > 0
     ways = {cut: {"cut": CUTS[cut]} for cut in ("4x2", "1x8", "3+3+2")}
-    ways["padded"] = {"cut": CUTS["4x2"], "lies_flat": False}
+    ways["padded"] = {"cut": CUTS["4x2"], "is_padding_free": False}
     ways["flat"] = {"cut": CUTS["3+3+2"], "needed": False}
     ways["whole logits"] = {"cut": CUTS["4x2"], "fused": False}
     for way, how in ways.items():

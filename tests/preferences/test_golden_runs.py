@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from burnish.core.options import union
 from burnish.core.patching import PatchOptions
-from burnish.data.batches.batching import collate_needed
+from burnish.data.batches.batching import collate_prefix_sharing
 from burnish.engine.base import SingleEngine
 from burnish.engine.options import EngineOptions
 from burnish.models.attention import make_padding_free
@@ -117,7 +117,7 @@ def test_the_first_micro_batches_of_kto_are_those_of_trl(folder):
 def fitted_kto(policy, reference):
     options = Flat()
     objective = KtoObjective(options, template=None)
-    objective.fit(fit(policy, head_of=policy), collate_needed if make_padding_free(policy).is_flat else None)
+    objective.fit(fit(policy, head_of=policy), collate_prefix_sharing if make_padding_free(policy).is_flat else None)
     make_padding_free(reference)
     objective.reference = SecondModel(objective.module_of_reference(reference))
     return objective, objective.module(policy)

@@ -318,8 +318,8 @@ def fit_objective(objective: Any, model: Any, tokenizer: Any, options: RunOption
         patch_forwards(model, options)
         said = [*said, *kernel_notes(device)]
     fitted = fit(
-        model, padding_free=wants_flat(options), own_attention=takes_own_attention(options),
-        prefix_sharing=wants_needed_only(objective, model, options, device),
+        model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
+        prefix_sharing=wants_prefix_sharing(objective, model, options, device),
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
     if options.needed_tokens_only and not fitted.shares_prefixes:
@@ -334,17 +334,17 @@ def takes_own_attention(options: RunOptions) -> bool:
     return asked_attention(options) is None and allows(options, PADDING_FREE)
 
 
-def wants_flat(options: RunOptions) -> bool:
+def wants_padding_free(options: RunOptions) -> bool:
     """Tell whether rows are to be laid end to end; the model has the last word."""
     return bool(options.padding_free or packs_rows(options, options.stage))
 
 
-def wants_needed_only(objective: Any, model: Any, options: RunOptions, device: torch.device) -> bool:
+def wants_prefix_sharing(objective: Any, model: Any, options: RunOptions, device: torch.device) -> bool:
     """Tell whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it.
     ``model`` need have no weights."""
     is_usual = device.type == "cpu" and not options.torch_compile
     wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
-    allows = getattr(objective, "allows_needed_only", None)  # an objective of a plugin need not know of it
+    allows = getattr(objective, "allows_prefix_sharing", None)  # an objective of a plugin need not know of it
     return bool(wanted and allows is not None and allows(model))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
 
-from burnish.app.build import wants_flat, wants_needed_only
+from burnish.app.build import wants_padding_free, wants_prefix_sharing
 from burnish.app.callbacks import listeners_of
 from burnish.app.checks import evaluates, trains
 from burnish.app.estimate import Shape, shown_bytes
@@ -38,7 +38,7 @@ from burnish.core.checkpoint import Checkpoints, load_state, output_folder
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.core.secrets import BLOTTED
 from burnish.core.types import IGNORE_INDEX, Row
-from burnish.data.batches.batching import answers_of, collate_needed, packs_rows
+from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.engine.options import device_of
 from burnish.models.load import meta_model
@@ -142,13 +142,15 @@ def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) 
     draws random numbers is not detected, which would need its weights; an adapter with dropout is."""
     shapes = meta_model(prepared.config, options.trust_remote_code)
     draws = options.finetuning_type == "lora" and options.lora_dropout > 0
-    wanted = wants_flat(options) and wants_needed_only(prepared.objective, shapes, options, device_of(options))
+    wanted = wants_padding_free(options) and wants_prefix_sharing(
+        prepared.objective, shapes, options, device_of(options)
+    )
     if draws or not wanted:
         return 0.0
     looked_at = list(islice(rows, LOOKED_AT))
     size = rows_of_batch(options)
     cut = (looked_at[begin : begin + size] for begin in range(0, len(looked_at), size))
-    batches = [collate_needed([answer for row in some for answer in _computed(row)]) for some in cut]
+    batches = [collate_prefix_sharing([answer for row in some for answer in _computed(row)]) for some in cut]
     computed: int = sum(batch["input_ids"].numel() for batch in batches)
     return 1 - computed / sum(map(num_tokens, batches))
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from burnish.adapters.base import ADAPTERS
-from burnish.app.build import takes_own_attention, wants_flat
+from burnish.app.build import takes_own_attention, wants_padding_free
 from burnish.app.options import RunOptions
 from burnish.core.patching import Reason, allows, patch
 from burnish.engine.checkpointing import checkpoint_activations
@@ -51,7 +51,7 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
 def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
     """The kinds that the run tries on the weights."""
     wanted = {
-        PADDING_FREE: wants_flat(options) and takes_own_attention(options),
+        PADDING_FREE: wants_padding_free(options) and takes_own_attention(options),
         TIED: options.fused_loss is not False and config.get_text_config().tie_word_embeddings,
         LIGER: takes_liger(options, device_of(options)),
     }

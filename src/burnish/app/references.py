@@ -41,17 +41,17 @@ from burnish.ops.probe import causal_lm, shares_prefixes
 
 
 def reference_of(
-    objective: Any, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions, lies_flat: bool
+    objective: Any, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions, is_padding_free: bool
 ) -> tuple[Reference | None, list[str]]:  # fmt: skip
     """The reference of a run, and what a person should know of it.
 
     Args:
-        lies_flat: whether sequences lie end to end in the batches, which the reference reads too.
+        is_padding_free: whether sequences lie end to end in the batches, which the reference reads too.
     """
     if not needs_reference(objective):
         return None, []
     if options.ref_model is not None:
-        return SecondModel(_second(objective, model, engine, options, lies_flat)), [
+        return SecondModel(_second(objective, model, engine, options, is_padding_free)), [
             f"The reference is {options.ref_model}, a second model in memory."
         ]
     if is_base(options) and not options.sync_ref_model:
@@ -120,7 +120,7 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
 
 
 def _second(
-    objective: AnswersObjective, model: nn.Module, engine: Engine, options: RunOptions, lies_flat: bool
+    objective: AnswersObjective, model: nn.Module, engine: Engine, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
     asked = replace(
         options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
@@ -135,7 +135,7 @@ def _second(
     second.to(engine.device)
     if not options.torch_compile:
         patch_forwards(second, options)
-    if lies_flat and not _reads_alike(model, second, options):
+    if is_padding_free and not _reads_alike(model, second, options):
         raise UserError(
             Problem(
                 f'"ref_model" {options.ref_model} cannot read the batches that the policy reads: it does not keep '

@@ -59,8 +59,8 @@ from burnish.hf.loss import (
     weight_of,
     without_gradient,
 )
-from burnish.hf.needed import fit_needed, has_plain_loss, needed_of
-from burnish.hf.sft.loss import mean_of_flat
+from burnish.hf.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
+from burnish.hf.sft.loss import mean_of_padding_free
 from burnish.hf.stream import Lent, LoaderStream, num_batches
 from burnish.ops.probe import Fitted
 from burnish.optim.builtin import create_optimizer, create_scheduler
@@ -412,7 +412,7 @@ class Trainer:
         is_own = self.label_smoother is not None or self.compute_loss_func is not None
         flat = None if is_own or return_outputs or not has_plain_loss(self.model) else self._flat(inputs)
         if flat is not None and self._fitted.head is not None:
-            return mean_of_flat(model, flat, self._fitted.head, num_items_in_batch)
+            return mean_of_padding_free(model, flat, self._fitted.head, num_items_in_batch)
         labels = inputs.pop("labels") if is_own and "labels" in inputs else None
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -436,7 +436,7 @@ class Trainer:
         return self._asked
 
     def _ask(self) -> Fitted:
-        return fit_needed(self.model, self._leaves_tokens_out and has_plain_loss(self.model))
+        return fit_prefix_sharing(self.model, self._leaves_tokens_out and has_plain_loss(self.model))
 
     @property
     def _computes_loss_itself(self) -> bool:
@@ -452,7 +452,7 @@ class Trainer:
 
     def _flat(self, inputs: Batch) -> Batch | None:
         """The micro-batch laid flat, without tokens that no loss depends on; None where it has to stay as it is."""
-        return needed_of(inputs) if self._fitted.shares_prefixes else None
+        return shared_prefixes_of(inputs) if self._fitted.shares_prefixes else None
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Around a forward pass: the autocast of the run."""

@@ -103,7 +103,7 @@ def attend(
     Args:
         query: (B, H, T, D); key, value: (B, K, T, D).
         key_runs: the tokens that each sequence of a padding-free batch attends to, where prefixes are shared
-            (``data.batches.batching.collate_needed``); None where each attends to its own tokens.
+            (``data.batches.batching.collate_prefix_sharing``); None where each attends to its own tokens.
     Returns:
         (B, T, H, D), and no attention weights.
     """

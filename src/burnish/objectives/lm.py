@@ -172,7 +172,7 @@ class LmObjective(StageObjective):
             raise UserError(Problem(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out."))
         return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
 
-    def allows_needed_only(self, model: nn.Module) -> bool:
+    def allows_prefix_sharing(self, model: nn.Module) -> bool:
         """Return whether tokens that no loss depends on may be skipped, and shared prefixes be computed once. Not where
         each token of a row gets noise of its own, nor where a loss is a mean over all tokens."""
         aux = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)

@@ -123,7 +123,7 @@ class AnswersObjective(StageObjective):
         name = type(inner).__name__
         return [f"The head of {name} is not a plain linear layer: its logits are made whole, which takes more memory."]
 
-    def allows_needed_only(self, model: nn.Module) -> bool:
+    def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return not aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
 
     def module(self, model: nn.Module) -> SequenceModel:

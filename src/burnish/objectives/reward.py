@@ -152,7 +152,7 @@ class RewardObjective(StageObjective):
             output.requires_grad_(False)  # it is not asked, so nothing would move it
         return []
 
-    def allows_needed_only(self, model: nn.Module) -> bool:
+    def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return True
 
     def module(self, model: nn.Module) -> ScoringModel:

@@ -57,10 +57,9 @@ def isolates_sequences(model: nn.Module) -> bool:
 
 def shares_prefixes(model: nn.Module) -> bool:
     """Return whether prefixes may be shared: two sequences with a common prefix that is computed once
-    (``data.batches.batching.collate_needed``) have the same logits as alone, and the model draws no random numbers in
-    training. With dropout, for example, the prefix would differ between the two sequences. Besides the logits, the
-    state of the random generators is compared, because the dropout of an adapter that is still zero changes gradients
-    only.
+    (``data.batches.batching``) have the same logits as alone, and the model draws no random numbers in training.
+    With dropout, for example, the prefix would differ between the two sequences. Besides the logits, the state of
+    the random generators is compared, because the dropout of an adapter that is still zero changes gradients only.
 
     Rotary positions that depend on the longest row of a batch cannot be found with a few tokens; the config has them.
     """
@@ -249,7 +248,7 @@ def _two_sequences(device: torch.device) -> dict[str, Any]:
 
 
 def _two_from_one(device: torch.device) -> dict[str, Any]:
-    """A batch of two sequences with a shared prefix, without the ids (``data.batches.batching.collate_needed``)."""
+    """A batch of two sequences with a shared prefix, without the ids (``data.batches.batching``)."""
     whole = _NEIGHBOUR + _LENGTH
     own = torch.arange(_NEIGHBOUR, whole)
     lengths, widths = (_NEIGHBOUR, _LENGTH, _LENGTH), (_NEIGHBOUR, whole, whole)

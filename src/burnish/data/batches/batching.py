@@ -102,19 +102,19 @@ def strategy_of(options: PackingChoices, stage: str) -> str:
 
 
 def collator(
-    options: BatchingOptions, pad_id: int, lies_flat: bool, needed_only: bool = False
+    options: BatchingOptions, pad_id: int, is_padding_free: bool, shares_prefixes: bool = False
 ) -> Callable[[Sequence[Row]], Batch]:
     """The function that makes a micro-batch of rows.
 
     Args:
         pad_id: the token that fills up rows, where they are padded.
-        lies_flat: make padding-free batches: ``padding_free`` or packing asks for it, and the model keeps the sequences
-            of a row apart (``models.attention.make_padding_free``).
-        needed_only: padding-free rows may share prefixes (``ops.probe.shares_prefixes``), and end at the last token
+        is_padding_free: make padding-free batches: ``padding_free`` or packing asks for it, and the model keeps the
+            sequences of a row apart (``models.attention.make_padding_free``).
+        shares_prefixes: padding-free rows may share prefixes (``ops.probe.shares_prefixes``), and end at the last token
             that a loss depends on.
     """
-    if lies_flat:
-        return collate_needed if needed_only else collate_padding_free
+    if is_padding_free:
+        return collate_prefix_sharing if shares_prefixes else collate_padding_free
     return partial(
         collate_padded,
         pad_id=pad_id,
@@ -153,7 +153,7 @@ def collate_padding_free(rows: Sequence[Row]) -> Batch:
     return batch
 
 
-def collate_needed(rows: Sequence[Row]) -> Batch:
+def collate_prefix_sharing(rows: Sequence[Row]) -> Batch:
     """Like ``collate_padding_free``, with only the tokens that have to be computed (``prefix_sharing.py``).
 
     The last token of a row predicts a token that is left out. The label of that one takes the place of the first label

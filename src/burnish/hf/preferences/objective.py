@@ -20,11 +20,11 @@ from transformers.utils import logging
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import Batch, Engine, Stateful
-from burnish.data.batches.batching import collate_needed, collate_padded, collate_padding_free
+from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.hf.in_step import in_step
 from burnish.hf.loss import TrainerObjective
-from burnish.hf.needed import may_lie_flat
 from burnish.hf.preferences.config import PreferenceConfig
+from burnish.hf.prefix_sharing import may_lie_flat
 from burnish.hf.stream import Lent
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.fitted import fit
@@ -127,7 +127,7 @@ def fitted(
     for note in (note for one in both for note in one.notes):
         logger.warning(note)
     if all(one.shares_prefixes for one in both):
-        return found, collate_needed
+        return found, collate_prefix_sharing
     if all(one.is_padding_free for one in both):
         return found, collate_padding_free
     multiple: Any = args.pad_to_multiple_of

@@ -32,7 +32,7 @@ def sums_without_logits(
     return sums_of_hidden(hidden[:, -width:].flatten(0, 1)[targets.positions], head, targets, rules), outputs
 
 
-def sums_of_flat(model: nn.Module, batch: Batch, head: Head, rules: TokenLoss) -> TokenSums:
+def sums_of_padding_free(model: nn.Module, batch: Batch, head: Head, rules: TokenLoss) -> TokenSums:
     """The same of a flat batch, as ``data.batches.batching`` makes it."""
     inputs = {name: value for name, value in batch.items() if name not in {"labels", "target_positions", "num_tokens"}}
     targets = Targets.of(batch["labels"], batch["target_positions"])
@@ -40,10 +40,10 @@ def sums_of_flat(model: nn.Module, batch: Batch, head: Head, rules: TokenLoss) -
     return sums_without_logits(model, {**inputs, "use_cache": False}, targets, width, head, rules)[0]
 
 
-def mean_of_flat(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
+def mean_of_padding_free(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
     """() the plain mean loss of a flat batch over ``num_items`` (), its learned tokens where that is None."""
     items = batch["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items is None else num_items
-    mean: Tensor = sums_of_flat(model, batch, head, TokenLoss(softcap=head.softcap)).total / items
+    mean: Tensor = sums_of_padding_free(model, batch, head, TokenLoss(softcap=head.softcap)).total / items
     return mean
 
 

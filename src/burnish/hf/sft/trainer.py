@@ -19,7 +19,7 @@ from transformers.utils import logging
 from burnish.core.types import IGNORE_INDEX, Batch
 from burnish.engine.base import set_seed
 from burnish.hf.inspection import has_virtual_tokens, is_peft_model
-from burnish.hf.needed import fit_needed
+from burnish.hf.prefix_sharing import fit_prefix_sharing
 from burnish.hf.reporting import Count
 from burnish.hf.sft.checks import (
     check_objective,
@@ -31,7 +31,7 @@ from burnish.hf.sft.checks import (
 )
 from burnish.hf.sft.collator import DataCollatorForLanguageModeling
 from burnish.hf.sft.config import SFTConfig
-from burnish.hf.sft.loss import sums_of_flat, sums_without_logits
+from burnish.hf.sft.loss import sums_of_padding_free, sums_without_logits
 from burnish.hf.sft.masks import AssistantMasks
 from burnish.hf.sft.rows import Preparation, column_names, first_row
 from burnish.hf.sft.setup import (
@@ -211,7 +211,7 @@ class SFTTrainer(TrlTrainer):
         return loader
 
     def _ask(self) -> Fitted:
-        return fit_needed(self.model, self._leaves_tokens_out and not self.aux_loss_enabled, needs_head=True)
+        return fit_prefix_sharing(self.model, self._leaves_tokens_out and not self.aux_loss_enabled, needs_head=True)
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class SFTTrainer(TrlTrainer):
         head = None if return_outputs or self.compute_loss_func is not None else self._fitted.head
         flat, rules = None if head is None else self._flat(inputs), self._rules(head)
         if flat is not None and head is not None:
-            sums, outputs = sums_of_flat(model, flat, head, rules), None
+            sums, outputs = sums_of_padding_free(model, flat, head, rules), None
         elif head is not None:
             sums, outputs = sums_without_logits(model, given, targets, labels.shape[1], head, rules)
         else:

@@ -1,9 +1,9 @@
 """The loss of a padded micro-batch, from the tokens on which it depends.
 
 In: a causal language model, and a batch as a collator of transformers or TRL makes it: rows side by side, filled up
-with padding on the right. Out: the same tokens laid flat (``data.batching.collate_needed``), for a forward pass whose
-loss is the same up to the order of summation; or nothing, where model or batch are not known to allow it. Then the
-batch goes to the model as it is.
+with padding on the right. Out: the same tokens padding-free (``data.batches.batching.collate_prefix_sharing``), for a
+forward pass whose loss is the same up to the order of summation; or nothing, where model or batch are not known to
+allow it. Then the batch goes to the model as it is.
 
 The script that made the batch never sees the flat one: a loader gives what its collator made, and who wants the model's
 outputs gets those of the padded batch.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burnish.core.types import IGNORE_INDEX, Batch, Row
-from burnish.data.batches.batching import collate_needed
+from burnish.data.batches.batching import collate_prefix_sharing
 from burnish.hf.inspection import is_causal_lm
 from burnish.models.attention import NAME
 from burnish.models.fitted import fit
@@ -31,7 +31,7 @@ from burnish.ops.probe import Fitted, causal_lm
 _KNOWN = {"input_ids", "attention_mask", "labels", "target_positions"}
 
 
-def needed_of(batch: Mapping[str, Any]) -> Batch | None:
+def shared_prefixes_of(batch: Mapping[str, Any]) -> Batch | None:
     """The flat batch; None where the padded one has more than tokens, mask and labels, or its padding is not at the end
     of each row and unlearned."""
     if not batch.keys() <= _KNOWN or not {"input_ids", "labels"} <= batch.keys():
@@ -51,11 +51,11 @@ def needed_of(batch: Mapping[str, Any]) -> Batch | None:
         {"input_ids": some[:length], "labels": theirs[:length]}
         for some, theirs, length in zip(ids.tolist(), labels.tolist(), lengths.tolist(), strict=True)
     ]
-    flat = collate_learned(collate_needed, rows)
+    flat = collate_learned(collate_prefix_sharing, rows)
     return {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in flat.items()}
 
 
-def fit_needed(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Fitted:
+def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Fitted:
     """Ask ``model`` whether its micro-batches may lie flat with some of their tokens left out, and how it makes its
     logits.
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from burnish.adapters.lora import LoraAdapter, LoraOptions
-from burnish.app.build import wants_needed_only
+from burnish.app.build import wants_prefix_sharing
 from burnish.cli import main
 from burnish.core.options import union
 from burnish.core.patching import PatchOptions
 from burnish.core.types import IGNORE_INDEX
-from burnish.data.batches.batching import BatchingOptions, collate_needed, collate_padding_free, collator, pack
+from burnish.data.batches.batching import BatchingOptions, collate_padding_free, collate_prefix_sharing, collator, pack
 from burnish.data.batches.prefix_sharing import segments
 from burnish.data.batches.stream import num_tokens
 from burnish.engine.options import EngineOptions
@@ -81,27 +81,27 @@ def test_what_follows_the_last_learned_token_is_left_out_and_a_row_without_one_w
 
 
 def test_the_label_of_a_rows_last_token_stands_in_the_place_of_the_next_row():
-    batch = collate_needed([row([1, 2, 3], 1), row([4, 5, 6], 2)])
+    batch = collate_prefix_sharing([row([1, 2, 3], 1), row([4, 5, 6], 2)])
     assert batch["input_ids"].tolist() == [[1, 2, 4, 5, 6]]
     assert batch["labels"].tolist() == [[-100, 2, 3, -100, 6]]
     weighted = [{**row([1, 2, 3], 1), "loss_weights": [1.0, 0.5, 0.25]}, row([4, 5, 6], 2)]
-    assert collate_needed(weighted)["loss_weights"].tolist() == [[1.0, 0.5, 0.25, 1.0, 1.0]]
+    assert collate_prefix_sharing(weighted)["loss_weights"].tolist() == [[1.0, 0.5, 0.25, 1.0, 1.0]]
 
 
 def test_a_batch_from_which_nothing_is_learned_is_left_as_it_is():
     rows = [row([1, 2, 3], 3), row([4, 5], 2)]
-    assert torch.equal(collate_needed(rows)["input_ids"], collate_padding_free(rows)["input_ids"])
+    assert torch.equal(collate_prefix_sharing(rows)["input_ids"], collate_padding_free(rows)["input_ids"])
 
 
 def test_little_is_not_worth_sharing():
     alike = [row([1, 2, 3, *range(10 + i, 20 + i)], 8) for i in range(3)]
     assert all(not segment.path for segment in segments(alike))
-    assert "key_runs" not in collate_needed(alike)
+    assert "key_runs" not in collate_prefix_sharing(alike)
 
 
 def test_the_tokens_of_a_batch_are_those_of_its_rows():
     sequences = rows_of_a_tree()
-    needed, flat = collate_needed(sequences), collate_padding_free(sequences)
+    needed, flat = collate_prefix_sharing(sequences), collate_padding_free(sequences)
     assert needed["input_ids"].numel() < 0.7 * flat["input_ids"].numel()
     assert num_tokens(needed) == num_tokens(flat)
     assert (needed["labels"][:, 1:] != IGNORE_INDEX).sum() == (flat["labels"][:, 1:] != IGNORE_INDEX).sum()
@@ -109,7 +109,10 @@ def test_the_tokens_of_a_batch_are_those_of_its_rows():
 
 def test_packs_share_too():
     sequences = rows_of_a_tree()
-    assert collate_needed(pack(sequences, 200))["input_ids"].shape == collate_needed(sequences)["input_ids"].shape
+    assert (
+        collate_prefix_sharing(pack(sequences, 200))["input_ids"].shape
+        == collate_prefix_sharing(sequences)["input_ids"].shape
+    )
 
 
 def test_the_gradient_of_a_run_is_the_sum_over_its_uses():
@@ -138,7 +141,7 @@ def test_a_step_is_the_same_in_every_family(family):
     # Before transformers 5.23 OPT in training draws a number per layer, which it may use for nothing.
     assert shares_prefixes(model) or family == "opt"
     sequences = rows_of_a_tree()
-    loss, shared = gradients(model, collate_needed(sequences))
+    loss, shared = gradients(model, collate_prefix_sharing(sequences))
     plain_loss, plain = gradients(model, collate_padding_free(sequences))
     assert abs(loss - plain_loss) < 1e-6
     assert shared.keys() == plain.keys()
@@ -160,7 +163,7 @@ def test_a_step_is_the_same_for_any_rows(seed):
     model = tiny("qwen2", max_position_embeddings=4096)
     make_padding_free(model)
     (loss, shared), (plain_loss, plain) = (
-        gradients(model, made(whole)) for made in (collate_needed, collate_padding_free)
+        gradients(model, made(whole)) for made in (collate_prefix_sharing, collate_padding_free)
     )
     assert abs(loss - plain_loss) < 1e-6
     for name, gradient in plain.items():
@@ -171,7 +174,11 @@ def test_in_bfloat16_a_step_is_as_near_to_the_truth_as_with_all_tokens():
     """Two orders of summation, both rounded to bfloat16; the truth is float64's."""
     sequences = rows_of_a_tree(num=20)
     made = {}
-    for name, collate in (("shared", collate_needed), ("plain", collate_padding_free), ("truth", collate_padding_free)):
+    for name, collate in (
+        ("shared", collate_prefix_sharing),
+        ("plain", collate_padding_free),
+        ("truth", collate_padding_free),
+    ):
         model = tiny("qwen2").to(torch.float64 if name == "truth" else torch.float32)
         make_padding_free(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=name != "truth"):
@@ -220,16 +227,16 @@ def test_noise_on_embeddings_and_a_loss_over_all_tokens_need_all_of_them():
     ):
         options, model = Options(**given), tiny(family)
         make_padding_free(model)
-        assert not wants_needed_only(SftObjective(options, template=None), model, options, torch.device("cpu"))
+        assert not wants_prefix_sharing(SftObjective(options, template=None), model, options, torch.device("cpu"))
     options = Options(router_aux_loss_coef=0.0)
-    assert wants_needed_only(SftObjective(options, template=None), model, options, torch.device("cpu"))
+    assert wants_prefix_sharing(SftObjective(options, template=None), model, options, torch.device("cpu"))
     assert fit(model, padding_free=True, prefix_sharing=True).shares_prefixes
 
 
 def test_only_flat_batches_leave_tokens_out():
-    for lies_flat, needed_only in product((True, False), repeat=2):
-        made = collator(Options(), 0, lies_flat, needed_only)(rows_of_a_tree())
-        assert ("key_runs" in made) == (lies_flat and needed_only)
+    for is_padding_free, shares in product((True, False), repeat=2):
+        made = collator(Options(), 0, is_padding_free, shares)(rows_of_a_tree())
+        assert ("key_runs" in made) == (is_padding_free and shares)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -242,11 +249,11 @@ def test_a_run_ends_in_the_same_weights(tmp_path, method):
     system = "You are a helpful assistant who knows the colours of stones and rivers, and answers in one word."
     given = make_user(tmp_path, default_system=system, finetuning_type=method, include_num_input_tokens_seen=True)
     made = {}
-    for needed_only in (True, False):
-        out = tmp_path / str(needed_only)
-        assert main(["train", *as_words({**given, "needed_tokens_only": needed_only, "output_dir": str(out)})]) == 0
+    for shares in (True, False):
+        out = tmp_path / str(shares)
+        assert main(["train", *as_words({**given, "needed_tokens_only": shares, "output_dir": str(out)})]) == 0
         name = "model.safetensors" if method == "full" else "adapter_model.safetensors"
-        made[needed_only] = load_file(out / name), json.loads((out / "trainer_state.json").read_text())
+        made[shares] = load_file(out / name), json.loads((out / "trainer_state.json").read_text())
     for name, weight in made[False][0].items():
         assert (made[True][0][name] - weight).abs().max() < 1e-6
     assert made[True][1]["num_input_tokens_seen"] == made[False][1]["num_input_tokens_seen"] > 0

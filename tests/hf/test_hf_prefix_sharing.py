@@ -8,7 +8,7 @@ from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM
 
 from burnish import SFTConfig, SFTTrainer, Trainer, TrainingArguments
 from burnish.core.types import IGNORE_INDEX
-from burnish.hf.needed import fit_needed, has_plain_loss, needed_of
+from burnish.hf.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
 from small_run import make_model
 from tiny_shapes import tiny
 
@@ -125,7 +125,7 @@ def padded_batch():
 
 
 def test_a_batch_that_is_filled_up_behind_its_rows_is_laid_flat():
-    flat = needed_of(padded_batch())
+    flat = shared_prefixes_of(padded_batch())
     assert flat is not None
     assert flat["input_ids"].tolist() == [[5, 6, 7, 5, 6]]
     assert flat["labels"].tolist() == [[IGNORE_INDEX, 6, 7, 8, 6]]
@@ -145,7 +145,7 @@ def test_a_batch_that_is_filled_up_behind_its_rows_is_laid_flat():
 )
 def test_another_batch_is_left_alone(change):
     batch = {**padded_batch(), **change}
-    assert needed_of({name: value for name, value in batch.items() if value is not None}) is None
+    assert shared_prefixes_of({name: value for name, value in batch.items() if value is not None}) is None
 
 
 # --- models that get the padded batch ---------------------------------------------------------------------------------
@@ -155,9 +155,9 @@ def test_dropout_and_attention_that_was_asked_for_and_a_routers_loss_need_the_pa
     eager = tiny("llama")
     eager.set_attn_implementation("eager")
     for model in (tiny("llama", attention_dropout=0.1), eager, tiny("mixtral")):
-        assert not fit_needed(model, is_wanted=True).shares_prefixes
+        assert not fit_prefix_sharing(model, is_wanted=True).shares_prefixes
         assert model.config._attn_implementation in {"sdpa", "eager"} or model.config.attention_dropout
-    assert fit_needed(tiny("mixtral", output_router_logits=False), is_wanted=True).shares_prefixes
+    assert fit_prefix_sharing(tiny("mixtral", output_router_logits=False), is_wanted=True).shares_prefixes
 
 
 class OwnLoss(LlamaForCausalLM):
