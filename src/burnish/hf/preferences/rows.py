@@ -24,18 +24,16 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.reading.json_files import shortened
 from burnish.data.sets.formats import bad_records
-from burnish.data.sets.preferences import SAME, common_prompt, shared_beginning
+from burnish.data.sets.preferences import shared_beginning
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.preferences.config import PreferenceConfig
-from burnish.hf.sft.rows import chat_ids, column_names, plain, refuse_transform, to_messages, with_eos
+from burnish.hf.preferences.records import Answer, check_answer, pair_of, read
+from burnish.hf.sft.rows import chat_ids, column_names, plain, refuse_transform, with_eos
 
 logger = logging.get_logger("transformers.trainer")
 
 Columns = dict[str, list[Any]]
-Answer = str | list[dict[str, Any]]
-"""A text, or messages; a prompt is the same."""
-
 FILLED = "its prompt alone fills max_length"
 EQUAL = "its answers are the same once cut to max_length"
 TOO_LONG = "an answer with its prompt is longer than max_length"
@@ -179,10 +177,10 @@ class EncodeVerdicts(Encode):
         if self.is_encoded:
             made = self._fitted(record["prompt_ids"], record["completion_ids"], label)
             return [made | {"KL_completion_ids": record.get("KL_completion_ids", [])}]
-        prompt, answer = _read(record, "prompt"), _read(record, "completion")
+        prompt, answer = read(record, "prompt"), read(record, "completion")
         if isinstance(prompt, str) != isinstance(answer, str):
             raise BadRecord('"prompt" and "completion" must be both text or both messages.')
-        _check_answer(answer, "completion")
+        check_answer(answer, "completion")
         return [self._row(record, prompt, answer, label)]
 
     def _row(self, record: dict[str, Any], prompt: Answer, answer: Answer, label: bool) -> dict[str, Any]:
@@ -212,64 +210,6 @@ class EncodeScored(Encode):
         limit = self.args.max_length
         dropped = TOO_LONG if limit is not None and max(map(len, wholes)) > limit else ""
         return [{"chosen_ids": wholes[0], "rejected_ids": wholes[1], "margin": margin or 0.0, "dropped": dropped}]
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
-
-
-def pair_of(record: Mapping[str, Any]) -> tuple[Answer, Answer, Answer]:
-    """The prompt and both answers of a record, texts or messages. Raises BadRecord."""
-    chosen, rejected = (_read(record, part) for part in ("chosen", "rejected"))
-    prompt = None if record.get("prompt") is None else _read(record, "prompt")
-    if isinstance(prompt, list):
-        chosen, rejected = _as_messages(chosen), _as_messages(rejected)
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise BadRecord('"chosen" and "rejected" must be both text or both messages.')
-    if chosen == rejected:
-        raise BadRecord(SAME)
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if not isinstance(prompt, str):
-            prompt = common_prompt(chosen, rejected)
-            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    else:
-        shared = shared_beginning(chosen, rejected)
-        begins = prompt if isinstance(prompt, list) else []
-        before, chosen, rejected = _as_messages(chosen)[:shared], chosen[shared:], rejected[shared:]
-        prompt = begins if before and begins[-shared:] == before else [*begins, *before]
-        if not prompt:
-            raise BadRecord('"chosen" must be a message or a list that begins like "rejected".')
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        _check_answer(answer, name)
-    return prompt, chosen, rejected
-
-
-def _read(record: Mapping[str, Any], column: str) -> Answer:
-    value = record.get(column)
-    value = [value] if isinstance(value, dict) else value
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise BadRecord(f'"{column}" must be text, a message or a list of messages. Received: {shortened(value)}')
-    read: Answer = to_messages({"messages": value}).get("messages", value)
-    return read
-
-
-def _as_messages(answer: Answer) -> list[dict[str, Any]]:
-    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-
-
-def _check_answer(answer: Answer, name: str) -> None:
-    if isinstance(answer, str):
-        if not answer.strip():
-            raise BadRecord(f'"{name}" is empty.')
-        return
-    if not answer:
-        raise BadRecord(f'"{name}" ends where the other answer begins: it holds no answer of its own.')
-    last = answer[-1]
-    if last.get("role") in ("user", "system", "tool"):
-        raise BadRecord(f'"{name}" is from "{last["role"]}"; an answer comes from "assistant".')
-    if not (str(last.get("content") or "").strip() or last.get("tool_calls")):
-        raise BadRecord(f'"{name}" is empty.')
 
 
 def _empty(name: str) -> Any:
@@ -348,7 +288,7 @@ def with_others(rows: Any, name: str) -> Any:
         )
     if any(rows["KL_completion_ids"]):
         return rows
-    said = [tuple(ids) for ids in rows["completion_ids"]]
+    said = [hash(tuple(ids)) for ids in rows["completion_ids"]]
     if len({*said}) < 2:
         raise UserError(f"All answers of the {name} dataset are the same; nothing can be learned from them.")
     others = rows.select([_before(said, place) for place in range(len(said))]).select_columns("completion_ids")
@@ -356,7 +296,7 @@ def with_others(rows: Any, name: str) -> Any:
     return _datasets().concatenate_datasets([rows.remove_columns("KL_completion_ids"), others], axis=1)
 
 
-def _before(said: Sequence[Any], place: int) -> int:
+def _before(said: Sequence[int], place: int) -> int:
     return next(place - back for back in range(1, len(said)) if said[place - back] != said[place]) % len(said)
 
 
