@@ -97,7 +97,8 @@ def test_a_damaged_file_of_an_adapter(name: str, kind: str, here: Path, capsys: 
 WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
     "adapter/adapter_config.json": [
         {"lora_alpha": "16"}, {"r": 2.5}, {"r": 0}, {"r": -1}, {"target_modules": 3}, {"lora_dropout": "a"},
-        {"lora_dropout": 1}, {"lora_alpha": float("nan")}, {"rank_pattern": []}, {"alpha_pattern": {"q_proj": "x"}},
+        {"lora_dropout": 1}, {"lora_alpha": float("nan")}, {"rank_pattern": []}, {"rank_pattern": 0},
+        {"alpha_pattern": {"q_proj": "x"}},
         {"modules_to_save": {"a": 1}}, {"peft_type": ["LORA"]}, {"use_rslora": "yes"}, {"base_model_name_or_path": 3},
     ],
     "model/config.json": [

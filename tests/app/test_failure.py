@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from burnish.app.estimate import Formats
 from burnish.app.failure import TRACEBACK_NAME, error_number, explain_failure
+from burnish.cli import main
 from burnish.core.errors import NonFiniteError, Problem, UserError
+from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run
 
@@ -168,6 +171,34 @@ def test_an_accelerator_out_of_memory_is_told_with_its_own_figures(capsys):
     )
     _, text = told(capsys, error)
     assert "20.0 GiB more were needed and 3.5 GiB were free" in text
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("place", "by", "helps"),
+    [
+        (
+            "burnish.objectives.lm.LmObjective.loss",
+            "in the forward pass of a micro-batch of 5",
+            "gradient_checkpointing",
+        ),
+        ("torch.autograd.backward", "in the backward pass of a micro-batch", "per_device_train_batch_size"),
+        ("torch.optim.AdamW.step", "in the optimizer's update", "optim: adafactor"),
+        ("burnish.models.load._pretrained_model", "while the model was loaded", "quantization_bit: 4"),
+    ],
+)
+def test_out_of_memory_says_by_what_and_which_setting_helps(tmp_path, monkeypatch, capsys, place, by, helps):
+    def fails(*given, **named):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes.")
+
+    given = make_user(tmp_path, max_steps=1, save_strategy="no", plot_loss=False)
+    monkeypatch.setattr(place, fails)
+    monkeypatch.setattr("burnish.app.prepare.formats_of", lambda *_: Formats(4, 4, 4, 8))  # it takes a step, too
+    assert main(["train", *as_words(given)]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"Out of memory {by}" in said
+    assert "4.0 TiB more were needed" in said
+    assert helps in said
 
 
 def test_python_out_of_memory_is_memory_too(capsys):

@@ -150,9 +150,11 @@ def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
         is_pattern = name.endswith("_pattern")
         if value is None:
             continue
-        inside = value.values() if is_pattern and isinstance(value, Mapping) else value
-        items = list(inside) if is_pattern or isinstance(inside, list) else [inside]
-        if (is_pattern and not isinstance(value, Mapping)) or not all(_is(kind, item) for item in items):
+        if is_pattern and not isinstance(value, Mapping):
+            yield f'"{name}" must be a mapping of names to {kind}. Received: {json.dumps(value)}.'
+            continue
+        items = list(value.values()) if is_pattern else value if isinstance(value, list) else [value]
+        if not all(_is(kind, item) for item in items):
             yield f'"{name}" must be {kind}. Received: {json.dumps(value)}.'
     dropout = raw.get("lora_dropout", 0)
     if not (_is_number(dropout) and 0 <= dropout < 1):

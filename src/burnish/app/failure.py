@@ -21,6 +21,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from burnish.core.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
 from burnish.core.secrets import without_secrets
@@ -178,12 +179,43 @@ def _out_of_memory(error: BaseException) -> Problem:
     needed, free = _requested(str(error)), _free(str(error))
     words = [f"{_size(needed)} more were needed" if needed else "", f"{_size(free)} were free" if free else ""]
     figures = " and ".join(word for word in words if word)
+    by, helps = _wanted_by(error)
     return Problem(
-        f"Out of memory{': ' + figures if figures else ''}.",
+        f"Out of memory{by}{': ' + figures if figures else ''}.",
         why="Needed are weights, gradients, optimizer states, and activations that grow with the tokens of a batch.",
-        remedy="Try a smaller per_device_train_batch_size with as many more gradient_accumulation_steps (the same "
-        "update), gradient_checkpointing: true, a shorter cutoff_len, or finetuning_type: lora.",
+        remedy=helps,
     )
+
+
+_SMALLER_BATCH = (
+    "Try a smaller per_device_train_batch_size with as many more gradient_accumulation_steps (the same update), "
+    "gradient_checkpointing: true, a shorter cutoff_len, or finetuning_type: lora."
+)
+_WANTED_BY = {
+    "load_model": ("while the model was loaded", "Try quantization_bit: 4 with finetuning_type: lora, fsdp: full_shard "
+                   "over several devices, or a smaller model."),
+    "evaluate": ("in an evaluation", "Try a smaller per_device_eval_batch_size, or max_tokens_per_batch."),
+    "predict_all": ("while answers were written", "Try a smaller per_device_eval_batch_size, or fewer max_new_tokens."),
+    "backward": ("in the backward pass of a micro-batch", _SMALLER_BATCH),
+    "microstep": ("in the forward pass of a micro-batch", _SMALLER_BATCH),
+    "step": ("in the optimizer's update, which makes its states in the first step", "Try finetuning_type: lora, an "
+             "optimizer with smaller states (use_badam: true, optim: adafactor, adamw_8bit), or fsdp: full_shard."),
+    "save": ("while a checkpoint was copied", "Try save_in_background: false."),
+}  # fmt: skip
+"""Function of burnish -> what wanted the memory, and the settings that help. The deepest one that is known counts."""
+
+
+def _wanted_by(error: BaseException) -> tuple[str, str]:
+    """Find the work that wanted the memory, with the size of its micro-batch, and the settings that help."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "burnish" in frame.f_code.co_filename]
+    known = [frame for frame in frames if frame.f_code.co_name in _WANTED_BY]
+    if not known:
+        return "", _SMALLER_BATCH
+    by, helps = _WANTED_BY[known[-1].f_code.co_name]
+    batches = [frame.f_locals["batch"] for frame in frames if isinstance(frame.f_locals.get("batch"), dict)]
+    ids: Any = batches[-1].get("input_ids") if batches else None
+    size = f" of {ids.numel():,} tokens" if hasattr(ids, "numel") and "micro-batch" in by else ""
+    return f" {by}{size}", helps
 
 
 def _requested(text: str) -> int | None:
