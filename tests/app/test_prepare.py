@@ -299,3 +299,16 @@ def test_a_folder_of_another_library_is_refused(name):
     Path("rows", name).write_text(json.dumps({}))
     with pytest.raises(UserError, match="rows that burnish wrote"):
         prepared(tokenized_path="rows")
+
+
+def test_a_record_that_takes_long_is_named_while_it_is_encoded():
+    given = [Example(text="word " * size, source="data.json", number=size) for size in (3, 500_000, 2)]
+    told = Told()
+    watch_with(told)
+    try:
+        for some in (given, given[:1]):
+            prepare(some, lambda batch, tally: [None] * len(batch), Tally(), fingerprint="f")
+    finally:
+        watch_with(None)
+    begun = [call[0] for call in told.calls if isinstance(call, tuple)]
+    assert begun == ["Encoding, with data.json, record 500000 of 2.5 million characters", "Encoding"]

@@ -230,13 +230,32 @@ def _encode_all(
     examples: Sequence[Example], encode: Encode, tally: Tally, writer: RowWriter, batch_size: int, num_workers: int
 ) -> None:
     starts = range(0, len(examples), batch_size)
-    with work("Encoding", len(examples), "records") as advance:
+    with work(_title(examples), len(examples), "records") as advance:
         for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
             tally.merge(counted)
             for origin, row in enumerate(rows, start=start):
                 if row is not None:
                     writer.add(origin, row)
             advance(len(rows))
+
+
+_LONG = 1_000_000
+"""Characters of a record that is named before it is encoded: its time grows with its length, a few seconds to a
+million."""
+
+
+def _title(examples: Sequence[Example]) -> str:
+    """``Encoding``, and the longest record where it will take its time."""
+    sizes = ((_size(example), -number) for number, example in enumerate(examples))
+    size, place = max(sizes, default=(0, 0))
+    if size < _LONG:
+        return "Encoding"
+    return f"Encoding, with {examples[-place].place} of {size / 1e6:.1f} million characters"
+
+
+def _size(example: Example) -> int:
+    texts = (example.text, example.prompt, example.completion, *(turn.content for turn in example.messages))
+    return sum(len(text) for text in texts if text)
 
 
 _job: tuple[Sequence[Example], Encode, int] | None = None
