@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -82,6 +83,8 @@ class DeepSpeedEngine(ParallelEngine):
             model=_AsTuple(model) if gives_loss else model, optimizer=optimizer, config=settings,
             dist_init_required=False,
         )  # fmt: skip
+        if self.stage in (1, 2) and getattr(self.runner.optimizer, "round_robin_gradients", False):
+            _link_as_laid(self.runner.optimizer)
         return (_FromTuple(self.runner, model) if gives_loss else self.runner), optimizer
 
     @contextmanager
@@ -367,6 +370,28 @@ class _FromTuple(nn.Module):
 
     def forward(self, batch: Any) -> Loss:
         return Loss(*self.runner(batch))
+
+
+def _link_as_laid(zero: Any) -> None:
+    """Tell each weight again where its float32 stretch is.
+
+    Under ``round_robin_gradients`` DeepSpeed 0.19.8 lays weights in another order than they have in their group, and
+    looks for them in that of the group unless they are padded (runtime/zero/stage_1_and_2.py, ``_link_all_hp_params``).
+    """
+    from deepspeed.utils import link_hp_params
+
+    for number, weights in enumerate(zero.bit16_groups):
+        laid = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
+        offsets = {id(weight): offset for weight, offset in laid}
+        processes = zero.real_dp_process_group[number]
+        size = zero.bit16_groups_flat[number].numel() // dist.get_world_size(processes)
+        link_hp_params(
+            lp_param_list=weights, flat_hp_partition=zero.single_partition_of_fp32_groups[number],
+            gradient_dict=zero.averaged_gradients, offload_gradient_dict=zero.offload_gradient_dict,
+            use_offload=zero.cpu_offload, param_group_index=number,
+            partition_start=dist.get_rank(processes) * size, partition_size=size, dp_group=processes,
+            param_offsets=[offsets[id(weight)] for weight in weights],
+        )  # fmt: skip
 
 
 def _combined(norms: Any) -> Any:
