@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.core.patching import standing
+from burnish.ops import lora
 from burnish.ops.lora import LoraForward, lora_linear
 from tiny_lora import adapted, factors
 
@@ -186,3 +187,12 @@ def test_a_layer_that_is_switched_answers_as_peft_does(state):
 
 def test_a_hook_on_the_base_is_still_heard():
     torch.testing.assert_close(hooked()(torch.ones(1, TOKENS, INPUTS)), layer()(torch.ones(1, TOKENS, INPUTS)) + 1)
+
+
+def test_asking_a_class_for_the_first_time_draws_none_of_the_runs_random_numbers():
+    from peft.tuners.lora import Linear
+
+    lora._computes_the_formula.cache_clear()
+    before = torch.get_rng_state()
+    assert lora._computes_the_formula(Linear)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -404,18 +404,17 @@ def holds_factors(module: Any) -> bool:
 
 @cache
 def _computes_the_formula(kind: Any) -> bool:
-    """Tell whether modules of a class answer what ``LoraForward`` does; asked with a small layer in their place."""
+    """Tell whether modules of a class answer what ``LoraForward`` does; asked with a small layer in their place. The
+    random numbers of a run are the same afterwards, whether or not the class was asked before."""
     module: Any = kind.__new__(kind)
     nn.Module.__init__(module)
-    module.base_layer, module.training = nn.Linear(4, 3), False
-    module.lora_A, module.lora_B = (
-        nn.ModuleDict({"x": nn.Linear(4, 2, bias=False)}),
-        nn.ModuleDict({"x": nn.Linear(2, 3)}),
-    )
-    module.lora_dropout, module.scaling = nn.ModuleDict({"x": nn.Identity()}), {"x": 0.5}
-    vars(module).update(_ASKED)
-    x = torch.randn(2, 4)
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        down, up = nn.Linear(4, 2, bias=False), nn.Linear(2, 3)
+        module.base_layer, module.training = nn.Linear(4, 3), False
+        module.lora_A, module.lora_B = nn.ModuleDict({"x": down}), nn.ModuleDict({"x": up})
+        module.lora_dropout, module.scaling = nn.ModuleDict({"x": nn.Identity()}), {"x": 0.5}
+        vars(module).update(_ASKED)
+        x = torch.randn(2, 4)
         try:
             said = module(x)
         except (AttributeError, KeyError, TypeError, RuntimeError, NotImplementedError):
