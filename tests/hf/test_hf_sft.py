@@ -20,6 +20,8 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 import burnish
 from burnish import SFTConfig, SFTTrainer, TrainingArguments
+from burnish.core.errors import UserError
+from burnish.data.templates import bounds
 from burnish.hf.sft.collator import DataCollatorForLanguageModeling
 
 pytestmark = pytest.mark.run
@@ -850,3 +852,17 @@ def test_a_set_of_which_nothing_is_left_is_refused(tmp_path):
         make(tmp_path, PAIRS, max_length=2)
     with pytest.raises(ValueError, match="holds no rows"):
         make(tmp_path, Dataset.from_dict({"text": []}))
+
+
+@pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
+def test_a_chat_template_without_end_is_stopped_and_one_that_fills_the_memory_is_refused(tmp_path, monkeypatch, mark):
+    body = mark + "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    within = bounds.within
+    monkeypatch.setattr(bounds, "within", lambda: within(0.5))
+    own = tokenizer()
+    own.chat_template = body + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(UserError, match=r"did not come to an end within 0\.5 s"):
+        make(tmp_path, [{"messages": chat("Hi", "Ho")}], trainer={"processing_class": own})
+    own.chat_template = body + "{{ 'a' * 99999999999 }}"
+    with pytest.raises(UserError, match="which fills the memory"):
+        make(tmp_path, [{"messages": chat("Hi", "Ho")}], trainer={"processing_class": own})

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
+from typing import Any
 
 from burnish.core.errors import Problem, UserError
 
@@ -78,3 +79,17 @@ def within(seconds: float = SECONDS) -> Iterator[None]:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise TooLong
+
+
+@contextmanager
+def bounded(tokenizer: Any) -> Iterator[None]:
+    """Both bounds, around a rendering by the tokenizer's own template or templates.
+
+    Raises:
+        UserError: as ``refuse_excess`` and ``within``.
+    """
+    template = tokenizer.chat_template
+    for text in template.values() if isinstance(template, dict) else [template or ""]:
+        refuse_excess(text)
+    with within():
+        yield

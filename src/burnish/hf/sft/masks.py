@@ -16,6 +16,7 @@ from typing import Any
 from transformers.utils import logging
 
 from burnish.data.templates.answers import Renderer, UnreadableTemplate
+from burnish.data.templates.bounds import bounded
 from burnish.data.templates.table import TemplateSpec
 from burnish.data.tokens.encoder import Encoder
 
@@ -71,9 +72,10 @@ class AssistantMasks:
         return None
 
     def _marked(self, chat: list[Any], arguments: dict[str, Any]) -> tuple[list[int], list[int]]:
-        found = self.tokenizer.apply_chat_template(
-            chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
-        )
+        with bounded(self.tokenizer):
+            found = self.tokenizer.apply_chat_template(
+                chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
+            )
         return list(found["input_ids"]), list(found["assistant_masks"])
 
     def _constructed(self, chat: list[Any], arguments: dict[str, Any]) -> tuple[list[int], list[int]]:

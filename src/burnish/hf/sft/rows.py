@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from burnish.core.types import IGNORE_INDEX
 from burnish.data.batches.batching import pack
+from burnish.data.templates.bounds import bounded
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.sft.masks import AssistantMasks
 from burnish.hf.sft.remarks import Remarks
@@ -281,9 +282,10 @@ def with_eos(tokenizer: Any, text: str) -> str:
 def chat_ids(tokenizer: Any, row: Mapping[str, Any], chat: list[Any], **more: Any) -> list[int]:
     """The ids of messages, as the chat template writes them. Args: row: has tools and arguments of the template."""
     try:
-        found = tokenizer.apply_chat_template(
-            chat, tokenize=True, return_dict=True, **{**template_arguments(row), **more}
-        )
+        with bounded(tokenizer):
+            found = tokenizer.apply_chat_template(
+                chat, tokenize=True, return_dict=True, **{**template_arguments(row), **more}
+            )
     except TemplateError as error:
         what = f"The chat template cannot write a row: {error}".rstrip(".")
         raise ValueError(f"{what}. The row: {str(chat)[:200]}") from error
