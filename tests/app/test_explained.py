@@ -103,6 +103,8 @@ def planned(folder: Path, given: dict[str, Any], models: dict[str, Path]) -> tup
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    if CASES[name].get("optim") == "lion_32bit":
+        pytest.importorskip("bitsandbytes")
     made, prepared, said = planned(tmp_path, CASES[name], models)
     watch = Watch(monkeypatch)
     assert build.train_run(made).exit_code is None

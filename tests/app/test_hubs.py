@@ -44,6 +44,7 @@ def run(folder, environment, command="train", **given):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_private_model_and_a_data_set_are_fetched_and_serve_a_second_run_without_a_network(tmp_path, repositories):
     with hub(**repositories) as (address, asked):
         code, said = run(tmp_path, {"HF_ENDPOINT": address}, hf_hub_token=TOKEN, model_revision="v2")

@@ -72,7 +72,7 @@ def test_no_command_prints_or_writes_a_secret(
     assert_nowhere(out + err, user_folder)
 
 
-@pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["file", "debug"])
+@pytest.mark.parametrize("debug", [[], pytest.param(["--debug"], marks=pytest.mark.slow)], ids=["file", "debug"])
 def test_no_traceback_holds_a_secret(debug: list[str], user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_failing_optimizer()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(user_folder), os.environ.get("PYTHONPATH", "")]))

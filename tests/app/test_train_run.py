@@ -72,7 +72,10 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("method", CUTS)
+RARELY = ("neftune",)  # kills.py has it too
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in RARELY else m for m in CUTS])
 def test_a_run_killed_in_the_middle_of_an_epoch_ends_in_the_same_weights(tmp_path, method):
     given = make_user(tmp_path, dropout=0.1, save_steps=4, logging_steps=1, num_train_epochs=2, **CUTS[method])
     assert run({**given, "output_dir": str(tmp_path / "whole")}) == 0

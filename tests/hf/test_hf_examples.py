@@ -26,6 +26,7 @@ def test_the_sentiment_demo_trains_saves_loads_and_predicts(tiny_bert, tmp_path)
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_sentence_pair_demo_stops_early_and_keeps_the_best(tiny_bert, tmp_path):
     done = run_script("mrpc_early_stopping.py", "--model", tiny_bert, "--output", "out", folder=tmp_path)
     accuracy = float(done.stdout.split("Accuracy:")[1].split()[0])

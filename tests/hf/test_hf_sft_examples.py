@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_gpt2_alpaca_demo_trains_with_an_added_pad_token_and_answers(folder):
     done = run_script("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
     before, after = map(float, re.search(r"not seen: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())

@@ -104,6 +104,7 @@ def test_a_refusal_is_told_to_who_launched_the_process(workplace):
     assert "nowhere" in read(folder).sentence
 
 
+@pytest.mark.slow
 def test_stopped_killed_and_continued_runs_are_told_apart(workplace):
     words = [sys.executable, "-m", "burnish", "train", "run.yaml", "num_train_epochs=400", "save_steps=1000"]
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}

@@ -204,6 +204,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "burnish", "chat", *words]
 
 
+@pytest.mark.slow
 def test_a_message_from_a_pipe_is_answered_and_nothing_else_is_printed(model: Path) -> None:
     words = command(str(model), "max_new_tokens=5", "do_sample=false")
     runs = [subprocess.run(words, input="Hello", capture_output=True, text=True, timeout=120) for _ in range(2)]
