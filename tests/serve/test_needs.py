@@ -1,8 +1,23 @@
 """Says aloud that servers were not tested, where they could not be."""
 
+import subprocess
+import sys
+
 import pytest
 
 
 def test_the_extra_serve_is_installed() -> None:
     pytest.importorskip("starlette", reason='servers are not tested: pip install "burnish[serve]"')
     pytest.importorskip("uvicorn", reason='servers are not tested: pip install "burnish[serve]"')
+
+
+def test_a_conversation_at_a_terminal_needs_no_server() -> None:
+    """The demo's first advice is ``burnish chat``, and the demo installs no extra."""
+    code = (
+        "import sys\n"
+        "for name in ('starlette', 'uvicorn'):\n"
+        "    sys.modules[name] = None\n"
+        "import burnish.serve.terminal.chat, burnish.serve.terminal.talk, burnish.serve.prompts\n"
+        "import burnish.serve.messages, burnish.wire.bodies, burnish.wire.errors\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,9 +25,10 @@ from burnish.serve.metrics import Metrics
 from burnish.serve.options import ApiOptions
 from burnish.serve.requests import Limits, is_id, read_chat, read_completion
 from burnish.wire.bodies import json_object
-from burnish.wire.errors import Json, Refusal, openai_error
+from burnish.wire.errors import Refusal, openai_error
 from burnish.wire.guards import Guard, Head, Rules, bearer, under
 from burnish.wire.hosts import LOOPBACK_NAMES, is_loopback
+from burnish.wire.json_response import Json
 
 if TYPE_CHECKING:
     from burnish.serve.completions import Desk, Told

@@ -20,7 +20,8 @@ from burnish.serve.answering import Answer, Choice, Delta, Mailbox, Reader, queu
 from burnish.serve.chat_wire import Wire, usage_of
 from burnish.serve.requests import ChatRequest, CompletionRequest, Settings
 from burnish.serve.text_wire import Echo, TextLog, TextWire
-from burnish.wire.errors import Json, Refusal, openai_error, to_json
+from burnish.wire.errors import Refusal, openai_error, to_json
+from burnish.wire.json_response import Json
 from burnish.wire.stream import EventStream, event_text, until_gone
 
 if TYPE_CHECKING:

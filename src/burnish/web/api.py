@@ -27,7 +27,8 @@ from burnish.web.series import series, thinned
 from burnish.web.site import Site
 from burnish.web.starting import free_folder
 from burnish.wire.bodies import json_object
-from burnish.wire.errors import Json, Refusal, to_json
+from burnish.wire.errors import Refusal, to_json
+from burnish.wire.json_response import Json
 from burnish.wire.relay import Relay
 from burnish.wire.stream import EventStream, event_text
 

@@ -28,9 +28,10 @@ from burnish.web.site import Site
 from burnish.web.words import FOLDER as WORDS
 from burnish.web.words import LANGUAGES, language_of, translator
 from burnish.wire.bodies import json_object, whole_body
-from burnish.wire.errors import Json, Refusal, page_error
+from burnish.wire.errors import Refusal, page_error
 from burnish.wire.guards import Guard, Rules, head_of, under
 from burnish.wire.hosts import LOOPBACK_NAMES, is_loopback
+from burnish.wire.json_response import Json
 from burnish.wire.static import StaticFiles
 
 HERE = Path(__file__).parent

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn
-
-from starlette.requests import ClientDisconnect, Request
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from burnish.wire.errors import Refusal
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 SLOWEST_S = 30.0
 DEEPEST = 64
@@ -39,6 +40,8 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 async def whole_body(request: Request) -> bytes:
     """All bytes; the guard counts them on their way (``guards.py``)."""
+    from starlette.requests import ClientDisconnect  # a conversation at a terminal reads fields without a server
+
     try:
         async with asyncio.timeout(SLOWEST_S):
             return await request.body()

@@ -12,8 +12,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import Response
-
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -49,15 +47,6 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
 def page_error(refusal: Refusal) -> dict[str, Any]:
     """``{"error": {"message", "option", "code"}}``, for the page's own scripts."""
     return {"error": {"message": refusal.message, "option": refusal.param, "code": refusal.code}}
-
-
-class Json(Response):
-    """JSON as UTF-8 text, without blanks. A lone surrogate, which UTF-8 cannot hold, becomes U+FFFD."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return to_json(content)
 
 
 def to_json(content: Any) -> bytes:

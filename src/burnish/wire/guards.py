@@ -27,8 +27,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from burnish.wire.errors import INTERNAL, Json, Refusal
+from burnish.wire.errors import INTERNAL, Refusal
 from burnish.wire.hosts import LOOPBACK_NAMES, host_name, is_address
+from burnish.wire.json_response import Json
 
 MOST_HEADERS = 64
 MOST_HEADER_BYTES = 16 * 1024
