@@ -229,7 +229,8 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
         flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
     )  # fmt: skip
     run = assemble(options, pieces)
-    ask_beforehand(run, prepared, options)
+    for sentence in ask_beforehand(run, prepared, options):
+        note(sentence)
     if patched := summary(model):
         note(f"Patched: {'; '.join(patched)}.")
     listeners.fire("on_init_end")

@@ -24,6 +24,7 @@ from burnish.app.checks import trains
 from burnish.app.estimate import Formats, shown_bytes
 from burnish.app.options import RunOptions
 from burnish.app.prepare import Prepared
+from burnish.app.reference_cache import fill
 from burnish.app.resources import Sizes
 from burnish.core.errors import Problem, UserError
 from burnish.core.patching import allows
@@ -79,14 +80,16 @@ def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
     return replace(prepared, rows=rows, sample=sample, eval_rows=evals)
 
 
-def ask_beforehand(run: Run, prepared: Prepared, options: RunOptions) -> None:
-    """Fill in those numbers. A reference that takes memory is let go."""
+def ask_beforehand(run: Run, prepared: Prepared, options: RunOptions) -> list[str]:
+    """Fill in those numbers; sentences for a person. A reference that takes memory is let go."""
     objective: Any = run.objective
     places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
+    size, said = options.per_device_eval_batch_size, list[str]()
     for rows in places if trains(options) else places[1:]:
-        rows.fill(objective, run.model, run.engine, options.per_device_eval_batch_size)
+        said += fill(rows, objective, run.model, run.engine, size, anew=options.overwrite_cache)
     if places and not isinstance(objective.reference, AdapterOff):
         objective.reference = None
+    return said
 
 
 def needs_reference(objective: Any) -> bool:

@@ -8,19 +8,21 @@ a gradient; a step asks the reference nothing any more.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol, overload
 
 from torch import nn
 
-from burnish.core.types import Engine, Row
+from burnish.core.types import Batch, Engine, Row
 from burnish.core.work import work
 
 
 class AsksReference(Protocol):
     """An objective that compares with a reference."""
 
+    @property
+    def collate(self) -> Callable[[Sequence[Row]], Batch]: ...
     def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]: ...
 
 
@@ -51,13 +53,32 @@ class RowsWithReference(Sequence[Row | None]):
     def __getitem__(self, index: int | slice) -> Row | list[Row | None] | None:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        row, more = self.rows[index], {name: of[index] for name, of in self.columns.items()}
-        completed: Any = None if row is None else {**row, **more}
+        row = self.rows[index]
+        completed: Any = None if row is None else {**row, **self.numbers(index)}
         return completed  # type: ignore[no-any-return]
+
+    def numbers(self, index: int) -> dict[str, float]:
+        """Column -> what the reference says of a row; NaN where it is not asked."""
+        return {name: of[index] for name, of in self.columns.items()}
+
+    def take(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Fill in the ``numbers`` of all rows, as they were kept."""
+        for name in kept[0] if kept else ():
+            self.columns[name] = array("d", [one[name] for one in kept])
+
+    def batches(self, objective: AsksReference, size: int) -> Iterator[Batch]:
+        """Everything that ``fill`` asks about, on the CPU."""
+        for part in self._parts(size):
+            rows: Any = [self.rows[number] for number in part if self.rows[number] is not None]
+            if rows:
+                yield objective.collate(rows)
+
+    def _parts(self, size: int) -> list[range]:
+        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def fill(self, objective: AsksReference, module: nn.Module, engine: Engine, size: int) -> None:
         """Ask the reference, ``size`` rows at a time, the batches dealt to all ranks."""
-        parts = [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+        parts = self._parts(size)
         mine, found = parts[engine.rank :: engine.world_size], []
         with work("Reference", len(self)) as advance:
             for at in range(-(-len(parts) // engine.world_size)):

@@ -66,7 +66,7 @@ def prepare(
         return writer.in_memory()
     made_from = _made_from(data or content_hash(examples), fingerprint)
     folder = _folder(options, name, made_from, examples)
-    with _alone(folder, "Name another tokenized_path." if options.tokenized_path else IN_CACHE):
+    with alone(folder, "Name another tokenized_path." if options.tokenized_path else IN_CACHE):
         if _is_stale(folder, options):
             _make(folder, examples, encode, made_from, options)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
@@ -101,7 +101,7 @@ def place_ahead(examples: Sequence[Example], fingerprint: Mapping[str, Any], opt
     ).hexdigest()
     folder = cache_home() / "ahead" / key
     if options.overwrite_cache:
-        with _alone(folder):
+        with alone(folder):
             _remove_segments(folder)
     return folder
 
@@ -185,7 +185,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 @contextmanager
-def _alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
+def alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
     """Lock the place of a folder; other processes wait. The lock ends with the process, however that ends."""
     begin_place(folder.parent, remedy)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from burnish.app.reference_cache import fill
 from burnish.app.references import check_vocabulary
 from burnish.core.errors import Problem, UserError
 from burnish.core.meter import Totals
@@ -208,7 +209,8 @@ class PreferenceTrainer(TrlTrainer):
                 what = "`precompute_ref_log_probs` asks about every row before the first step; a streamed set has none."
                 raise UserError(Problem(what, remedy="Load the set, or leave it out."))
             rows = RowsWithReference(ObjectiveRows(dataset, self._row_of))
-            rows.fill(self.objective, self._made, self._engine, size)
+            for sentence in fill(rows, self.objective, self._made, self._engine, size):
+                logger.warning(sentence)
             for name, values in rows.columns.items():
                 dataset = dataset.add_column(name, values.tolist())
             return dataset

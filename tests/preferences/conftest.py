@@ -1,0 +1,8 @@
+"""Runs of these tests keep nothing in the user's cache."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
