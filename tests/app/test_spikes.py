@@ -2,15 +2,22 @@
 
 import json
 import re
+from contextlib import nullcontext
+from math import inf, nan
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
+from burnish import Trainer
 from burnish.cli import main
-from burnish.core.errors import NonFiniteError
+from burnish.core.errors import NonFiniteError, UserError
+from burnish.core.spikes import SpikeError, SpikeWatch
 from burnish.data.batches.stream import RowStream, order_of
 from burnish.objectives.lm import LmObjective
-from hf_toy import make_trainer, points
+from hf_toy import losses, make_trainer, points, same, weights
 from runs import same_weights
 from small_run import as_words, make_user, records
 
@@ -121,6 +128,67 @@ def test_a_run_goes_on_without_the_rows_that_it_left_out_before(user, tmp_path, 
     assert run({**given, "max_steps": 12, "output_dir": str(tmp_path / "three")}) == 0
     assert same_weights(tmp_path / "out", tmp_path / "two")
     assert same_weights(tmp_path / "out", tmp_path / "three")
+
+
+def test_a_script_that_goes_back_trains_as_if_it_had_never_had_those_rows(tmp_path, caplog):
+    def trained(name, at, **given):
+        trainer = make_trainer(
+            tmp_path / name, train=rows, save_strategy="steps", save_steps=2, num_train_epochs=3, **given
+        )
+        plain = trainer.get_train_dataloader
+
+        def without_rows():
+            loader = plain()
+            loader.sampler.left_out.extend(at)
+            return loader
+
+        trainer.get_train_dataloader = without_rows
+        trainer.train()
+        return trainer
+
+    rows = points(22)
+    order = order_of(22, 42, 0)
+    rows[order[13]]["x"] = rows[order[13]]["x"] * float("inf")  # of step 4
+    back = trained("back", [], on_spike="go_back")
+    assert "Step 4 was not finite" in caplog.text
+    assert f"Learned from: rows {', '.join(map(str, order[12:16]))} of train_dataset. Going back" in caplog.text
+    never = trained("never", [(0, 12, order[12:16])], max_steps=18)
+    assert same(weights(back), weights(never))
+    assert losses(back) == losses(never)
+    assert back.state.global_step == 18
+    again = make_trainer(tmp_path / "back", train=rows, num_train_epochs=3, on_spike="go_back")
+    again.train(resume_from_checkpoint=str(tmp_path / "back" / "checkpoint-6"))
+    assert same(weights(again), weights(never))
+
+
+def test_a_script_with_a_stream_of_its_own_cannot_go_back(tmp_path):
+    class Loading(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(points(8), batch_size=2)
+
+    trainer = make_trainer(tmp_path, Loading, on_spike="go_back")
+    with pytest.raises(UserError, match=r'"on_spike" must be no here: .* Received: "go_back"'):
+        trainer.train()
+
+
+def run_of(loss_scale):
+    return SimpleNamespace(
+        engine=SimpleNamespace(scales_loss=loss_scale, sum=lambda value: value), state=SimpleNamespace(global_step=7)
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "scaled", "said"),
+    [(1.0, inf, True, None), (nan, inf, True, "Step 7 was not finite"), (1.0, 90.0, True, "The gradient of step 7"),
+     (1.0, inf, False, "Step 7 was not finite"), (1.0, 2.0, True, None)],
+)  # fmt: skip
+def test_a_loss_scale_that_comes_down_is_no_spike_and_any_other_is(loss, norm, scaled, said):
+    watch = SpikeWatch(ratio=50)
+    watch.norms.extend([1.0] * 9)
+    group = SimpleNamespace(items=[3])
+    with nullcontext() if said is None else pytest.raises(SpikeError, match=said):
+        watch.look(run_of(scaled), group, torch.tensor(loss), torch.tensor(norm))
+    assert len(watch.norms) == (10 if norm == 2.0 else 9)
 
 
 def test_a_script_is_told_the_rows_of_its_set(tmp_path):

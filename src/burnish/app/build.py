@@ -36,15 +36,14 @@ from burnish.app.resources import counts_of, formats_in, formats_in_words, loade
 from burnish.app.resume import accumulation_for, resume, start_of
 from burnish.app.rewards import begin_head
 from burnish.app.saving import PatientCheckpoints, status_of
+from burnish.app.spikes import train_on, watch_for_spikes
 from burnish.app.stall import StallWatch
 from burnish.core.checkpoint import Checkpoints, only_writer, output_folder
 from burnish.core.collection import collect_from_here
-from burnish.core.errors import NonFiniteError
 from burnish.core.events import CallbackHandler
-from burnish.core.loop import TrainOutput, rows_of, train
+from burnish.core.loop import TrainOutput
 from burnish.core.patching import allows, summary
 from burnish.core.run import Run
-from burnish.core.spikes import MOST, SpikeError, SpikeWatch
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine
 from burnish.data.batches.batching import collator, packs_rows
@@ -140,7 +139,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
             collect_from_here()
             with kept_in(folder) if engine.rank == 0 else nullcontext():
                 try:
-                    output = train_on(run, options) if trains(options) else None
+                    output = train_on(run, options, partial(resume, run), warn) if trains(options) else None
                 finally:
                     run.checkpoints.wait()  # one that is under way is whole before the folder is let go
                 if interrupt.exit_code is not None:
@@ -149,30 +148,6 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
                     return Result(output, folder, exit_code=interrupt.exit_code)
                 metrics = finish(run, plan, prepared, output)
                 return Result(output, folder, metrics, exit_code=status_of(run.checkpoints))
-
-
-def train_on(run: Run, options: RunOptions) -> TrainOutput:
-    """Train to the end; after a spike, from the newest checkpoint on, without the rows of the spike."""
-    for _ in range(MOST):
-        try:
-            return train(run, options)
-        except SpikeError as spike:
-            go_back(run, spike)
-    raise NonFiniteError(f"The run went back {MOST} times for spikes. Lower learning_rate, or look at the data.")
-
-
-def go_back(run: Run, spike: SpikeError) -> None:
-    """Put the run where its newest checkpoint stands, without the rows of ``spike``."""
-    run.checkpoints.wait()
-    found, _ = run.checkpoints.newest()
-    named = rows_of(run, spike.items)
-    if found is None:
-        raise NonFiniteError(f"{spike}.{named} There is no checkpoint to go back to: save earlier (save_steps).")
-    warn(f"{spike}.{named} Going back; these rows are left out from there on.")
-    run.optimizer.zero_grad()
-    resume(run, found)
-    assert isinstance(run.stream, RowStream)
-    run.stream.left_out |= frozenset(spike.items)
 
 
 def journal_of(plan: Plan, engine: Engine) -> Journal:
@@ -215,7 +190,7 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
         callbacks_of(options, facts, callbacks), options, TrainerState(), TrainerControl(),
         processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
-    spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
+    spikes = watch_for_spikes(options)
     pieces = Pieces(
         model=ModelState(model, adapter), objective=objective, engine=engine, stream=stream, steps=steps,
         rows=options.per_device_train_batch_size, callbacks=listeners,

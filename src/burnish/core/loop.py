@@ -132,7 +132,7 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
     run.state.epoch = group.epoch
     meter.add_step(loss, weight, joined_by_name([loss.sums for loss in losses]), norm, learning_rate, group.items)
     meter.add_rows(group.num_rows, group.num_tokens)
-    if run.spikes is not None and not engine.scales_loss:
+    if run.spikes is not None:
         run.spikes.look(run, group, loss, norm)
     if not is_applied:
         what = "gradient" if torch.isfinite(loss) else "loss"

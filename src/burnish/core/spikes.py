@@ -65,12 +65,16 @@ class SpikeWatch:
     def look(self, run: Run, group: Group, loss: Tensor, norm: Tensor) -> None:
         """Raise SpikeError where the step that was just taken is a spike; on all ranks, where it is one on any."""
         usual = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
-        is_finite = torch.isfinite(loss) & torch.isfinite(norm)
+        is_applied = torch.isfinite(loss) & torch.isfinite(norm)
+        # A loss scale that is too large for its gradients comes down by itself: such a step is none of the data's.
+        is_finite = torch.isfinite(loss) if run.engine.scales_loss else is_applied
         is_long = norm > usual * self.ratio if usual is not None and self.ratio is not None else ~is_finite
-        counted = torch.stack([(~is_finite | is_long).float(), (~is_finite).float()])
-        spikes, broken = run.engine.sum(counted).tolist()  # a read in every step: the price of the option
+        is_long = is_long & torch.isfinite(norm)
+        counted = torch.stack([(~is_finite | is_long).float(), (~is_finite).float(), (~is_applied).float()])
+        spikes, broken, skipped = run.engine.sum(counted).tolist()  # a read in every step: the price of the option
         if not spikes:
-            self.norms.append(float(norm))
+            if not skipped:
+                self.norms.append(float(norm))
             return
         step = run.state.global_step
         if broken:

@@ -328,6 +328,10 @@ class Stream(Stateful, Protocol):
         """Move the cursor to the start of the next epoch, wherever it stands in this one."""
         ...
 
+    def leave_out(self, items: Sequence[int]) -> None:
+        """Take these items, as groups name them, in no step from the cursor on, in later epochs neither."""
+        ...
+
 
 class Adapter(Protocol):
     """A choice of the weights that are trained, and how: whole model, some layers, LoRA."""

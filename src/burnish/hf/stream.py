@@ -46,6 +46,8 @@ class EpochOrder(Sampler[int]):
         self.strategy, self.lengths = strategy, lengths
         self.epoch = 0
         self.start = 0  # micro-batches of the epoch to skip
+        self.left_out: list[tuple[int, int, list[int]]] = []
+        """(epoch, place in its order, items): no step takes these items from there on, and others move up."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -56,7 +58,7 @@ class EpochOrder(Sampler[int]):
 
     def __len__(self) -> int:
         """Items of this rank in a whole epoch."""
-        return len(self._mine(range(self._used)))
+        return len(self._mine(range(self._used(self.num_items))))
 
     def __iter__(self) -> Iterator[int]:
         mine, start = self._mine(self.of_epoch(self.epoch)), self.start
@@ -68,12 +70,22 @@ class EpochOrder(Sampler[int]):
         """The items of all ranks."""
         per_step = self.cut.batch_size * self.cut.accumulation
         order = order_of(self.num_items, self.seed, epoch, self.strategy, self.lengths, per_step)
-        return order[: self._used]
+        for since, place, items in self.left_out:
+            first = place if epoch == since else 0 if epoch > since else len(order)
+            order = order[:first] + [item for item in order[first:] if item not in items]
+        return order[: self._used(len(order))]
+
+    def num_batches(self, epoch: int = 0) -> int:
+        """Micro-batches of this rank in an epoch; every rank has as many."""
+        return -(-(len(self.of_epoch(epoch)) if self.left_out else self._used(self.num_items)) // self.across)
 
     @property
-    def _used(self) -> int:
-        across = self.cut.batch_size * self.cut.world_size
-        return self.num_items - (self.num_items % across if self.cut.drop_last else 0)
+    def across(self) -> int:
+        """Items of a micro-batch of all ranks."""
+        return self.cut.batch_size * self.cut.world_size
+
+    def _used(self, num_items: int) -> int:
+        return num_items - (num_items % self.across if self.cut.drop_last else 0)
 
     def _mine(self, order: Sequence[int]) -> list[int]:
         return [item for part in self.cut.micro_batches(order) for item in part]
@@ -159,19 +171,19 @@ class LoaderStream:
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups from the cursor to the end of the epoch."""
-        start = used = self.position
-        batches = iter(()) if self.is_used_up else self._batches()
-        while used < self.total:
-            group = list(islice(batches, min(self.accumulation, self.total - used)))
+        start, used, total = self.position, self.position, self._total
+        batches = iter(()) if start >= total else self._batches()
+        while used < total:
+            group = list(islice(batches, min(self.accumulation, total - used)))
             if not group:
                 break
             used = self.drawn = used + len(group)
             counts = [(0, 0) if isinstance(batch, Lent) else self.count(batch) for batch in group]
-            is_last = used >= self.total
+            is_last = used >= total
             yield Group(
                 group,
                 cursor={"epoch": self.epoch, "position": used},
-                epoch=self.epoch + min(used / self.total, 1.0),
+                epoch=self.epoch + min(used / total, 1.0),
                 items=Taken(order_in(self.loader), self.epoch, used - len(group), used),
                 num_rows=sum(rows for rows, _ in counts),
                 num_tokens=sum(tokens for _, tokens in counts),
@@ -180,7 +192,7 @@ class LoaderStream:
                 return
         if used == start == 0:
             self.on_empty()
-        self.position = self.total
+        self.position = total
 
     def advance(self, group: Group) -> None:
         if group.cursor is not None:
@@ -188,20 +200,37 @@ class LoaderStream:
 
     @property
     def is_used_up(self) -> bool:
-        return self.position >= self.total
+        return self.position >= self._total
+
+    @property
+    def _total(self) -> int:
+        """Micro-batches of this epoch, without the items that are left out of it."""
+        order = order_in(self.loader)
+        return order.num_batches(self.epoch) if order is not None and order.left_out else self.total
 
     def end_epoch(self) -> None:
         self.epoch, self.position = self.epoch + 1, 0
 
+    def leave_out(self, items: Sequence[int]) -> None:
+        order = order_in(self.loader)
+        assert order is not None  # a run with another loader does not go back
+        order.left_out.append((self.epoch, self.position * order.across, list(items)))
+
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "generator": self.generator_at_start}
-        if self.source is not None and 0 < self.position == self.drawn < self.total:
+        order = order_in(self.loader)
+        if order is not None and order.left_out:
+            state["left_out"] = order.left_out
+        if self.source is not None and 0 < self.position == self.drawn < self._total:
             state["source"] = state_of(self.source)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
         self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
+        order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
+        if order is not None and len(left_out) > len(order.left_out):  # a run that goes back knows those since too
+            order.left_out = left_out
 
     def _batches(self) -> Iterator[Batch]:
         """The loader's batches from the cursor on.
@@ -254,7 +283,7 @@ class LoaderStream:
             made += 1
             yield last
         if is_dealt(self.loader):
-            for _ in range(self.total - made):
+            for _ in range(self._total - made):
                 yield Lent(first_of(self.loader) if last is None else last)
 
 
@@ -276,8 +305,7 @@ class Taken(Sequence[int]):
     def _found(self) -> list[int]:
         if self.order is None:
             return []
-        across = self.order.cut.batch_size * self.order.cut.world_size
-        return self.order.of_epoch(self.epoch)[self.first * across : self.end * across]
+        return self.order.of_epoch(self.epoch)[self.first * self.order.across : self.end * self.order.across]
 
 
 class Lent(dict[str, Any]):
@@ -319,8 +347,7 @@ def num_batches(loader: Any) -> int | None:
     """Micro-batches of this rank in an epoch; None where the loader does not know."""
     order = order_in(loader)
     if order is not None:
-        across = order.cut.batch_size * order.cut.world_size
-        return -(-order._used // across)
+        return order.num_batches()
     if is_dealt(loader):
         dealt: DealtBatches = loader.batch_sampler
         return -(-dealt.num_batches // dealt.world_size)

@@ -31,6 +31,7 @@ from transformers.trainer_utils import (
 from transformers.utils import can_return_loss, logging
 
 from burnish.app.assemble import Pieces, assemble
+from burnish.app.spikes import train_on
 from burnish.core import loop
 from burnish.core.checkpoint import load_state
 from burnish.core.errors import is_out_of_memory, skipped_sentence
@@ -273,18 +274,22 @@ class Trainer:
     def _attempt(self, folder: Path | None, ignore_keys: list[str] | None) -> loop.TrainOutput:
         run, plan = self._assemble(ignore_keys)
         if folder is not None:
-            training.continue_from(folder, run, self.model, plan, self._accumulation, self.args)
+            self._continue(folder, run, plan)
             if self.args.restore_callback_states_from_checkpoint:
                 training.restore_callbacks(self.callback_handler, self.state.stateful_callbacks)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._announce(plan)
-        output = loop.train(run, self.args)
+        load = partial(self._continue, run=run, plan=plan)
+        output = train_on(run, self.args, load, logger.warning)
         logger.info("\n\nTraining completed.\n\n")
         best = self.state.best_model_checkpoint
         if self.args.save_total_limit == 1 and best is not None and self.args.should_save:
             files.keep_only(run.checkpoints, Path(best).name)
         self._hub.wait()
         return output
+
+    def _continue(self, folder: Path, run: Run, plan: StepPlan) -> None:
+        training.continue_from(folder, run, self.model, plan, self._accumulation, self.args)
 
     @property
     def _accumulation(self) -> int:
@@ -300,6 +305,7 @@ class Trainer:
         """The run, made of what the methods below give."""
         args, handler, loader = self.args, self.callback_handler, self.get_train_dataloader()
         plan = training.steps_of_loader(loader, args, self._accumulation)
+        spikes = training.watch_of(args, loader)
         if self._computes_loss_itself:
             _ = self._fitted  # asked here, and not inside of the first step
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
@@ -308,7 +314,8 @@ class Trainer:
             args,
             Pieces(
                 model=files.ModelPart(self.model),
-                objective=objective, engine=self._engine, parts=objective.parts,
+                objective=objective, engine=self._engine, spikes=spikes,
+                parts={**objective.parts, **({"spikes": spikes} if spikes else {})},
                 stream=self._stream(loader, plan), optimizer=partial(self._optimizer_for, plan.max_steps),
                 scheduler=partial(self._scheduler_for, plan.max_steps), steps=plan, rows=self._train_batch_size,
                 callbacks=handler, folder=Path(self._get_output_dir(self._trial)),

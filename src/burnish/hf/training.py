@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from burnish.app.assemble import keeping_plan
 from burnish.app.interrupt import InterruptCallback
+from burnish.app.spikes import watch_for_spikes
 from burnish.core import checkpoint
 from burnish.core.checkpoint import only_writer
 from burnish.core.comparison import compare_fingerprints
@@ -28,6 +29,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.patching import Reason, record, restore
 from burnish.core.run import Run
 from burnish.core.schedule import StepPlan, plan_steps
+from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerState
 from burnish.core.types import Engine
 from burnish.hf import notes
@@ -35,7 +37,7 @@ from burnish.hf.accelerator import EngineAccelerator
 from burnish.hf.arguments.training import TrainingArguments
 from burnish.hf.callbacks import FaceHandler
 from burnish.hf.foreign import is_foreign, load_foreign
-from burnish.hf.stream import num_batches
+from burnish.hf.stream import num_batches, order_in
 from burnish.models.fused import patch_forwards
 from burnish.models.liger import apply_liger, liger_problems
 from burnish.objectives.neftune import NOISE
@@ -93,6 +95,19 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int) -> 
         num_train_epochs=args.num_train_epochs, max_steps=args.max_steps, dataloader_drop_last=False,
     )  # fmt: skip
     return plan_steps(counted, batches or None)
+
+
+def watch_of(args: TrainingArguments, loader: Any) -> SpikeWatch | None:
+    """The watch for spikes. Raises UserError where it is asked for, and the rows of a step are not known."""
+    if args.on_spike == "go_back" and order_in(loader) is None:
+        raise UserError(
+            Problem(
+                '"on_spike" must be no here: go_back leaves out the rows of a step, and a loader or a stream of a '
+                'script\'s own does not say which they are. Received: "go_back".',
+                remedy="Let the Trainer make the loader of a train_dataset with a length, or set on_non_finite.",
+            )
+        )
+    return watch_for_spikes(args)
 
 
 def fingerprints_of(args: TrainingArguments, plan: StepPlan, rows_per_step: int) -> dict[str, Any]:

@@ -264,13 +264,16 @@ class RowStream:
     def end_epoch(self) -> None:
         self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
 
+    def leave_out(self, items: Sequence[int]) -> None:
+        self.left_out |= frozenset(items)
+
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
         return state | {"left_out": sorted(self.left_out)} if self.left_out else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-        self.left_out |= frozenset(state.get("left_out", ()))
+        self.leave_out(state.get("left_out", ()))
 
     def _share_of_epoch(self, end: int, size: int) -> float:
         """The share of the epoch that is done, in micro-batches as in transformers: an incomplete last one counts 1."""

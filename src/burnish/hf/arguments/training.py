@@ -36,6 +36,7 @@ from burnish.core.loop import LoopOptions
 from burnish.core.options import option, raise_if, specs, union
 from burnish.core.patching import PatchOptions
 from burnish.core.schedule import CurveOptions, StepOptions, warmup_steps_of
+from burnish.core.spikes import SpikeOptions
 from burnish.data.batches.stream import StreamOptions
 from burnish.engine.base import EngineOptions, check_engine
 from burnish.engine.options import device_of
@@ -49,8 +50,8 @@ from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 _Groups: Any = union(
-    "_Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, FlowOptions, StreamOptions,
-    EngineOptions, PatchOptions, *OPTIMIZERS.option_groups(),
+    "_Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
+    StreamOptions, EngineOptions, PatchOptions, *OPTIMIZERS.option_groups(),
 )  # fmt: skip
 
 _LEVELS = (*logging.get_log_levels_dict(), "passive")
@@ -72,8 +73,9 @@ class _AcceptsOldNames(type):
 class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: ignore[misc]
     """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
 
-    Beyond transformers': ``on_non_finite`` (treatment of a step whose loss or gradient is not finite),
-    ``needed_tokens_only``, ``save_in_background``, ``save_hf_format``, ``resume``, ``resume_despite_changes``.
+    Beyond transformers': ``on_non_finite`` (treatment of a step whose loss or gradient is not finite), ``on_spike`` and
+    ``spike_ratio`` (go back and leave its rows out), ``needed_tokens_only``, ``save_in_background``,
+    ``save_hf_format``, ``resume``, ``resume_despite_changes``.
     """
 
     if TYPE_CHECKING:  # fields of the groups that are written here; a type checker does not see into a union
