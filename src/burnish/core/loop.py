@@ -118,7 +118,7 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
         if not is_last:
             run.callbacks.fire("on_substep_end")
 
-    loss = sum_of([loss.total.detach() for loss in losses]) * (1 / divisor)
+    loss = sum_of([loss.total.detach() for loss in losses]) / divisor
     norm = engine.clip(trainable(run), options.max_grad_norm)
     run.callbacks.fire("on_pre_optimizer_step")
     is_applied = engine.step(run.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
