@@ -16,6 +16,8 @@ from bad_inputs import OPTIONS, change, files, told, write
 from burnish import cli
 from burnish.core.errors import UserError
 from burnish.data.templates import bounds
+from burnish.data.tokens.encoder import Encoder
+from template_cases import byte_tokenizer
 
 RUN = "".join(f"{name}: {value}\n" for name, value in OPTIONS.items())
 
@@ -134,6 +136,70 @@ def test_another_file_that_is_none(
     finally:
         faulthandler.cancel_dump_traceback_later()
     assert "It came up in" not in told(capsys)[1]
+
+
+# --- records without end ----------------------------------------------------------------------------------------------
+
+
+def endless(place: str, size: int) -> str:
+    return (
+        f"{place}: a record must have at most 600 characters. Received: {size}.\n"
+        "  Cut it into several records, at the ends of its chapters or paragraphs.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["streaming=true"], ["preprocessing_num_workers=2"], ["template=chatml"]], ids=str
+)
+def test_a_record_without_end_is_refused_by_file_and_record(
+    words: list[str], user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 600)
+    rows = [{"instruction": "a" * 100, "output": "b " * size} for size in (250, 251, 20, 400)]
+    write("data/rows.json", rows)
+    err = refused(capsys, *words)
+    assert endless("data/rows.json, record 2", 602) in err
+    assert words == ["streaming=true"] or endless("data/rows.json, record 4", 900) in err
+    assert "record 1:" not in err
+    assert not Path("out").exists()
+    write("data/rows.json", rows[:1] * 4)  # just within the bound
+    assert cli.main(["train", "run.yaml", "max_steps=1", *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "record"),
+    [("pt", {"text": "x " * 301}),
+     ("dpo", {"instruction": "a", "chosen": "b" * 300, "rejected": "c" * 300}),
+     ("sft", {"instruction": "a", "output": "b", "history": [["c" * 300, "d" * 300]]})],
+)  # fmt: skip
+def test_all_texts_of_a_record_count(
+    stage: str, record: dict[str, Any], user_folder: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 600)
+    write("data/rows.json", [record])
+    columns = {"prompt": "text"} if stage == "pt" else {}
+    info: dict[str, Any] = {"file_name": "rows.json", **({"columns": columns} if columns else {})}
+    if stage == "dpo":
+        info |= {"ranking": True, "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}}
+    elif stage == "sft":
+        info["columns"] = {"prompt": "instruction", "response": "output", "history": "history"}
+    change("data/dataset_info.json", rows=info)
+    assert endless("data/rows.json, record 1", 602 if stage != "dpo" else 601) in refused(capsys, f"stage={stage}")
+
+
+@pytest.mark.slow
+def test_the_time_of_a_record_grows_with_its_length_and_not_faster() -> None:
+    """A tokenizer that merged within one long word by its square would take 16 times as long for four times the text:
+    between the two is room for a busy machine."""
+    encoder = Encoder(byte_tokenizer())
+    for text in ("a", "word ", "\u4e00", "\n"):
+        times = []
+        for size in (500_000, 2_000_000):
+            begun = time.process_time()
+            encoder.encode([text * (size // len(text))])
+            times.append(time.process_time() - begun)
+        assert times[1] < 9 * times[0], (text, times)
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

@@ -866,3 +866,15 @@ def test_a_chat_template_without_end_is_stopped_and_one_that_fills_the_memory_is
     own.chat_template = body + "{{ 'a' * 99999999999 }}"
     with pytest.raises(UserError, match="which fills the memory"):
         make(tmp_path, [{"messages": chat("Hi", "Ho")}], trainer={"processing_class": own})
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "b" * 41}, {"prompt": "a" * 30, "completion": "b" * 11}, {"messages": chat("a" * 32, "b")}]
+)
+def test_a_row_without_end_is_refused_with_its_beginning(row, tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 40)
+    with pytest.raises(
+        ValueError, match=r"A record must have at most 40 characters\. .* Cut it .* The row: {'"
+    ) as told:
+        make(tmp_path, [row])
+    assert "Received: 4" in str(told.value)

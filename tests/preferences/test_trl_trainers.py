@@ -328,10 +328,12 @@ def bad(**changes):
         (bad(rejected=pairs()[2]["chosen"]), "train dataset, record 3: chosen and rejected are the same"),
         (bad(rejected=said("assistant", " ")), 'record 3: "rejected" is empty'),
         (bad(chosen=said("user", "red")), 'record 3: "chosen" is from "user"; an answer comes from "assistant"'),
+        (bad(chosen=said("assistant", "b" * 2000)), "record 3: a record must have at most 1,000 characters"),
         (bad(chosen=None), 'record 3: "chosen" must be text, a message or a list of messages'),
     ],
 )
-def test_a_bad_record_is_named_by_its_number_or_left_out(rows, words, folder, tmp_path):
+def test_a_bad_record_is_named_by_its_number_or_left_out(rows, words, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 1000)
     with pytest.raises(UserError, match="record 3") as caught:
         make("DPOTrainer", folder / "model", tmp_path, rows)
     assert words in str(caught.value)

@@ -21,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from burnish.core.conversion import MOST_NODES, num_nodes
+from burnish.core.bounds import MOST_NODES
+from burnish.core.conversion import num_nodes
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.files import odd_kind
 from burnish.core.options import Given

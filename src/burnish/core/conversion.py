@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+from burnish.core.bounds import DEEPEST_NODE, MOST_NODES
+
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 _NONE = {"none", "null", "~", ""}
 _WORDS = {
@@ -190,16 +192,12 @@ def yaml_of_each_key_once(text: str, loader: Any) -> Any:
         raise GivenTwice("nests lists and mappings in each other too deep to be read.") from None
 
 
-MOST_NODES = 100_000
-"""Values of a YAML file with its aliases written out. Ten lines can stand for more than any memory holds."""
-
-
 def num_nodes(root: Any) -> int:
     """Count the values of a tree of YAML nodes, an alias as often as it stands there. Raises RecursionError."""
     known: dict[int, int] = {}
 
     def count(node: Any, depth: int) -> int:
-        if depth > _DEEPEST:
+        if depth > DEEPEST_NODE:
             raise RecursionError
         if id(node) not in known:
             known[id(node)] = 1  # of an alias within what it stands for, which is refused by who reads it
@@ -211,7 +209,6 @@ def num_nodes(root: Any) -> int:
     return 0 if root is None else count(root, 0)
 
 
-_DEEPEST = 100
 _READERS: dict[Any, Callable[[Any], Any]] = {
     bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict,
 }  # fmt: skip

@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeAlias, overload
 
 from burnish.core.errors import UserError
 from burnish.core.types import FlatRow, Row, as_lists
+from burnish.data.length import refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.encode import Encode, begin_place, is_whole, place_ahead, replacing, without_tokenizer_threads
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
@@ -60,7 +61,9 @@ def encode_ahead(
     def encode_some(numbers: Sequence[int]) -> tuple[Sequence[Row | FlatRow | None], Tally]:
         tally = Tally()
         found = examples.take(numbers, tally)
-        rows = iter(encode([example for example in found if example is not None], tally))
+        there = [example for example in found if example is not None]
+        refuse_endless(there)
+        rows = iter(encode(there, tally))
         made = [None if example is None else next(rows) for example in found]
         for row in made:
             if row is not None:

@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import burnish
+from burnish.core.bounds import LONG_RECORD
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import Example, FlatRow, Row
 from burnish.core.work import work
+from burnish.data.length import num_characters, refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
 from burnish.data.sets.examples import content_hash
@@ -239,23 +241,13 @@ def _encode_all(
             advance(len(rows))
 
 
-_LONG = 1_000_000
-"""Characters of a record that is named before it is encoded: its time grows with its length, a few seconds to a
-million."""
-
-
 def _title(examples: Sequence[Example]) -> str:
     """``Encoding``, and the longest record where it will take its time."""
-    sizes = ((_size(example), -number) for number, example in enumerate(examples))
+    sizes = ((num_characters(example), -number) for number, example in enumerate(examples))
     size, place = max(sizes, default=(0, 0))
-    if size < _LONG:
+    if size < LONG_RECORD:
         return "Encoding"
     return f"Encoding, with {examples[-place].place} of {size / 1e6:.1f} million characters"
-
-
-def _size(example: Example) -> int:
-    texts = (example.text, example.prompt, example.completion, *(turn.content for turn in example.messages))
-    return sum(len(text) for text in texts if text)
 
 
 _job: tuple[Sequence[Example], Encode, int] | None = None
@@ -284,6 +276,7 @@ def _encode_batch(start: int) -> tuple[Sequence[Row | FlatRow | None], Tally] | 
     examples, encode, size = _job
     counted = Tally()
     try:
+        refuse_endless(examples[start : start + size])
         return encode(examples[start : start + size], counted), counted
     except UserError as error:
         return error.problems

@@ -1,7 +1,7 @@
 """Bounds on what a chat template may take: it is a small program, and comes with a model or from a stranger.
 
     refuse_excess(text)         no product or power with a number beyond all use, which would be computed at once
-    with within(SECONDS): ...   no rendering longer than that
+    with within(): ...            no rendering longer than that
 
 transformers renders templates in Jinja's sandbox, which keeps them from the machine, and not from its time and memory.
 """
@@ -17,11 +17,9 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+from burnish.core.bounds import LARGEST_FACTOR, LARGEST_POWER, RENDERING_S
 from burnish.core.errors import Problem, UserError
 
-SECONDS = 10.0
-"""A conversation of a million words takes a tenth of one."""
-LARGEST_FACTOR, LARGEST_POWER = 1_000_000, 64
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
@@ -54,7 +52,7 @@ def refuse_excess(text: str) -> None:
 
 
 @contextmanager
-def within(seconds: float = SECONDS) -> Iterator[None]:
+def within(seconds: float = RENDERING_S) -> Iterator[None]:
     """Raise UserError where the block takes longer. In a thread, or under somebody else's alarm, there is no bound."""
     is_free = signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None)
     if threading.current_thread() is not threading.main_thread() or not is_free:

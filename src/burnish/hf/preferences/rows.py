@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Row
+from burnish.data.length import endless
 from burnish.data.reading.json_files import shortened
 from burnish.data.sets.formats import bad_records
 from burnish.data.sets.preferences import shared_beginning
@@ -97,6 +98,8 @@ class Encode:
 
     def _tried(self, record: dict[str, Any], number: int) -> list[dict[str, Any]]:
         try:
+            if said := endless(record.values()):
+                raise BadRecord(said)
             return [{"number": number, **row} for row in self.rows_of(record)]
         except BadRecord as error:
             return [{"number": number, "fault": error.what}]

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from burnish.core.types import IGNORE_INDEX
 from burnish.data.batches.batching import pack
+from burnish.data.length import endless
 from burnish.data.templates.bounds import bounded
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.sft.masks import AssistantMasks
@@ -230,6 +231,8 @@ class Encode:
                         f"`{column}` must be {kind_in_words} in every row of a dataset. Received: {row[column]!r}, in "
                         f"the row {str(row)[:200]}"
                     )
+            if said := endless(row[column] for column in self._columns):
+                raise ValueError(f"{said[0].upper()}{said[1:]} The row: {str(row)[:200]}")
 
     def _completions(self, rows: list[Any]) -> Columns:
         made: Columns = {}

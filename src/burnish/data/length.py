@@ -1,0 +1,47 @@
+"""Length of a record in characters, and the bound on it: a record without end would take time and memory without end.
+
+In: an example, or the columns of a script's row. Refused, by place: more than ``core.bounds.LONGEST_RECORD``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from burnish.core.bounds import LONGEST_RECORD
+from burnish.core.errors import Problem, UserError
+from burnish.core.types import Example
+
+REMEDY = "Cut it into several records, at the ends of its chapters or paragraphs."
+
+
+def num_characters(example: Example) -> int:
+    """The characters of all its texts."""
+    turns = (part for part in (example.messages, example.chosen, example.rejected, example.other) if part)
+    contents = (part if isinstance(part, str) else [turn.content for turn in part] for part in turns)
+    return _num_in([example.text, example.prompt, example.completion, example.system, example.tools, *contents])
+
+
+def refuse_endless(examples: Iterable[Example]) -> None:
+    """Raise UserError with every example that is too long."""
+    sizes = ((example.place, num_characters(example)) for example in examples)
+    problems = [Problem(_too_long(size), where=place, remedy=REMEDY) for place, size in sizes if size > LONGEST_RECORD]
+    if problems:
+        raise UserError(problems)
+
+
+def endless(columns: Iterable[Any]) -> str:
+    """The sentence on a script's row whose texts are too long together, and its remedy; "" where they are not."""
+    size = _num_in(columns)
+    return f"{_too_long(size)} {REMEDY}" if size > LONGEST_RECORD else ""
+
+
+def _too_long(size: int) -> str:
+    return f"a record must have at most {LONGEST_RECORD:,} characters. Received: {size:,}."
+
+
+def _num_in(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, Iterable) else ()
+    return sum(map(_num_in, inside))
