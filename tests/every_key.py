@@ -301,6 +301,7 @@ SEEN: dict[str, Row] = {
 SHOWN_BY: dict[str, str] = {
     "kto_chosen_weight": "preferences/pref_options: each_option_of_verdicts_and_rewards_changes_their_loss",
     "kto_rejected_weight": "preferences/pref_options: each_option_of_verdicts_and_rewards_changes_their_loss",
+    "kl_pairing": "preferences/streamed: other_answers_of_the_step_do_not_depend_on_its_cut",
     "kto_loss": "preferences/pref_options: each_option_of_verdicts_and_rewards_changes_their_loss",
     "center_rewards_coefficient": "preferences/pref_options: each_option_of_verdicts_and_rewards_changes_their_loss",
     "reward_head": "preferences/pref_options: reward_head_says_how_a_reward_model_is_saved",

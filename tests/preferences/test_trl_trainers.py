@@ -303,8 +303,19 @@ def test_a_set_of_pairs_is_split_into_verdicts(folder, tmp_path):
 def test_a_streamed_set_is_learned(folder, tmp_path):
     streamed = Dataset.from_list(pairs()).to_iterable_dataset()
     assert losses(make("DPOTrainer", folder / "model", tmp_path, streamed))[0] == pytest.approx(math.log(2), abs=1e-6)
-    with pytest.raises(UserError, match="is streamed, and KTO's baseline"):
-        make("KTOTrainer", folder / "model", tmp_path, Dataset.from_list(verdicts()).to_iterable_dataset())
+
+
+def test_streamed_verdicts_have_the_other_answers_of_a_loaded_set(folder, tmp_path):
+    loaded = as_set(verdicts(8))
+    found = [
+        make("KTOTrainer", folder / "model", tmp_path / str(at), rows, {"ref_model": str(folder / "other")})
+        for at, rows in enumerate((loaded, loaded.to_iterable_dataset()))
+    ]
+    one, other = (losses(trainer) for trainer in found)
+    assert one == other
+    same = [{**row, "completion": [{"role": "assistant", "content": "red"}]} for row in verdicts(4)]
+    streamed = as_set(same).to_iterable_dataset()
+    assert losses(make("KTOTrainer", folder / "model", tmp_path / "same", streamed))  # none has another answer
 
 
 def test_a_long_pair_keeps_one_prompt(folder, tmp_path):

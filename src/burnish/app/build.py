@@ -31,7 +31,7 @@ from burnish.app.interrupt import InterruptCallback
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared, item_lengths, prepare
-from burnish.app.references import ask_beforehand, reference_of, with_place_for_numbers
+from burnish.app.references import ask_beforehand, reference_of, with_others_of_the_step, with_place_for_numbers
 from burnish.app.resources import counts_of, formats_in, formats_in_words, loaded_dtype
 from burnish.app.resume import accumulation_for, resume, start_of
 from burnish.app.rewards import begin_head
@@ -165,7 +165,7 @@ def journal_of(plan: Plan, engine: Engine) -> Journal:
 def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
     """Every part of the run, made in the order in which each needs the one before it."""
     options, objective, steps = plan.options, prepared.objective, prepared.steps
-    prepared = with_place_for_numbers(prepared, options)
+    prepared = with_others_of_the_step(with_place_for_numbers(prepared, options), options)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, engine, options)

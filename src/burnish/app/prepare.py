@@ -130,8 +130,9 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
     problems = check_model(options, needs_head=options.stage != "rm")
     try:
         sets = load_datasets(
-            options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems, stage=options.stage
-        )
+            options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems, stage=options.stage,
+            looks_back=options.kl_pairing == "neighbour",
+        )  # fmt: skip
     except UserError as error:
         raise UserError([*problems, *error.problems]) from error
     raise_if(problems)

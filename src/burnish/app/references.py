@@ -35,6 +35,8 @@ from burnish.models.attention_choice import asked_attention
 from burnish.models.fused import patch_forwards
 from burnish.models.load import load_model
 from burnish.models.source import adapter_folders
+from burnish.objectives.kl_rows import RowsWithOthers
+from burnish.objectives.kto import KtoObjective
 from burnish.objectives.pairs import AnswersObjective
 from burnish.objectives.reference import AdapterOff, AsItIs, Following, Reference, SecondModel, StartOfRun
 from burnish.objectives.reference_numbers import RowsWithReference
@@ -78,6 +80,16 @@ def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
     sample = rows if prepared.sample is prepared.rows else prepared.sample
     evals: Any = {name: RowsWithReference(some) for name, some in prepared.eval_rows.items()}
     return replace(prepared, rows=rows, sample=sample, eval_rows=evals)
+
+
+def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared:
+    """The training rows, whose other answers are those of their step, where that is asked for."""
+    if not (isinstance(prepared.objective, KtoObjective) and prepared.objective.has_baseline):
+        return prepared
+    if options.kl_pairing == "neighbour":
+        return prepared
+    rows: Any = RowsWithOthers(prepared.rows, options.cutoff_len)
+    return replace(prepared, rows=rows, sample=rows if prepared.sample is prepared.rows else prepared.sample)
 
 
 def ask_beforehand(run: Run, prepared: Prepared, options: RunOptions) -> list[str]:

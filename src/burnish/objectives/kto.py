@@ -42,11 +42,17 @@ class KtoOptions:
     kto_loss: str = option(
         "kto", "KTO, or the same without a baseline (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
     )
+    kl_pairing: str = option(
+        "neighbour", "Where KTO's other answers come from: of the record before in the set, chosen with the data, or of "
+        "the row before in the same step (group), which needs no second look at the data.",
+        choices=("neighbour", "group"),
+    )  # fmt: skip
 
 
 class KtoChoices(PairChoices, Protocol):
     """The options of KTO."""
 
+    kl_pairing: str
     kto_chosen_weight: float
     kto_loss: str
     kto_rejected_weight: float
@@ -111,14 +117,20 @@ class KtoObjective(AnswersObjective):
         batch = collate_sequences(collate, [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows])
         batch["items"] = torch.ones(len(rows))
         batch["tag"] = torch.tensor([bool(row["tag"]) for row in rows])
-        beside = [row for row in rows if row.get("kl_input_ids")] if self.has_baseline else []
         if "reference_logps" in rows[0]:
             batch["reference"] = torch.tensor([row["reference_logps"] for row in rows])
-        if beside:
-            others: list[Row] = [{"input_ids": row["kl_input_ids"], "labels": row["kl_labels"]} for row in beside]
-            batch["kl"] = {**collate_sequences(collate, others), "items": torch.ones(len(others))}
-            if "reference_kl_logps" in beside[0]:
-                batch["kl"]["reference"] = torch.tensor([row["reference_kl_logps"] for row in beside])
+        if self.has_baseline:
+            batch["kl"] = self._collated_others(collate, rows)
+        return batch
+
+    def _collated_others(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """The other answers; where there are none, an answer that counts nothing: all ranks ask for something."""
+        beside = [row for row in rows if row.get("kl_input_ids")]
+        others: list[Row] = [{"input_ids": row["kl_input_ids"], "labels": row["kl_labels"]} for row in beside]
+        batch = collate_sequences(collate, others or [{name: rows[0][name] for name in ("input_ids", "labels")}])
+        batch["items"] = torch.ones(len(others)) if others else torch.zeros(1)
+        if "reference_kl_logps" in rows[0]:
+            batch["reference"] = torch.tensor([row["reference_kl_logps"] for row in beside] or [0.0])
         return batch
 
     def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:

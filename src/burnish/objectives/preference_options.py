@@ -10,6 +10,7 @@ from typing import Protocol
 
 from burnish.core.errors import Problem
 from burnish.core.options import changed, option, specs
+from burnish.objectives.base import OBJECTIVES
 from burnish.objectives.preference_losses import PAIR_LOSSES
 
 PREFERENCE_STAGES = ("rm", "dpo", "kto")
@@ -97,7 +98,10 @@ class PreferenceChoices(FixedReferenceChoices, Protocol):
     dpo_label_smoothing: float
     f_divergence_type: str
     finetuning_type: str
+    kl_pairing: str
+    kto_loss: str
     learning_rate: float
+    max_tokens_per_batch: int | None
     packing: bool | None
     pref_bco_weight: float
     pref_beta: float
@@ -123,6 +127,7 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
             )
         )
     problems += check_reference(options, options.streaming)
+    problems += _check_pairing(options) if options.stage == "kto" and options.kl_pairing == "group" else []
     return problems + (check_pairs(options) if options.stage == "dpo" else [])
 
 
@@ -135,6 +140,19 @@ def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Probl
     never = '"precompute_ref_log_probs" asks about every row before the first step, and "streaming" has none by then.'
     found = [Problem(moves, remedy="Leave one of them out.")] if options.sync_ref_model else []
     return [*found, Problem(never, remedy="Leave one of them out.")] if streams else found
+
+
+def _check_pairing(options: PreferenceChoices) -> list[Problem]:
+    """Refuse what needs to know the other answers of a step before its rows are dealt."""
+    asked = {
+        "precompute_ref_log_probs": options.precompute_ref_log_probs,
+        "max_tokens_per_batch": options.max_tokens_per_batch,
+    }
+    return [
+        Problem(f'"{name}" needs every row before the first step, and kl_pairing: group makes rows of the step.',
+                remedy="Leave one of them out.")
+        for name, is_asked in asked.items() if is_asked
+    ]  # fmt: skip
 
 
 def _only_sft(name: str) -> Problem:
@@ -168,19 +186,23 @@ def check_pairs(options: PreferenceChoices) -> list[Problem]:
 
 def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options that have no effect, or are probably not meant."""
-    if options.stage not in PREFERENCE_STAGES:
-        groups = (PreferenceOptions, ReferenceOptions, PairOptions)
-        return _unread(options, *groups, why=f"stage is {options.stage}")
-    why = f"stage is {options.stage}"
-    if options.stage == "rm":
+    stage, why = options.stage, f"stage is {options.stage}"
+    members = [member for member in OBJECTIVES if member.name in PREFERENCE_STAGES]
+    others = _unread(options, *(member.options for member in members if member.options and member.name != stage), why=why)
+    if stage not in PREFERENCE_STAGES:
+        return [*_unread(options, PreferenceOptions, ReferenceOptions, why=why), *others]
+    if stage == "rm":
         shared = [note for note in _unread(options, PreferenceOptions, why=why) if "disable_dropout" not in note]
-        return [*shared, *_unread(options, ReferenceOptions, PairOptions, why=why)]
-    if options.stage == "kto":
-        return [*_unread(options, PairOptions, why=why), *_rate_notes(options, "1e-7 to 5e-6")]
-    return [
-        *pair_notes(options, [name for name in options.pref_loss if name in PAIR_LOSSES]),
-        *_rate_notes(options, "1e-7 to 5e-6"),
-    ]
+        return [*shared, *_unread(options, ReferenceOptions, why=why), *others]
+    named = [name for name in options.pref_loss if name in PAIR_LOSSES]
+    own = pair_notes(options, named) if stage == "dpo" else _pairing_notes(options)
+    return [*own, *others, *_rate_notes(options, "1e-7 to 5e-6")]
+
+
+def _pairing_notes(options: PreferenceChoices) -> list[str]:
+    if options.kl_pairing == "neighbour" or options.kto_loss == "kto":
+        return []
+    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} has no other answers.']
 
 
 def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:

@@ -221,11 +221,8 @@ class RowStream:
             self.items.follow(order[self.position :] + order[: self.position])
         starts = range(self.position, size, self.cut.rows_per_step)
 
-        def dealt() -> Iterator[list[Sequence[int]]]:  # lazily: a long epoch has too many steps for a list
-            cut, lengths = self.cut, self.lengths
-            return (
-                cut.micro_batches(self._kept(order[start : start + cut.rows_per_step]), lengths) for start in starts
-            )
+        def dealt() -> Iterator[list[Sequence[Any]]]:  # lazily: a long epoch has too many steps for a list
+            return (self._dealt(order[start : start + self.cut.rows_per_step]) for start in starts)
 
         batches = self._batches(part or order[:1] for group in dealt() for part in group)
         for start, group in zip(starts, dealt(), strict=True):
@@ -243,6 +240,15 @@ class RowStream:
                 num_rows=sum(len(part) for part in group),
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
             )
+
+    def _dealt(self, step: list[int]) -> list[Sequence[Any]]:
+        """This rank's micro-batches of a step: items, or what stands for them where a row depends on its step."""
+        chosen = self._kept(step)
+        parts: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths)
+        if isinstance(self.items, DependsOnStep):
+            keys = self.items.of_step(chosen)
+            parts = [[keys[item] for item in part] for part in parts]
+        return parts
 
     def _kept(self, chosen: list[int]) -> list[int]:
         return [item for item in chosen if item not in self.left_out] if self.left_out else chosen
@@ -313,9 +319,23 @@ class GoesAhead(Protocol):
         ...
 
 
-_NOTHING: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0]}
-"""The row of a blank micro-batch; its weight is set to 0. One position has a label, because every rank has to take part
-in a backward pass, and without a label there would be none."""
+@runtime_checkable
+class DependsOnStep(Protocol):
+    """Rows that depend on the others of their step; ``take`` is handed the keys in place of items."""
+
+    def of_step(self, chosen: Sequence[int], /) -> Mapping[int, Any]:
+        """The key of each item of a step."""
+        ...
+
+
+_SEQUENCE: tuple[list[int], list[int]] = ([0, 0], [IGNORE_INDEX, 0])
+_NOTHING: Row = {
+    "input_ids": _SEQUENCE[0], "labels": _SEQUENCE[1], "tag": False,
+    "chosen_input_ids": _SEQUENCE[0], "chosen_labels": _SEQUENCE[1],
+    "rejected_input_ids": _SEQUENCE[0], "rejected_labels": _SEQUENCE[1],
+}  # fmt: skip
+"""The row of a blank micro-batch, of any stage; its weight is set to 0. One position has a label, because every rank has
+to take part in a backward pass, and without a label there would be none."""
 
 
 def collate_present(rows: Sequence[Row | None], collate: Callable[[Sequence[Any]], Batch]) -> Batch:

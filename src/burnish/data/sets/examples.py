@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +18,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.types import Example
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
+from burnish.data.sets.preferences import last_answer, said
 from burnish.data.sets.records import Layout
 from burnish.data.tally import Tally
 
@@ -148,7 +149,7 @@ class LazyExamples(Sequence[Example]):
 
     def chosen(self, indices: Sequence[int]) -> LazyExamples:
         """The examples at ``indices``, in that order."""
-        return LazyExamples(self.sets, self.order[indices], self.on_bad_record, self.on_empty_target)
+        return type(self)(self.sets, self.order[indices], self.on_bad_record, self.on_empty_target)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -170,6 +171,29 @@ class LazyExamples(Sequence[Example]):
         known = [s.content_hash if isinstance(s, IndexedSet) else content_hash(s) for s in self.sets]
         known += [self.on_bad_record, self.on_empty_target]
         return blake2b(json.dumps(known).encode() + self.order.tobytes(), digest_size=16).hexdigest()
+
+
+class LazyVerdicts(LazyExamples):
+    """Verdicts, each with the answer of the record before it whose answer is another text; the first look back to the
+    last. What ``data.sets.preferences.with_others`` does for a set in memory."""
+
+    def take(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+        found = super().take(indices, tally)
+        return [one and self._with_other(one, index) for one, index in zip(found, indices, strict=True)]
+
+    def _with_other(self, example: Example, index: int) -> Example:
+        for back in range(1, min(len(self), LOOKED_BACK + 1)):
+            try:
+                (before,) = super().take([(index - back) % len(self)], Tally())
+            except UserError:  # a bad record, which stops the run when it is used itself
+                continue
+            if before is not None and said(last_answer(before)) != said(last_answer(example)):
+                return replace(example, other=last_answer(before))
+        return example
+
+
+LOOKED_BACK = 100
+"""Records among which an answer with another text is looked for."""
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

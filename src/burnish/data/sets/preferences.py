@@ -196,18 +196,20 @@ def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
 def with_others(examples: Sequence[Example]) -> list[Example]:
     """Each verdict with an answer to another prompt: that of the record before it whose answer is another text; the
     first records look back to the last. Depends on the set alone, not on batches or order (KTO's baseline)."""
-    answers = [_last_answer(example) for example in examples]
+    answers = [last_answer(example) for example in examples]
     before: list[int] = []
     for place, answer in enumerate(answers):
         steps = range(1, len(answers))
-        found = next((place - back for back in steps if _said(answers[place - back]) != _said(answer)), place)
+        found = next((place - back for back in steps if said(answers[place - back]) != said(answer)), place)
         before.append(found)
     return [replace(example, other=answers[found]) for example, found in zip(examples, before, strict=True)]
 
 
-def _last_answer(example: Example) -> Answer:
+def last_answer(example: Example) -> Answer:
+    """The answer on which a verdict is."""
     return example.completion if example.completion is not None else example.messages[-1:]
 
 
-def _said(answer: Answer) -> str:
+def said(answer: Answer) -> str:
+    """The text of an answer."""
     return answer if isinstance(answer, str) else answer[-1].content

@@ -31,6 +31,7 @@ from burnish.data.sets.examples import (
     AnySet,
     IndexedSet,
     LazyExamples,
+    LazyVerdicts,
     Located,
     Table,
     content_hash,
@@ -81,6 +82,7 @@ def load_datasets(
     may_run_ahead: bool = False,
     asks_hubs: bool = True,
     stage: str = "sft",
+    looks_back: bool = True,
 ) -> DataSets:
     """The training and evaluation examples that the options name.
 
@@ -89,19 +91,20 @@ def load_datasets(
         may_run_ahead: large training sets may stay in their files (``LazyExamples``), as ``encode_ahead`` says.
         asks_hubs: false leaves out the sets that are not on this machine: an unreachable hub takes a minute to fail.
         stage: what is learned, which says whether records hold answers, pairs of them or verdicts.
+        looks_back: verdicts of training get the answer of the record before them.
 
     Raises:
         UserError: with the problems of all data sets.
     """
     raise_if(check_data(options))
     loading = _Loading(options, seed, tally, asks_hubs, stage)
-    may_run_ahead = may_run_ahead and kind_of(stage) != "verdicts"  # each looks at the record before it
     train = loading.named("dataset", may_run_ahead and (loading.stays or options.encode_ahead is not False))
     others = loading.named("eval_dataset")
     raise_if(loading.problems)
 
     stays = (may_run_ahead and loading.stays) or any(isinstance(s, IndexedSet) for s in train.values())
-    merge = _lazily_merged if stays else _merge
+    lazily = LazyVerdicts if kind_of(stage) == "verdicts" and looks_back else LazyExamples
+    merge = partial(_lazily_merged, lazily) if stays else _merge
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
         learned, held_out = split(len(sets.train), options.val_size, seed)
@@ -120,7 +123,8 @@ def load_datasets(
         sets.train = _answered(sets.train, options, tally)
     sets.eval = {name: _answered(examples, options, tally) for name, examples in sets.eval.items()}
     if kind_of(stage) == "verdicts":
-        sets.train = with_others(sets.train)
+        if looks_back and not isinstance(sets.train, LazyExamples):
+            sets.train = with_others(sets.train)
         sets.eval = {name: with_others(examples) for name, examples in sets.eval.items()}
     return sets
 
@@ -130,12 +134,14 @@ def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -
     return [sets[index][row] for index, row in order]
 
 
-def _lazily_merged(sets: Sequence[AnySet], options: DataOptions, seed: int) -> LazyExamples:
+def _lazily_merged(
+    kind: type[LazyExamples], sets: Sequence[AnySet], options: DataOptions, seed: int
+) -> LazyExamples:
     import numpy
 
     order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
     flat = numpy.fromiter(chain.from_iterable(order), dtype=numpy.int64)
-    return LazyExamples(sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target)
+    return kind(sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target)
 
 
 class _Loading:
@@ -222,7 +228,7 @@ class _Loading:
         """Return whether every set is to stay in its files, however small."""
         return self.options.encode_ahead is True or bool(self.options.streaming)
 
-    def _indexed(self, source: DataSource, files: Sequence[Table]) -> IndexedSet:
+    def _indexed(self, source: DataSource, files: Sequence[Table]) -> AnySet:
         total = sum(map(len, files))
         chosen: Sequence[int] = range(total)
         if source.num_samples is not None:
@@ -230,6 +236,8 @@ class _Loading:
         found = IndexedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
         layout = layout_of(source, first, _named(source), self.stage)
+        if kind_of(self.stage) == "verdicts" and "chosen" in layout.columns:  # a record is two answers
+            return self._examples(source)
         never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
         layout.notes |= {f'none of the first {LOOKED_AT:,} records has the column "{name}"': None for name in never}
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]

@@ -281,14 +281,10 @@ def _refuse_bad(dataset: Any, rows: Any, name: str, args: PreferenceConfig) -> N
 
 def with_others(rows: Any, name: str) -> Any:
     """Each verdict with another record's answer: that of the one before it whose answer is another; the first look back
-    to the last. Depends on the set alone, not on batches or order (KTO's baseline)."""
+    to the last. Depends on the set alone, not on batches or order (KTO's baseline). In a streamed set they look back
+    within runs of ``WINDOW`` records."""
     if not is_datasets_set(rows):
-        raise UserError(
-            Problem(
-                f"The {name} dataset is streamed, and KTO's baseline needs another record's answer for each record.",
-                remedy='Load the set, or set loss_type="apo_zero_unpaired", which has no baseline.',
-            )
-        )
+        return rows.map(_looking_back, batched=True, batch_size=WINDOW, features=rows.features)
     if any(rows["KL_completion_ids"]):
         return rows
     said = [hash(tuple(ids)) for ids in rows["completion_ids"]]
@@ -299,8 +295,22 @@ def with_others(rows: Any, name: str) -> Any:
     return _datasets().concatenate_datasets([rows.remove_columns("KL_completion_ids"), others], axis=1)
 
 
-def _before(said: Sequence[int], place: int) -> int:
-    return next(place - back for back in range(1, len(said)) if said[place - back] != said[place]) % len(said)
+WINDOW = 1000
+"""Records of a stream that are looked at together."""
+
+
+def _looking_back(columns: Columns) -> Columns:
+    said = columns["completion_ids"]
+    if any(columns["KL_completion_ids"]):
+        return columns
+    others = [said[_before(said, place)] if len(said) > 1 else [] for place in range(len(said))]
+    return {**columns, "KL_completion_ids": [[] if one == own else one for one, own in zip(others, said, strict=True)]}
+
+
+def _before(said: Sequence[Any], place: int) -> int:
+    """The place of the answer before that is another; its own where there is none."""
+    backs = (back for back in range(1, len(said)) if said[place - back] != said[place])
+    return (place - next(backs, 0)) % len(said)
 
 
 # --- rows of a set -> rows of the objectives --------------------------------------------------------------------------

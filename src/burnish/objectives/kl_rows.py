@@ -1,0 +1,97 @@
+"""Rows of verdicts whose other answer comes from their own step (``kl_pairing: group``).
+
+In: rows with an answer each, and the rows of a step in the order of the epoch, on all ranks. Out: the same rows, each
+with the answer of the row before it in that step whose answer is another; the first look back to the last. The order of
+an epoch is global, so neither micro-batches nor ranks have a say in it. A row that finds no other answer has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast, overload
+
+from burnish.core.types import IGNORE_INDEX, Row
+
+Key: TypeAlias = tuple[int, int | None]
+"""A row, and the row whose answer it takes."""
+_KEPT = 4096
+"""Rows that are kept at hand: a row is asked for when its step is dealt, and when it is collated."""
+
+
+class RowsWithOthers(Sequence["Row | None"]):
+    """Args: rows: None where an example gives no row. limit: the tokens that a row may have."""
+
+    def __init__(self, rows: Sequence[Row | None], limit: int) -> None:
+        self.rows, self.limit = rows, limit
+        self._at_hand: dict[int, Row | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Lengths and whatever else the rows themselves know."""
+        if name in ("rows", "_at_hand"):  # not there yet: it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.rows, name)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int | Key) -> Row | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row | None]: ...
+    def __getitem__(self, index: int | Key | slice) -> Row | list[Row | None] | None:
+        if isinstance(index, slice):
+            return self.rows[index]
+        return self.take([index])[0]
+
+    def take(self, items: Sequence[int | Key]) -> list[Row | None]:
+        """The rows of these numbers or keys."""
+        keys = [item if isinstance(item, tuple) else (item, None) for item in items]
+        self._fetch([number for key in keys for number in key if number is not None])
+        return [self._joined(number, other) for number, other in keys]
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Announce the order to rows that are encoded while the loop runs."""
+        follow = getattr(self.rows, "follow", None)
+        if follow is not None:
+            follow(order)
+
+    def of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
+        """The key of each row of a step. Args: chosen: all of them, on all ranks, in order."""
+        self._fetch(chosen)
+        answers = [row and answer_of(row) for row in map(self._at_hand.get, chosen)]
+        found: dict[int, Key] = {}
+        for place, number in enumerate(chosen):
+            before = (place - back for back in range(1, len(chosen)))
+            other = next((at for at in before if answers[at] and answers[at] != answers[place]), None)
+            found[number] = number, None if other is None else chosen[other]
+        return found
+
+    def _fetch(self, numbers: Sequence[int]) -> None:
+        missing = [number for number in dict.fromkeys(numbers) if number not in self._at_hand]
+        if len(self._at_hand) + len(missing) > _KEPT:
+            self._at_hand = {number: self._at_hand[number] for number in numbers if number in self._at_hand}
+        take = getattr(self.rows, "take", None)
+        rows = take(missing) if take is not None else [self.rows[number] for number in missing]
+        self._at_hand.update(zip(missing, rows, strict=True))
+
+    def _joined(self, number: int, other: int | None) -> Row | None:
+        row, beside = self._at_hand[number], None if other is None else self._at_hand[other]
+        if row is None or beside is None:
+            return row
+        begin = _begin(row)
+        answer, labels = (part[: self.limit - begin] for part in (answer_of(beside), _labels_of(beside)))
+        more = {"kl_input_ids": row["input_ids"][:begin] + answer, "kl_labels": [IGNORE_INDEX] * begin + labels}
+        return cast(Row, {**row, **more})
+
+
+def answer_of(row: Row) -> list[int]:
+    """The tokens of a row from the first learned one on."""
+    return list(row["input_ids"][_begin(row) :])
+
+
+def _labels_of(row: Row) -> list[int]:
+    return list(row["labels"][_begin(row) :])
+
+
+def _begin(row: Row) -> int:
+    return next(at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX)

@@ -1,0 +1,121 @@
+"""Preferences whose rows are encoded while the loop runs, and other answers that come from the step."""
+
+import json
+
+import pytest
+
+from burnish.app.plan import plan
+from burnish.core.errors import UserError
+from burnish.objectives.kl_rows import RowsWithOthers
+from pair_runs import given, losses, make_workplace, pairs
+from small_run import WORDS
+
+
+def verdicts(count=12):
+    return [
+        {"instruction": f"Repeat: {WORDS[i % 10]}", "output": " ".join([WORDS[(i + i % 2) % 10]] * (1 + i % 3)),
+         "label": bool(i % 2)}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    make_workplace(tmp_path)
+    (tmp_path / "verdicts.json").write_text(json.dumps(verdicts()))
+    return tmp_path
+
+
+def of_verdicts(workplace, **more):
+    return {"stage": "kto", "dataset": str(workplace / "verdicts.json"), "train_sampling_strategy": "sequential",
+            "columns": json.dumps({"prompt": "instruction", "response": "output", "kto_tag": "label"}), **more}  # fmt: skip
+
+
+def test_streamed_verdicts_learn_what_verdicts_in_memory_do(workplace, monkeypatch):
+    held = losses(workplace, monkeypatch, **of_verdicts(workplace))
+    assert losses(workplace, monkeypatch, **of_verdicts(workplace, streaming=True, buffer_size=64)) == held
+
+
+def test_a_streamed_bad_record_is_no_neighbour(workplace, monkeypatch):
+    records = verdicts()
+    records[3]["label"] = "perhaps"
+    (workplace / "verdicts.json").write_text(json.dumps(records))
+    bad = {"on_bad_record": "drop"}
+    held = losses(workplace, monkeypatch, **of_verdicts(workplace, **bad))
+    streamed = losses(workplace, monkeypatch, **of_verdicts(workplace, streaming=True, **bad))
+    assert streamed[0] == held[0]  # the later steps have other rows: the bad record has a place in the order
+
+
+@pytest.mark.parametrize("stage", ["dpo", "rm", "kto"])
+def test_a_micro_batch_whose_records_give_no_row_is_blank(workplace, monkeypatch, stage):
+    records = pairs() if stage != "kto" else verdicts()
+    for record in records[:2]:  # the whole first micro-batch of the first step
+        record |= {"label": 3} if stage == "kto" else {"rejected": ""}
+    (workplace / "pairs.json").write_text(json.dumps(records))
+    more = {"streaming": True, "on_bad_record": "drop", "stage": stage, "train_sampling_strategy": "sequential",
+            "dataset": str(workplace / "pairs.json")}  # fmt: skip
+    if stage == "kto":
+        more["columns"] = of_verdicts(workplace)["columns"]
+    assert len(losses(workplace, monkeypatch, **more)) == 3
+
+
+# --- other answers of the step ----------------------------------------------------------------------------------------
+
+GROUP = {"kl_pairing": "group"}
+
+
+def as_row(prompt, answer):
+    return {"input_ids": [*prompt, *answer], "labels": [-100] * len(prompt) + answer, "tag": True}
+
+
+def test_in_a_step_each_row_has_the_answer_before_it_that_is_another():
+    rows = RowsWithOthers([as_row([1, 2], [7]), as_row([3], [8, 9]), as_row([4], [8, 9]), None], 4)
+    keys = rows.of_step([2, 0, 1, 3])
+    assert keys == {2: (2, 0), 0: (0, 2), 1: (1, 0), 3: (3, 1)}
+    taken = rows.take([keys[item] for item in (2, 0, 1, 3)])
+    assert [row and row.get("kl_input_ids") for row in taken] == [[4, 7], [1, 2, 8, 9], [3, 7], None]
+    assert taken[1]["kl_labels"] == [-100, -100, 8, 9]
+    assert RowsWithOthers(rows.rows, 3).take([(0, 2)])[0]["kl_input_ids"] == [1, 2, 8]
+    assert rows.of_step([1]) == {1: (1, None)}
+
+
+@pytest.mark.parametrize(
+    "cut", [{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {"padding_free": False},
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {"streaming": True}],
+    ids=lambda cut: next(iter(cut)),
+)  # fmt: skip
+def test_other_answers_of_the_step_do_not_depend_on_its_cut(workplace, monkeypatch, cut):
+    other = {"model_name_or_path": "other", "ref_model": "model", **GROUP}
+    whole = losses(workplace, monkeypatch, **of_verdicts(workplace, **other))
+    assert losses(workplace, monkeypatch, **{**of_verdicts(workplace, **other), **cut}) == pytest.approx(whole, rel=1e-5)
+    for_each = {**other, "kl_pairing": "neighbour"}
+    assert whole != losses(workplace, monkeypatch, **of_verdicts(workplace, **for_each))
+
+
+def test_an_evaluation_has_the_neighbours_of_its_set(workplace, monkeypatch):
+    more = {"eval_dataset": str(workplace / "verdicts.json"), "eval_strategy": "steps", "eval_steps": 3}
+    assert losses(workplace, monkeypatch, **of_verdicts(workplace, **GROUP, **more))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"precompute_ref_log_probs": True}, "kl_pairing"), ({"max_tokens_per_batch": 512}, "kl_pairing")],
+)
+def test_what_cannot_be_known_of_a_step_is_refused(workplace, change, words):
+    with pytest.raises(UserError, match=words):
+        plan(given(workplace, **of_verdicts(workplace, **GROUP, **change)))
+
+
+@pytest.mark.parametrize("changes", [{"stage": "dpo"}, {"stage": "kto", "kto_loss": "apo_zero_unpaired"}], ids=str)
+def test_pairing_without_a_baseline_has_no_effect_and_that_is_said(workplace, changes):
+    notes = plan(given(workplace, **GROUP, **changes)).notes
+    assert any("kl_pairing" in note and "no effect" in note for note in notes)
+
+
+def test_a_stopped_run_goes_on_with_the_other_answers_of_its_steps(workplace, monkeypatch):
+    whole = losses(workplace, monkeypatch, **of_verdicts(workplace, **GROUP, max_steps=4))
+    folder = workplace / "cut"
+    more = of_verdicts(workplace, **GROUP, save_strategy="steps", save_steps=2, output_dir=str(folder))
+    losses(workplace, monkeypatch, **more, max_steps=2)
+    again = losses(workplace, monkeypatch, **{**more, "overwrite_output_dir": False}, max_steps=4)
+    assert again == whole
