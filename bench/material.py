@@ -40,6 +40,7 @@ SIZES: dict[str, dict[str, int]] = {
     "large": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 4,
               "num_attention_heads": 14, "num_key_value_heads": 2},
 }  # fmt: skip
+SIDES = ("output", "rejected")
 HEAD = 64  # width of an attention head, in both
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gpt2")
 
@@ -51,6 +52,7 @@ class Material:
     Args:
         layers: instead of the size's own number.
         longest, median: tokens of the longest row; words of a typical one.
+        pairs: a file of LLaMA-Factory's ranking format (sharegpt), from which the conversations are taken.
     """
 
     family: str = "qwen2"
@@ -59,10 +61,12 @@ class Material:
     rows: int = 24
     longest: int = 1024
     median: int | None = None
+    pairs: Path | None = None
 
     @property
     def name(self) -> str:
-        return "-".join(str(value) for value in asdict(self).values() if value is not None)
+        parts = {**asdict(self), "pairs": self.pairs and self.pairs.stem}
+        return "-".join(str(value) for value in parts.values() if value is not None)
 
 
 def shape(asked: Material) -> dict[str, Any]:
@@ -130,8 +134,29 @@ def fitting(asked: Material, tokenizer: Any) -> list[dict[str, str]]:
     return found
 
 
-def make_tokenizer(folder: Path) -> Any:
-    """A byte-level BPE trained on conversations that are not among those measured."""
+def ranked(path: Path) -> list[dict[str, str]]:
+    """The records of a ranking set: all turns before the answers as one, and both answers."""
+    return [
+        {"instruction": "\n".join(turn["value"] for turn in record["conversations"]), "input": "",
+         "output": record["chosen"]["value"], "rejected": record["rejected"]["value"]}
+        for record in json.loads(path.read_text())
+    ]  # fmt: skip
+
+
+def fitting_pairs(asked: Material, records: Sequence[dict[str, str]], tokenizer: Any) -> list[dict[str, str]]:
+    """Pairs at even quantiles of the length of those that fit."""
+
+    def length(record: dict[str, str]) -> int:
+        return max(len(row({**record, "output": record[side]}, tokenizer)["input_ids"]) for side in SIDES)
+
+    fit = sorted((found, place) for place, record in enumerate(records) if (found := length(record)) <= asked.longest)
+    chosen = [fit[(2 * at + 1) * len(fit) // (2 * asked.rows)][1] for at in range(asked.rows)]
+    Random(SEED).shuffle(chosen)
+    return [records[place] for place in chosen]
+
+
+def make_tokenizer(folder: Path, pairs: Path | None) -> Any:
+    """A byte-level BPE trained on conversations that are not among those measured, or on all of the ranking set."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -142,7 +167,8 @@ def make_tokenizer(folder: Path) -> Any:
         vocab_size=WORDS, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    texts = ("\n".join([c["instruction"], c["output"], "user assistant system"]) for c in conversations(800, SEED + 1))
+    records = ranked(pairs) if pairs else conversations(800, SEED + 1)
+    texts = ("\n".join([*record.values(), "user assistant system"]) for record in records)
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=_CHAT
@@ -176,9 +202,9 @@ def make(asked: Material, folder: Path) -> None:
     if (folder / "facts.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(folder / "model")
+    tokenizer = make_tokenizer(folder / "model", asked.pairs)
     weights = make_model(asked, folder / "model")
-    records = fitting(asked, tokenizer)
+    records = fitting_pairs(asked, ranked(asked.pairs), tokenizer) if asked.pairs else fitting(asked, tokenizer)
     rows = [row(record, tokenizer) for record in records]
     (folder / "conversations.json").write_text(json.dumps(records))
     (folder / "rows.json").write_text(json.dumps(rows))
@@ -188,7 +214,7 @@ def make(asked: Material, folder: Path) -> None:
         "family": asked.family, "weights": weights, "layers": numbers["num_hidden_layers"],
         "width": numbers["hidden_size"], "vocabulary": numbers["vocab_size"], "rows": len(rows),
         "tokens": sum(lengths), "labels": sum(label != -100 for row in rows for label in row["labels"]),
-        "longest_row": max(lengths), "longest": asked.longest,
+        "longest_row": max(lengths), "longest": asked.longest, "pairs": asked.pairs and asked.pairs.name,
     }  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts, indent=2))
 
@@ -196,15 +222,18 @@ def make(asked: Material, folder: Path) -> None:
 def preference_sets(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The same conversations with two answers, and with a verdict: LLaMA-Factory's records, and files of them.
 
-    A rejected answer is that of the next conversation, no longer than the chosen one; every other answer has a bad tag.
+    Where none is given, a rejected answer is that of the next conversation, no longer than the chosen one; every other
+    answer has a bad tag.
     """
     records = json.loads((folder / "conversations.json").read_text())
     pairs, verdicts = [], []
     for place, record in enumerate(records):
         own, other = record["output"], records[(place + 1) % len(records)]["output"]
         question = {name: record[name] for name in ("instruction", "input")}
-        pairs.append({**question, "chosen": own, "rejected": " ".join(other.split()[: len(own.split())])})
-        verdicts.append({**question, "output": own, "kto_tag": place % 2 == 0})
+        rejected = record.get("rejected") or " ".join(other.split()[: len(own.split())])
+        pairs.append({**question, "chosen": own, "rejected": rejected})
+        verdicts.append({**question, "output": record.get("rejected", own) if place % 2 else own,
+                         "kto_tag": place % 2 == 0})  # fmt: skip
     answers = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
     info = {
         "rows": {"file_name": "conversations.json"},
@@ -242,6 +271,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest row, 32 to 4096")
+    parser.add_argument("--pairs", type=Path, help="a ranking set of LLaMA-Factory, in place of made ones")
     parser.add_argument("--median", type=int, help="words of a typical row; a tenth of --longest if not given")
 
 

@@ -79,7 +79,7 @@ def training(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figure
 
 
 def described(facts: Figures, method: str) -> str:
-    adapter = "full training" if method == "full" else "LoRA of rank 8 in every linear layer but the head"
+    adapter = "full training" if method == "full" else _METHODS[method]
     return (
         f"A {facts['family']} shape of {facts['weights'] / 1e6:.1f}M weights ({facts['layers']} layers of "
         f"{facts['width']}, vocabulary {facts['vocabulary']:,}); {facts['rows']} rows of "
@@ -212,6 +212,7 @@ def scripts(rounds: Sequence[Round]) -> str:
     return f"{about}\n\n{lines}"
 
 
+_METHODS = {"full": "Full training", "lora": "LoRA of rank 8 in every linear layer but the head"}
 _ABOUT_STAGE = {
     "dpo": "The reference is the model as training began.",
     "kto": "The reference is the model as training began.",
@@ -219,7 +220,7 @@ _ABOUT_STAGE = {
 }
 
 
-def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, stage: str) -> str:
+def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, stage: str, method: str) -> str:
     """Pairs or records per processor second, and memory, beside TRL's default and the best of each peer."""
     best = {peer: fastest(rounds, settings, library) for peer, library in PEERS.items() if library != "transformers"}
     what = PREFERENCES[stage]
@@ -235,7 +236,8 @@ def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Fig
         "setting",
     )
     about = (
-        f"Full training of the {facts['family']} shape on {facts['rows']} {what} of conversations of "
+        f"{_METHODS[method]} of the {facts['family']} shape on {facts['rows']} {what} of "
+        f"{facts.get('pairs') or 'conversations'}, rows of "
         f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, eight to a step, "
         "AdamW, one thread. " + _ABOUT_STAGE[stage]
     )

@@ -131,8 +131,12 @@ def training(usual_method: str, names: Sequence[str], asked: Asked) -> str:
 
 
 def preferred(stage: str, asked: Asked) -> str:
-    settings = preferences(stage)
-    return report_training.preferences(asked.measured(settings), settings, facts_of(made(asked.material)), stage)
+    """Full training, and an adapter, unless --method says which."""
+    facts, found = facts_of(made(asked.material)), list[str]()
+    for method in (asked.arguments.method,) if asked.arguments.method else ("full", "lora"):
+        settings = preferences(stage, method)
+        found.append(report_training.preferences(asked.measured(settings), settings, facts, stage, method))
+    return "\n\n".join(found)
 
 
 def other(asked: Asked) -> str:
@@ -216,7 +220,7 @@ def main() -> None:
 
 def measure(parts: Sequence[str], arguments: argparse.Namespace) -> None:
     """The sections, each printed when it is there, and written where everything was as usual."""
-    is_usual = asked_for(arguments) == USUAL_ROWS and arguments.records == RECORDS
+    is_usual = replace(asked_for(arguments), pairs=None) == USUAL_ROWS and arguments.records == RECORDS
     is_usual = is_usual and not (arguments.only or arguments.method or arguments.print_only)
     told: dict[str, tuple[float, float]] = {}
     with Bench(arguments.at_once) as bench:

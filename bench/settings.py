@@ -157,17 +157,25 @@ SCRIPTS = tuple(
 )
 
 
-def preferences(stage: str) -> tuple[Setting, ...]:
-    """Learning from preferences: TRL's script and LLaMA-Factory, and burnish through the same doors."""
-    data = {"stage": stage, "num_train_epochs": 1.01}
+def preferences(stage: str, method: str) -> tuple[Setting, ...]:
+    """Learning from preferences: TRL's script and LLaMA-Factory, and burnish through the same doors.
+
+    Args:
+        method: full or lora; a frozen model is loaded in bfloat16 at TRL's best.
+    """
+    data = {"stage": stage, "finetuning_type": method, "num_train_epochs": 1.01}
+    lean = {"dtype": "bfloat16"} if method == "lora" else {}
     script = training("the script of TRL, with burnish's import", "trl", made_by="burnish", **data)
+    factory = {"bf16": True, "dataset": PREFERENCES[stage], **data}
     return (
         training(BASE, "trl", **data),
-        training("TRL, bf16, no checkpointing", "trl", bf16=True, gradient_checkpointing=False, **data),
-        training("LLaMA-Factory, bf16", "llamafactory", bf16=True, dataset=PREFERENCES[stage], **data),
+        training("TRL, bf16, no checkpointing", "trl", bf16=True, gradient_checkpointing=False, **data, **lean),
+        training("LLaMA-Factory, bf16", "llamafactory", **factory),
+        training("LLaMA-Factory, bf16, no checkpointing", "llamafactory", disable_gradient_checkpointing=True,
+                 **factory),
         replace(script, library="burnish"),
-        training(OURS, "burnish", bf16=True, dataset=PREFERENCES[stage], **data),
-    )
+        training(OURS, "burnish", **factory),
+    )  # fmt: skip
 
 
 # Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,

@@ -27,10 +27,11 @@ def arguments(words: list[str]) -> dict[str, Any]:
     return {name: ast.literal_eval(value) for name, value in (word.split("=", 1) for word in words)}
 
 
-def lora() -> Any:
+def lora(stage: str) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    task = "SEQ_CLS" if stage == "rm" else "CAUSAL_LM"
+    return LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type=task)
 
 
 def load(material: Path, dtype: str, stage: str) -> Any:
@@ -110,8 +111,8 @@ def transformers(material: Path, model: Any, adapter: Any, given: dict[str, Any]
 def main(words: list[str]) -> None:
     library, folder, output, *options = words
     material, given = Path(folder), {**common(output), **arguments(options)}
-    adapter = lora() if given.pop("finetuning_type", "full") == "lora" else None
     stage = given.pop("stage", "sft")
+    adapter = lora(stage) if given.pop("finetuning_type", "full") == "lora" else None
     model = load(material, given.pop("dtype", "float32"), stage)
     is_ours = given.get("made_by") == "burnish"
     make = {"trl": trl, "transformers": transformers}[library] if stage == "sft" else partial(preferences, stage)

@@ -27,8 +27,9 @@ def workplace(tmp_path):
 
 
 def of_verdicts(workplace, **more):
+    columns = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
     return {"stage": "kto", "dataset": str(workplace / "verdicts.json"), "train_sampling_strategy": "sequential",
-            "columns": json.dumps({"prompt": "instruction", "response": "output", "kto_tag": "label"}), **more}  # fmt: skip
+            "columns": json.dumps(columns), **more}  # fmt: skip
 
 
 def test_streamed_verdicts_learn_what_verdicts_in_memory_do(workplace, monkeypatch):
@@ -85,11 +86,10 @@ def test_in_a_step_each_row_has_the_answer_before_it_that_is_another():
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
 def test_other_answers_of_the_step_do_not_depend_on_its_cut(workplace, monkeypatch, cut):
-    other = {"model_name_or_path": "other", "ref_model": "model", **GROUP}
-    whole = losses(workplace, monkeypatch, **of_verdicts(workplace, **other))
-    assert losses(workplace, monkeypatch, **{**of_verdicts(workplace, **other), **cut}) == pytest.approx(whole, rel=1e-5)
-    for_each = {**other, "kl_pairing": "neighbour"}
-    assert whole != losses(workplace, monkeypatch, **of_verdicts(workplace, **for_each))
+    asked = of_verdicts(workplace, model_name_or_path="other", ref_model="model", **GROUP)
+    whole = losses(workplace, monkeypatch, **asked)
+    assert losses(workplace, monkeypatch, **{**asked, **cut}) == pytest.approx(whole, rel=1e-5)
+    assert whole != losses(workplace, monkeypatch, **{**asked, "kl_pairing": "neighbour"})
 
 
 def test_an_evaluation_has_the_neighbours_of_its_set(workplace, monkeypatch):

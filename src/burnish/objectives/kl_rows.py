@@ -40,7 +40,7 @@ class RowsWithOthers(Sequence["Row | None"]):
     def __getitem__(self, index: slice) -> list[Row | None]: ...
     def __getitem__(self, index: int | Key | slice) -> Row | list[Row | None] | None:
         if isinstance(index, slice):
-            return self.rows[index]
+            return list(self.rows[index])
         return self.take([index])[0]
 
     def take(self, items: Sequence[int | Key]) -> list[Row | None]:

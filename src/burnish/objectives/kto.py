@@ -43,8 +43,8 @@ class KtoOptions:
         "kto", "KTO, or the same without a baseline (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
     )
     kl_pairing: str = option(
-        "neighbour", "Where KTO's other answers come from: of the record before in the set, chosen with the data, or of "
-        "the row before in the same step (group), which needs no second look at the data.",
+        "neighbour", "Where KTO's other answers come from: the record before in the set, chosen with the data, or "
+        "(group) the row before in the same step.",
         choices=("neighbour", "group"),
     )  # fmt: skip
 
@@ -127,7 +127,8 @@ class KtoObjective(AnswersObjective):
         """The other answers; where there are none, an answer that counts nothing: all ranks ask for something."""
         beside = [row for row in rows if row.get("kl_input_ids")]
         others: list[Row] = [{"input_ids": row["kl_input_ids"], "labels": row["kl_labels"]} for row in beside]
-        batch = collate_sequences(collate, others or [{name: rows[0][name] for name in ("input_ids", "labels")}])
+        own: list[Row] = [{"input_ids": rows[0]["input_ids"], "labels": rows[0]["labels"]}]
+        batch = collate_sequences(collate, others or own)
         batch["items"] = torch.ones(len(others)) if others else torch.zeros(1)
         if "reference_kl_logps" in rows[0]:
             batch["reference"] = torch.tensor([row["reference_kl_logps"] for row in beside] or [0.0])

@@ -187,8 +187,8 @@ def check_pairs(options: PreferenceChoices) -> list[Problem]:
 def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options that have no effect, or are probably not meant."""
     stage, why = options.stage, f"stage is {options.stage}"
-    members = [member for member in OBJECTIVES if member.name in PREFERENCE_STAGES]
-    others = _unread(options, *(member.options for member in members if member.options and member.name != stage), why=why)
+    groups = {member.name: member.options for member in OBJECTIVES if member.name in PREFERENCE_STAGES}
+    others = _unread(options, *(group for name, group in groups.items() if group and name != stage), why=why)
     if stage not in PREFERENCE_STAGES:
         return [*_unread(options, PreferenceOptions, ReferenceOptions, why=why), *others]
     if stage == "rm":

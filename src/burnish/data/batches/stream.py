@@ -334,8 +334,8 @@ _NOTHING: Row = {
     "chosen_input_ids": _SEQUENCE[0], "chosen_labels": _SEQUENCE[1],
     "rejected_input_ids": _SEQUENCE[0], "rejected_labels": _SEQUENCE[1],
 }  # fmt: skip
-"""The row of a blank micro-batch, of any stage; its weight is set to 0. One position has a label, because every rank has
-to take part in a backward pass, and without a label there would be none."""
+"""The row of a blank micro-batch, of any stage; its weight is set to 0. One position has a label, because every rank
+has to take part in a backward pass, and without a label there would be none."""
 
 
 def collate_present(rows: Sequence[Row | None], collate: Callable[[Sequence[Any]], Batch]) -> Batch:

@@ -134,9 +134,7 @@ def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -
     return [sets[index][row] for index, row in order]
 
 
-def _lazily_merged(
-    kind: type[LazyExamples], sets: Sequence[AnySet], options: DataOptions, seed: int
-) -> LazyExamples:
+def _lazily_merged(kind: type[LazyExamples], sets: Sequence[AnySet], options: DataOptions, seed: int) -> LazyExamples:
     import numpy
 
     order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
