@@ -1,10 +1,17 @@
 """A token is used where it is needed and shown nowhere: every command, with a marker in every secret, and then no file
 and no line that holds it."""
 
+import contextlib
+import http.client
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +23,17 @@ from burnish.core.secrets import BLOTTED, has_secret_name, without_secrets
 from burnish.hf.arguments.training import TrainingArguments
 
 pytestmark = pytest.mark.run
+VARIABLES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "INFER_KEY", "API_KEY", "BURNISH_KEY")
 
 GIVEN, OF_THE_SYSTEM = "hf_GIVENxMARKER0123", "hf_SYSTEMxMARKER456"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No secret is known from an earlier command of this process."""
+    monkeypatch.setattr("burnish.core.secrets._given", set())
+
+
 SECRETS = [name for name, spec in specs(RunOptions).items() if spec.is_secret]
 WORDS = [f"{name}={GIVEN}" for name in SECRETS]
 
@@ -31,10 +47,115 @@ def test_what_is_called_a_token_or_a_key_is_declared_as_a_secret() -> None:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_TOKEN": OF_THE_SYSTEM, "WANDB_API_KEY": OF_THE_SYSTEM, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "burnish", *words], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "burnish", *words], capture_output=True, text=True, env=environment(), check=False
     )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, **dict.fromkeys(VARIABLES, OF_THE_SYSTEM), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Server:
+    """A server of ours as a process, and a visitor."""
+
+    def __init__(self, *words: str) -> None:
+        self.output = open("said.txt", "w+", encoding="utf-8")  # noqa: SIM115  (closed by ``end``)
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "burnish", *words], env=environment(), stdout=self.output, stderr=self.output
+        )
+        until = time.monotonic() + 120
+        while not (found := re.search(r"https?://127\.0\.0\.1:(\d+)", self.said)) or self.send("GET", "/healthz") == 0:
+            assert self.child.poll() is None, self.said
+            assert time.monotonic() < until, self.said
+            time.sleep(0.05)
+            if found:
+                self.port = int(found[1])
+
+    port = 0
+
+    @property
+    def said(self) -> str:
+        return Path("said.txt").read_text(encoding="utf-8")
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> int:
+        """The status, 0 where nobody listens; no answer holds a secret, in its headers neither."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+            answered = connection.getresponse()
+            text = answered.read().decode("utf-8", "replace")
+        except ConnectionRefusedError:
+            return 0
+        finally:
+            connection.close()
+        self.cookie = (answered.getheader("set-cookie") or "").partition(";")[0] or getattr(self, "cookie", "")
+        assert not [m for m in (GIVEN, OF_THE_SYSTEM) if m in f"{text} {answered.getheaders()}"], path
+        return answered.status
+
+    def words_of_processes(self) -> str:
+        """The command lines of the server and of what it started."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+                if self.child.pid in (int(place.name), parent):
+                    found.append((place / "cmdline").read_bytes().decode())
+        assert found
+        return "\n".join(found)
+
+    def end(self) -> None:
+        self.child.send_signal(signal.SIGTERM)
+        assert self.child.wait(60) in (0, 143), self.said
+        self.output.close()
+
+
+def test_the_api_shows_no_secret(user_folder: Path) -> None:
+    Path("api.yaml").write_text(
+        f"model_name_or_path: model\ntemplate: chatml\nhf_hub_token: {GIVEN}\n"
+        "api_port: 0\napi_model_name: model\napi_log: content\n"
+    )
+    server = Server("api", "api.yaml")
+    asked = {"model": "model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    own, wrong = f"Bearer {OF_THE_SYSTEM}", f"Bearer {GIVEN}"
+    until = time.monotonic() + 60
+    while server.send("POST", "/v1/chat/completions", asked, Authorization=own) == 503:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert server.send("POST", "/v1/chat/completions", asked, Authorization=own) == 200
+    assert server.send("POST", "/v1/chat/completions", asked, Authorization=wrong) == 401
+    for path in ("/v1/models", "/metrics", f"/v1/models?api_key={OF_THE_SYSTEM}", f"/{GIVEN}", "/readyz"):
+        assert server.send("GET", path, Authorization=own) in (200, 404, 503)
+        assert server.send("GET", path, Authorization=wrong) in (200, 401, 404)
+    assert server.send("POST", "/v1/chat/completions", {"n": GIVEN}, Authorization=own + "\t") in (400, 401, 422)
+    words = server.words_of_processes()
+    server.end()
+    Path("api.yaml").unlink()
+    assert_nowhere(server.said + words, user_folder)
+
+
+def test_the_page_shows_no_secret(user_folder: Path) -> None:
+    server = Server("webui", "web_port=0", "web_home=home")
+    here = {"Origin": f"http://127.0.0.1:{server.port}"}
+    assert server.send("POST", "/sign-in", {"key": GIVEN}, **here) == 403
+    assert server.send("POST", "/sign-in", {"key": OF_THE_SYSTEM}, **here) < 400
+    visitor = {"Cookie": server.cookie, **here}
+    run = {"model_name_or_path": "model", "dataset": "rows", "dataset_dir": "data", "output_dir": "out",
+           "finetuning_type": "full", "use_cpu": True, "max_steps": 1, "template": "chatml"}  # fmt: skip
+    assert server.send("POST", "/api/runs", {"values": {**run, "hf_hub_token": "x"}}, **visitor) == 422
+    assert server.send("POST", "/api/runs", {"values": run}, **visitor) < 300
+    assert "/sign-in" in server.said
+    words, until = "", time.monotonic() + 120
+    while not Path("out/outcome.json").is_file():
+        words += server.words_of_processes()
+        assert time.monotonic() < until, server.said
+        time.sleep(0.2)
+    for path in ("/", "/runs", "/new", "/settings", "/api/runs", f"/nowhere?key={OF_THE_SYSTEM}"):
+        assert server.send("GET", path, **visitor) < 500
+    server.end()
+    assert json.loads(Path("out/outcome.json").read_text())["state"] == "done"
+    assert_nowhere(server.said + words, user_folder)
 
 
 def write_failing_optimizer() -> None:
@@ -47,12 +168,28 @@ def write_failing_optimizer() -> None:
     )
 
 
-COMMANDS = {
+AWAY = f"http://someone:{GIVEN}@127.0.0.1:9/v1?api_key={GIVEN}"
+COMMANDS: dict[str, tuple[list[str], int]] = {
     "train": (["train", "run.yaml"], 0),
     "evaluate and predict": (["train", "run.yaml", "do_predict=true", "val_size=4", "output_dir=other"], 0),
     "explain": (["explain", "run.yaml", "output_dir=other"], 0),
     "export": (["export", "model_name_or_path=model", "export_dir=whole", "template=chatml"], 0),
     "env": (["env"], 0),
+    "version": (["version"], 0),
+    "runs": (["runs", "."], 0),
+    "chat": (["chat", "model", "template=chatml", "max_new_tokens=3", "--once", "Hello"], 0),
+    "chat with a server that is away": (["chat", "--url", AWAY, "--once", "Hello"], 2),
+    "answers of a server that is away": (
+        ["chat", "model", f"infer_url={AWAY}", "infer_backend=vllm", "template=chatml", "--once", "Hello"],
+        2,
+    ),
+    "eval": (["eval", "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=measured"], 0),
+    "demo": (["demo", "max_steps=1", "warmup_steps=0"], 0),
+    "api with a wrong option": (["api", "model", "api_port=none"], 2),
+    "webui with a wrong option": (["webui", "web_port=none"], 2),
+    "an api with its key among the words": (["api", "model", f"api_key={GIVEN}"], 2),
+    "a page with its key among the words": (["webui", f"web_key={GIVEN}"], 2),
+    "GGUF": (["export", "model_name_or_path=model", "export_dir=single", "export_gguf_type=f16"], 0),
     "a wrong option": (["train", "run.yaml", f"hub_tokn={GIVEN}", "output_dir=other"], 2),
     "an option that is not here": (["train", "run.yaml", f"om_hub_token={GIVEN}", "output_dir=other"], 2),
     "a wrong value": (["train", "run.yaml", f'hf_hub_token=["{GIVEN}"', "lora_rank=x", "output_dir=other"], 2),
@@ -60,14 +197,24 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+WITHOUT_OPTIONS_OF_A_RUN = {"env", "version", "runs", "webui"}
+"""Commands that take none of a run's secrets."""
+SLOW = {"demo", "GGUF", "answers of a server that is away"}
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert {words[0] for words, _ in COMMANDS.values()} == set(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in COMMANDS])
 def test_no_command_prints_or_writes_a_secret(
     name: str, user_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for variable in ("HF_TOKEN", "WANDB_API_KEY"):
+    for variable in VARIABLES:
         monkeypatch.setenv(variable, OF_THE_SYSTEM)
     words, status = COMMANDS[name]
-    assert cli.main([*words, *([] if name == "env" else WORDS)]) == status
+    takes_none = words[0] in WITHOUT_OPTIONS_OF_A_RUN or "--url" in words
+    assert cli.main([*words, *([] if takes_none else WORDS)]) == status
     out, err = capfd.readouterr()
     assert_nowhere(out + err, user_folder)
 
@@ -97,6 +244,35 @@ def test_the_arguments_of_a_script_do_not_show_their_token(tmp_path: Path) -> No
     shown = f"{made!r} {made} {made.to_dict()} {made.to_json_string()} {made.to_sanitized_dict()}"
     assert GIVEN not in shown
     assert made.hub_token == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("https://me:hunter22@host/v1 is away", f"https://me:{BLOTTED}@host/v1 is away"),
+     ("http://host/v1?api_key=hunter22&n=3", f"http://host/v1?api_key={BLOTTED}&n=3"),
+     ("http://host/sign-in#key=hunter22", f"http://host/sign-in#key={BLOTTED}"),
+     ("http://localhost:8000/v1?board=a, 1:30 me@here", "http://localhost:8000/v1?board=a, 1:30 me@here")],
+)  # fmt: skip
+def test_what_an_address_holds_of_secrets_is_replaced(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+def test_a_browser_is_started_without_the_key_among_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from burnish.web import command
+
+    opened: list[str] = []
+    monkeypatch.setattr(command.webbrowser, "open", opened.append)
+    monkeypatch.setattr(command.asyncio, "run", lambda served: served.close())
+    command.webui(["web_port=0", "web_open=true", f"web_home={tmp_path}"])
+    key = (tmp_path / "web" / "key").read_text().strip()
+    assert f"#key={key}" in capsys.readouterr().out  # made here: it is shown, or nobody could sign in
+    assert opened[0].startswith("file://")
+    assert key not in opened[0]
+    page = Path(opened[0].removeprefix("file://"))
+    assert f"#key={key}" in page.read_text()
+    assert page.stat().st_mode & 0o077 == 0
 
 
 def test_ordinary_words_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,12 @@ from typing import Any
 BLOTTED = "<secret>"
 SHORTEST = 6
 """A shorter value would be found in ordinary words; who has one has no secret."""
-_NAMES = re.compile(r"(^|_)(TOKEN|API_?KEY|ACCESS_?KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+_NAMES = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
+_IN_ADDRESSES = re.compile(
+    r"(?<=://)(?P<name>[^/\s:@]*:)[^/\s@]+(?=@)"
+    r"|(?P<parameter>[?&#](?:\w+_)?(?:token|key|apikey|secret|password)=)[^/\s@&#\"']+"
+)
+"""The password of an address (https://name:password@host), and a parameter that is called a secret."""
 _given: set[str] = set()
 
 
@@ -31,8 +36,8 @@ def keep_secret(value: Any) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return ``text`` with each secret in it replaced."""
+    """Return ``text`` with each secret in it replaced, and those that stand in addresses."""
     named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
     for secret in sorted(_given | named, key=len, reverse=True):
         text = text.replace(secret, BLOTTED)
-    return text
+    return _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{BLOTTED}", text) if "://" in text else text

@@ -35,7 +35,7 @@ class ApiOptions:
     api_socket: str | None = option(None, "A Unix socket to listen on instead of a port, for its owner alone.")
     api_key: str | None = option(
         None, "What a request must show; made and printed once where the address is not loopback. Given in a file or "
-        "in the environment as API_KEY.",
+        "in the environment as API_KEY.", is_secret=True,
     )  # fmt: skip
     api_model_name: str | None = option(None, "The model's name in requests; by default its folder's.")
     api_aliases: list[str] = option([], "Further names of the model, such as gpt-3.5-turbo for older clients.")

@@ -43,10 +43,11 @@ def webui(words: Sequence[str]) -> int:
     site = Site(options, home)
     address += options.web_root_path
     link = f"{address}/{page}" if key is None else f"{address}/sign-in#key={key}"
-    for line in _lines(link, site.places.first, key is None):
+    shown = f"{address}/sign-in" if options.web_key else link  # one that was made here is known from nowhere else
+    for line in _lines(shown, site.places.first, key is None):
         print(line, flush=True)
     if options.web_open:
-        webbrowser.open(link)
+        webbrowser.open(home.leading_to(link))
 
     async def drain() -> None:
         site.planner.end()

@@ -59,6 +59,12 @@ class Home:
         self.write("key", key + "\n")
         return key
 
+    def leading_to(self, link: str) -> str:
+        """The address of a file, for its owner alone, that leads to ``link``: a browser is started with what it opens
+        among its words, which every user of the machine can read."""
+        self.write("open.html", f'<!doctype html><meta http-equiv="refresh" content="0;url={link}">\n')
+        return (self.folder / "open.html").resolve().as_uri()
+
     def write(self, name: str, text: str) -> None:
         target = self.folder / name
         temporary = target.with_name(f".{target.name}.{os.getpid()}")

@@ -22,7 +22,7 @@ class WebOptions:
     web_port: int = option(7860, "The port to listen on; 0 takes a free one.", ge=0, le=65535)
     web_key: str | None = option(
         None, "What a visitor must show; by default one that is made once and kept. Given in a file, or in the "
-        "environment as BURNISH_KEY.",
+        "environment as BURNISH_KEY.", is_secret=True,
     )  # fmt: skip
     web_no_key: bool = option(
         False, "Let everybody in who reaches the address; for loopback in a container of one's own."

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.secrets import without_secrets
 from burnish.serve.terminal.partners import ChatSettings, LocalPartner, Partner, Request, UrlPartner
 from burnish.serve.terminal.screen import Screen, history_file
 from burnish.serve.terminal.talk import Talk
@@ -42,7 +43,7 @@ def chat(words: Sequence[str]) -> int:
             return _answer_once(partner, Request(_messages(own.system, once), settings))
         screen = Screen(history_file() if own.keeps_history else None)
         for line in lines:
-            screen.say(line, "dim")
+            screen.say(without_secrets(line), "dim")
         status = Talk(partner, screen, settings, own.system).run()
         screen.keep_history()
         return status
