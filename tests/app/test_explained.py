@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 import burnish.core.loop as loop
-from burnish.app import build
+from burnish.app import build, spikes
 from burnish.app.explain import sections
 from burnish.app.plan import Plan, plan
 from burnish.app.prepare import Prepared, prepare
@@ -57,7 +57,7 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
         self.gradients, self.run = 0, None
-        take_step, clip, train = loop.take_step, SingleEngine.clip, build.train
+        take_step, clip, train = loop.take_step, SingleEngine.clip, spikes.train
 
         def counted(run: Any, group: Any, options: Any) -> None:
             self.rows.append(group.num_rows)
@@ -74,7 +74,7 @@ class Watch:
 
         patch.setattr(loop, "take_step", counted)
         patch.setattr(SingleEngine, "clip", clipped)
-        patch.setattr(build, "train", trained)
+        patch.setattr(spikes, "train", trained)
 
     @property
     def moved(self) -> tuple[int, int]:

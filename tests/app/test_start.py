@@ -30,12 +30,12 @@ import gc, json, sys
 from burnish.cli import command
 found = {}
 if sys.argv[2] == "watched":
-    from burnish.app import build
-    train = build.train
+    from burnish.app import spikes
+    train = spikes.train
     def watched(*given):
         found.update(enabled=gc.isenabled(), frozen=gc.get_freeze_count())
         return train(*given)
-    build.train = watched
+    spikes.train = watched
 found.update(status=command(["train", sys.argv[1]]), loaded=sorted(sys.modules))
 print("FOUND", json.dumps(found))
 """
