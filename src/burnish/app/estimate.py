@@ -72,6 +72,7 @@ class Term:
 def memory_terms(
     params: int, trained: int, shape: Shape, formats: Formats, tokens: int, logits: Term | None = None, *,
     learns: bool = True, copies: bool = True, recompute: bool = False, selective: bool = False, offload: bool = False,
+    adapter: Term | None = None,
 ) -> list[Term]:  # fmt: skip
     """The parts of the memory that a run needs on a device.
 
@@ -82,6 +83,7 @@ def memory_terms(
         copies: autocast's copies of weights are kept for it.
         recompute: activation checkpointing is on; ``selective``: it keeps the results of products and attention.
         offload: activations are moved to the memory of the machine.
+        adapter: what a method keeps for the backward pass besides.
     """
     frozen = params - trained
     weights = round(frozen * formats.frozen) + trained * formats.trained
@@ -96,7 +98,7 @@ def memory_terms(
         else Term(
             "activations", tokens * layer_bytes_per_token(shape, formats.compute), f"{tokens:,} tokens x a layer"
         ),
-        *([logits] if logits else []),
+        *(term for term in (adapter if learns else None, logits) if term),
     ]
     if copies and formats.compute < formats.trained:
         cast = Term("cast weights", trained * formats.compute, f"autocast keeps them in {formats.compute} bytes too")
@@ -128,6 +130,14 @@ def _activations(
         reason = f"{tokens:,} tokens x {how}, of one layer; the others' lie in the memory of the machine"
         return Term("activations", tokens * (kept + once), reason)
     return Term("activations", tokens * (shape.layers * kept + once), f"{tokens:,} tokens x {layers}{how}")
+
+
+def dora_term(shape: Shape, tokens: int, compute_bytes: int) -> Term:
+    """DoRA's own: two results of each of the seven products of a layer, and the weights that it measures, whole."""
+    of_a_token = 2 * (3 * shape.hidden + 2 * shape.keys + 2 * shape.intermediate)
+    of_weights = shape.hidden * (2 * shape.hidden + 2 * shape.keys + 3 * shape.intermediate)
+    reason = f"{tokens:,} tokens x two results of each product, and {shape.layers * of_weights:,} weights it measures"
+    return Term("DoRA", shape.layers * (tokens * of_a_token + of_weights) * compute_bytes, reason)
 
 
 def products_bytes_per_token(shape: Shape, compute_bytes: int) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from burnish.adapters.base import ModelAdapter, trainable_summary
 from burnish.app.checks import trains
-from burnish.app.estimate import Formats, Shape, Term, disk_bytes, memory_terms, shown_bytes
+from burnish.app.estimate import Formats, Shape, Term, disk_bytes, dora_term, memory_terms, shown_bytes
 from burnish.app.options import RunOptions
 from burnish.core.checkpoint import output_folder
 from burnish.core.errors import Problem
@@ -188,7 +188,9 @@ def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float
 def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
     """Memory of the run, term by term. Args: tokens: of the largest micro-batch."""
     shape = Shape.of(config.get_text_config())
-    return memory_terms(
+    has_dora = options.finetuning_type == "lora" and options.use_dora
+    keeps_casts = device_of(options).type != "cpu" or options.torch_compile or not options.patches
+    terms = memory_terms(
         sizes.total,
         sizes.active if trains(options) else 0,
         shape,
@@ -196,11 +198,16 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
         tokens,
         logits_of(options, shape, tokens, formats.compute),
         learns=trains(options),
-        copies=device_of(options).type != "cpu" or options.torch_compile,  # else ``ops.cpu.cast_linear`` keeps none
+        copies=keeps_casts,  # else ``ops.cpu.cast_linear`` keeps none
         recompute=options.gradient_checkpointing,
         selective=bool((options.gradient_checkpointing_kwargs or {}).get("selective")),
         offload=options.activation_offloading and device_of(options).type != "cpu",
+        adapter=dora_term(shape, tokens, formats.compute) if has_dora else None,
     )
+    if options.finetuning_type in ("peft", "oft") and trains(options):
+        besides = f"; what {options.finetuning_type} keeps besides is not counted"
+        terms = [replace(one, reason=one.reason + besides) if one.name == "activations" else one for one in terms]
+    return terms
 
 
 def logits_of(options: RunOptions, shape: Shape, tokens: int, compute_bytes: int) -> Term:
