@@ -1,10 +1,13 @@
 """What a person is told of a run of preferences: pictures of rewards, and why those of chosen answers fall."""
 
+import json
+
 import pytest
 
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.report.plots import plot_history
+from burnish.report.plots import plot_history, plot_margins
 from burnish.report.preferences import SENTENCE, ChosenFallsCallback
+from pair_runs import make_workplace, run_of
 
 
 def said(capsys, chosen, margins):
@@ -36,3 +39,32 @@ def test_rewards_are_drawn(tmp_path):
     ]  # fmt: skip
     names = [path.name for path in plot_history(history, tmp_path)]
     assert names == ["training_loss.png", "training_rewards.png", "training_rewards_accuracies.png"]
+
+
+@pytest.mark.parametrize("margins", [
+    {"evaluation": [1.5, -0.5, 0.25, float("nan")]}, {"one": [0.0], "other": [-2.0, -1.0]}, {"far": [1e6, 1e6 + 1]},
+])  # fmt: skip
+def test_the_spread_of_margins_is_drawn(tmp_path, margins):
+    from matplotlib.image import imread
+
+    (path,) = plot_margins(margins, tmp_path, "saves/rm")
+    assert imread(path)[..., :3].std() > 0.02
+    assert plot_margins({"none": [], "broken": [float("nan")]}, tmp_path) == []
+
+
+def test_a_reward_model_shows_the_margins_of_the_set_that_was_evaluated_last(tmp_path, monkeypatch):
+    from burnish.app import finish
+
+    drawn, workplace = [], make_workplace(tmp_path)
+    plot = finish.plot_margins
+    monkeypatch.setattr(finish, "plot_margins", lambda *given: drawn.append(given[0]) or plot(*given))
+    run_of(workplace, monkeypatch, stage="rm")
+    run_of(workplace, monkeypatch, stage="rm", val_size=4, eval_strategy="steps", eval_steps=1, do_predict=True,
+           do_train=True)  # fmt: skip
+    assert [{name: len(margins) for name, margins in one.items()} for one in drawn] == [
+        {"training": 12}, {"evaluation": 4}
+    ]  # fmt: skip
+    scored = [json.loads(line) for line in (workplace / "out" / "generated_predictions.jsonl").read_text().splitlines()]
+    assert sorted(drawn[1]["evaluation"]) == pytest.approx(sorted(one["chosen"] - one["rejected"] for one in scored))
+    assert "![The margins of pairs](training_margins.png)" in (workplace / "out" / "README.md").read_text()
+    assert (workplace / "out" / "training_rewards.png").is_file()

@@ -26,10 +26,11 @@ from burnish.core.patching import summary
 from burnish.core.run import Run
 from burnish.data.rows.ahead import AheadRows
 from burnish.models.save import save_model
+from burnish.objectives.reward import RewardObjective
 from burnish.report.card import CardFacts, write_card
 from burnish.report.console import note, warn
 from burnish.report.options import counts_tokens
-from burnish.report.plots import plot_history
+from burnish.report.plots import plot_history, plot_margins
 from burnish.report.results import save_metrics, save_state
 
 
@@ -62,15 +63,16 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         if run.engine.rank == 0:
             save_metrics("eval", metrics, folder)
         results |= metrics
+    margins = margins_of(run) if options.plot_loss and output is not None else {}
     if options.do_predict:
         results |= predict_all(run, prepared, plan)
     if run.engine.rank == 0:
         count_late(prepared)
     if run.engine.rank == 0 and output is not None:
         save_state(run.state, folder)
-        describe(run, plan, prepared, results)
+        describe(run, plan, prepared, results, margins)
         write_finished(folder, run.state, prepared.fingerprints())
-        for sentence in next_steps(folder):
+        for sentence in next_steps(folder, isinstance(run.objective, RewardObjective)):
             note(sentence)
     return results
 
@@ -78,14 +80,15 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
 _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
 
 
-def next_steps(folder: Path) -> list[str]:
+def next_steps(folder: Path, gives_scores: bool) -> list[str]:
     """Sentences on where the result is, and on the commands that talk to it and serve it."""
     files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
     more = f" and {len(files) - 4} more" if len(files) > 5 else ""
     place = shlex.quote(str(folder))
+    talks = "" if gives_scores else f"burnish chat {place} talks to it, "
     return [
         f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}.",
-        f"Next: burnish chat {place} talks to it, burnish api {place} serves it.",
+        f"Next: {talks}burnish api {place} serves {'its scores' if gives_scores else 'it'}.",
     ]
 
 
@@ -123,10 +126,25 @@ def count_late(prepared: Prepared) -> None:
             warn(sentence)
 
 
-def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float]) -> None:
+def margins_of(run: Run) -> dict[str, list[float]]:
+    """The margins of a reward model's pairs, by evaluation set; those of training where there is none."""
+    if not isinstance(run.objective, RewardObjective):
+        return {}
+    kept = run.objective.margins
+    own = {name or "evaluation": kept.of(batches) for name, batches in run.eval_sets.items()}
+    own = own if any(own.values()) else {"training": kept.of(None)}
+    of_ranks: list[dict[str, list[float]]] = run.engine.gather_objects(own)
+    return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
+
+
+def describe(
+    run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float], margins: Mapping[str, list[float]]
+) -> None:
     """Write pictures of the loss, and the model card."""
     options, folder = plan.options, output_folder(plan.options)
     pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
+    shown = [("The loss of each step", path) for path in pictures[:1]]
+    shown += [("The margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
     trained: Any = run.parts["model"].held
     trainable, total = counts_of(trained.model, prepared.sizes)
     write_card(
@@ -141,6 +159,6 @@ def describe(run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, flo
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
             tally=prepared.tally.sentences(), patches=summary(trained.model),
             has_chat_template=bool(prepared.tokenizer.chat_template),
-            picture=pictures[0].name if pictures else "",
+            pictures={what: path.name for what, path in shown},
         ),
     )  # fmt: skip

@@ -12,16 +12,18 @@ is the end token, that look ends one token early.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from burnish.core.options import option
-from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Metric, Row, Sum
+from burnish.core.types import IGNORE_INDEX, Batch, Engine, Example, FlatRow, Loss, Metric, Row, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.objectives.lm import unfitted
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, target_positions
@@ -122,6 +124,7 @@ class RewardObjective(StageObjective):
         self.head: nn.Module | None = None  # a ``ValueHead``, or a score that is a part of the model
         self.came_as_score = False  # the head was a sequence classifier's; whoever assembles the run says so
         self.collate: Collate = unfitted
+        self.margins = Margins()
 
     @property
     def fingerprint(self) -> str:
@@ -176,9 +179,14 @@ class RewardObjective(StageObjective):
         items: Tensor = batch["items"]
         return items.sum()
 
+    def evaluated(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        self.margins.begin(batches)
+        yield from super().evaluated(module, batches, engine)
+
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         scores: Tensor = module(batch)
         chosen, rejected, items = scores[0::2], scores[1::2], batch["items"]
+        self.margins.add((chosen - rejected).detach(), items, is_training=module.training)
         centring = self.options.center_rewards_coefficient or 0.0
         losses = bradley_terry(chosen, rejected, batch["margin"], centring)
         measured = {"accuracy": (chosen > rejected).float(), "margin": (chosen - rejected).detach()}
@@ -197,6 +205,36 @@ def _rewards(scores: Tensor, items: Tensor) -> dict[str, Metric]:
         "min_reward": Sum(least, count, "min"),
         "max_reward": Sum(most, count, "max"),
     }
+
+
+class Margins:
+    """The margin of each pair: of the last micro-batches of training, and of the sets as they were evaluated last. They
+    stay on their device until somebody asks, which is when a picture of their spread is drawn."""
+
+    def __init__(self) -> None:
+        self.trained: deque[Tensor] = deque(maxlen=_LAST)
+        self._of_sets: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()
+        self._evaluated: list[Tensor] = []
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """An evaluation of these begins."""
+        self._evaluated = self._of_sets[batches] = []
+
+    def add(self, margins: Tensor, items: Tensor, is_training: bool) -> None:
+        """Args: margins, items: (P,) of a micro-batch; a pair whose item is 0 is none."""
+        (self.trained if is_training else self._evaluated).append(torch.stack([margins, items.to(margins)]))
+
+    def of(self, batches: Iterable[Batch] | None) -> list[float]:
+        """Of a set that was evaluated, or of training."""
+        found = list(self.trained if batches is None else self._of_sets.get(batches, []))
+        if not found:
+            return []
+        margins, items = torch.cat(found, 1).cpu()
+        return margins[items > 0].tolist()  # type: ignore[no-any-return]
+
+
+_LAST = 1000
+"""Micro-batches of training whose margins are kept."""
 
 
 class HeadState:
@@ -218,7 +256,7 @@ def collate_scored(collate: Collate, sequences: Sequence[Row]) -> Batch:
     A token is laid behind each sequence and is the only one that is learned: what is asked of a batch, to keep all
     tokens on which something depends and to say where they are, is then asked of the token before it.
 
-    Returns: as ``collate``, and target_positions: (S,), owner: (S,).
+    Returns: as ``collate``, and target_positions: (S,), owner: (S,), num_tokens: without those that were laid behind.
     """
     marked: list[Row] = [
         {
@@ -231,4 +269,5 @@ def collate_scored(collate: Collate, sequences: Sequence[Row]) -> Batch:
     batch = collate(marked)
     positions = target_positions(batch["labels"])
     owner = batch.pop("sequence").flatten()[positions + 1]
-    return {**batch, "target_positions": positions, "owner": owner}
+    count = sum(len(row["input_ids"]) for row in sequences)
+    return {**batch, "target_positions": positions, "owner": owner, "num_tokens": count}

@@ -46,7 +46,7 @@ class CardFacts:
         tally: a sentence per reason why rows were dropped or cut.
         patches: a sentence per kind of what was done to the model's code while it was trained.
         has_chat_template: whether the saved tokenizer renders conversations.
-        picture: file name of a picture beside the card.
+        pictures: what a picture shows -> the name of its file beside the card.
         license: of the weights, where it is known.
         data: a sentence for each set.
         evaluations: a table of the evaluations, in markdown.
@@ -68,7 +68,7 @@ class CardFacts:
     tally: Sequence[str] = ()
     patches: Sequence[str] = ()
     has_chat_template: bool = True
-    picture: str = ""
+    pictures: Mapping[str, str] = field(default_factory=dict)
     license: str = ""
     data: Sequence[str] = ()
     evaluations: str = ""
@@ -142,8 +142,7 @@ def _opening(facts: CardFacts) -> str:
         f"{product} {origin}, by {_STAGES.get(facts.stage, facts.stage)} on {_listed(facts.datasets)}. "
         f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g} %).",
     ]
-    if facts.picture:
-        lines.append(f"![The loss of each step]({facts.picture})")
+    lines += [f"![{shown}]({name})" for shown, name in facts.pictures.items()]
     return "\n\n".join(lines)
 
 

@@ -1,5 +1,5 @@
 """Pictures of a run: ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, and of
-preferences ``training_rewards.png`` and ``training_rewards_accuracies.png``.
+preferences ``training_rewards.png``, ``training_rewards_accuracies.png`` and ``training_margins.png``.
 
 In: the log history. Out: PNG files beside the model, one per metric that was logged. matplotlib is loaded when the
 first picture is drawn, and draws without a screen.
@@ -11,15 +11,18 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _BLUE, _GREY = "#1f6fb4", "#5f6b76"
 _COLOURS = (_BLUE, "#d1603d", "#3d8f5f", "#8a5fb0", "#b08a1f", _GREY)
 _REWARDS = ("chosen", "rejected", "margins")
+_SCORES = ("max", "mean", "min")
 _INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
 
 
@@ -45,11 +48,44 @@ def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title
         ("training_eval_loss.png", "evaluation loss", curves(history, _eval_names(history, "loss")), False),
         ("training_eval_accuracy.png", "evaluation accuracy", curves(history, _eval_names(history, "accuracy")), False),
         ("training_rewards.png", "rewards", curves(history, [f"rewards/{name}" for name in _REWARDS]), False),
+        ("training_rewards.png", "scores", curves(history, [f"{name}_reward" for name in _SCORES]), False),
         ("training_rewards_accuracies.png", "accuracy of rewards", curves(history, ["rewards/accuracies"]), True),
     )
     return [
         _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in pictures if found
     ]
+
+
+def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, title: str = "") -> list[Path]:
+    """Draw how many pairs have which margin. Left of 0 a pair is in the wrong order.
+
+    Args:
+        margins: the name of a set -> the score of each chosen answer less that of the rejected one.
+    Returns:
+        the file written; none where no margin is finite.
+    """
+    finite = {name: [value for value in of_set if math.isfinite(value)] for name, of_set in margins.items()}
+    finite = {name: of_set for name, of_set in finite.items() if of_set}
+    if not finite:
+        return []
+    figure, axes = _figure()
+    least, most = (pick(map(pick, finite.values())) for pick in (min, max))
+    edges = _edges(min(least, 0.0), max(most, 0.0))
+    for (name, of_set), colour in zip(finite.items(), cycle(_COLOURS)):
+        right = sum(value > 0 for value in of_set) / len(of_set)
+        label = f"{name}: {right:.0%} of {len(of_set):,} pairs right"
+        axes.hist(of_set, bins=edges, color=colour, alpha=0.55 if len(finite) > 1 else 0.8, label=label)
+    axes.axvline(0.0, color=_GREY, linewidth=1.2)
+    _dress(axes, "margin of each pair", title, has_legend=True, below="score of the chosen answer - of the rejected")
+    axes.set_ylabel("pairs", color=_GREY)
+    return [_saved(figure, Path(folder) / "training_margins.png")]
+
+
+def _edges(least: float, most: float) -> list[float]:
+    """The borders of some thirty bins, one of which is 0."""
+    width = max(most - least, 1e-6) / 30
+    first, last = math.floor(least / width), math.ceil(most / width)
+    return [width * at for at in range(first, max(last, first + 1) + 1)]
 
 
 def curves(history: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[Curve]:
@@ -87,19 +123,34 @@ def _eval_names(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
 
 
 def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: bool) -> Path:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # The figure is made without pyplot, which keeps a global list of figures and chooses a backend for the process.
-    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _figure()
     for curve, colour in zip(found, _COLOURS * (1 + len(found) // len(_COLOURS)), strict=False):
         if is_noisy:
             _draw_noisy(axes, curve, colour)
         else:
             axes.plot(curve.steps, curve.values, color=colour, marker="o", markersize=4, label=_set_name(curve.name))
     _dress(axes, label, title, has_legend=is_noisy or len(found) > 1)
+    axes.xaxis.set_major_locator(_whole_steps())
+    return _saved(figure, path)
+
+
+def _whole_steps() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True, min_n_ticks=1)
+
+
+def _figure() -> tuple[Figure, Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # The figure is made without pyplot, which keeps a global list of figures and chooses a backend for the process.
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _saved(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():  # of letters that matplotlib's own font has not, such as those of Chinese
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -120,12 +171,9 @@ def _set_name(name: str) -> str:
     return "_".join(name.split("_")[1:-1]) or name
 
 
-def _dress(axes: Axes, label: str, title: str, has_legend: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+def _dress(axes: Axes, label: str, title: str, has_legend: bool, below: str = "step") -> None:
     axes.set_title(f"{title}: {label}" if title else label, loc="left", fontsize=11, color="#22272b")
-    axes.set_xlabel("step", color=_GREY)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel(below, color=_GREY)
     axes.grid(True, color="#e3e7ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_GREY, length=0)
