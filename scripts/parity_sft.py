@@ -258,17 +258,26 @@ def main(arguments: list[str]) -> None:
     except ImportError:
         print("TRL is not installed: there is nothing to compare with.")
         return
+    quiet()
+    lines = table(names)
+    if writes:
+        said = f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}."
+        put_into(DOCUMENT, f"{said}\n\n" + "\n".join(lines), BEGIN)
+
+
+def quiet() -> None:
+    """No words but those of the table, and one thread."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     datasets.disable_caching()
     torch.set_num_threads(1)
-    lines = table(names)
-    if writes:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        said = f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}."
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{said}\n\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+
+
+def put_into(document: Path, made: str, begin: str) -> None:
+    """Put a table into its place in a document, from the mark ``begin`` to the next ``END``."""
+    before, rest = document.read_text(encoding="utf-8").split(begin)
+    document.write_text(f"{before}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

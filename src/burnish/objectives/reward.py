@@ -225,7 +225,7 @@ class Margins:
         (self.trained if is_training else self._evaluated).append(torch.stack([margins, items.to(margins)]))
 
     def of(self, batches: Iterable[Batch] | None) -> list[float]:
-        """Of a set that was evaluated, or of training."""
+        """The margins of a set that was evaluated, or of training."""
         found = list(self.trained if batches is None else self._of_sets.get(batches, []))
         if not found:
             return []
