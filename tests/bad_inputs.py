@@ -1,9 +1,11 @@
 """Bad inputs as a user meets them: a working directory that is right, what is done to it, how the answer is read."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,31 @@ def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     for problem in shown.err.split("error: ")[1:]:
         assert len(problem.splitlines()) <= 4, problem
     return shown.out, shown.err
+
+
+SENTENCES = Path(__file__).parent / "golden" / "bad_inputs.json"
+WRITES = "BURNISH_WRITE_SENTENCES"
+"""With this variable in the environment ``said_exactly`` writes the table anew; read the difference before it is
+committed."""
+
+
+NAMES_MISSING = {"option A21": "wandb", "option A33": "bitsandbytes", "option A34": "deepspeed"}
+"""Answers that name a library as missing; where it is installed they are others."""
+
+
+def said_exactly(name: str, err: str, folder: Path) -> bool:
+    """Tell whether ``err`` is the whole answer to the bad input of that name, folders shown as points."""
+    for place, shown in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[1], "burnish")):
+        err = err.replace(str(place), shown)
+    if name in NAMES_MISSING and find_spec(NAMES_MISSING[name]):
+        return True
+    table = json.loads(SENTENCES.read_text(encoding="utf-8")) if SENTENCES.is_file() else {}
+    if os.environ.get(WRITES):
+        text = json.dumps({**table, name: err}, indent=1, ensure_ascii=False, sort_keys=True)
+        SENTENCES.write_text(text + "\n", encoding="utf-8")
+        return True
+    assert err == table.get(name)
+    return True
 
 
 def files(folder: Path) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bad_inputs import ROWS, Case, change, cut_short, files, told, write
+from bad_inputs import ROWS, Case, change, cut_short, files, said_exactly, told, write
 from burnish import cli
 from burnish.data.sets import sources
 
@@ -122,6 +122,7 @@ def test_it_is_refused_before_anything_is_written(
     assert out == ""
     for words in case.said:
         assert words in err
+    assert said_exactly(f"input {case}", err, user_folder)
     assert files(user_folder) == before
 
 

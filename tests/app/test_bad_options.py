@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bad_inputs import said_exactly
 from burnish import cli
 from burnish.app.checks import trains
 from burnish.app.config import read_config
@@ -125,6 +126,7 @@ def test_it_is_refused(wrong: Wrong, command: str, folder: Path, capsys: pytest.
     assert shown.out == ""
     for words in wrong.said:
         assert words in shown.err
+    assert said_exactly(f"option {wrong}", shown.err, folder)
     assert len(shown.err.splitlines()) <= 4
     assert "Traceback" not in shown.err
     assert sorted(path for path in folder.rglob("*")) == before

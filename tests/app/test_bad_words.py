@@ -2,7 +2,7 @@
 
 The table is ``golden/bad_words.json``: words -> what is printed. ``python tests/app/test_bad_words.py`` makes it anew;
 read the difference before it is committed. With the tables of options, models and data (``test_bad_options.py``,
-``test_bad_inputs_end_to_end.py``) there are over 250 bad inputs.
+``test_bad_inputs_end_to_end.py``; their sentences are in ``golden/bad_inputs.json``) there are over 250 bad inputs.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bad_inputs import make_folder
+from bad_inputs import SENTENCES, make_folder
 from burnish import cli
 from small_run import make_model
 
@@ -60,10 +60,14 @@ def test_wrong_words_are_answered_by_their_sentence(words: str) -> None:
 
 
 def test_there_are_two_hundred_and_fifty_bad_inputs() -> None:
+    """Each with its exact sentence, and of each the status and that nothing is written: in this file, and in
+    ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``."""
     from test_bad_inputs_end_to_end import REFUSED as INPUTS
     from test_bad_options import REFUSED
 
-    assert len(SAID) + len(INPUTS) + len(REFUSED) >= 250
+    others = json.loads(SENTENCES.read_text(encoding="utf-8"))
+    assert others.keys() == {f"input {case}" for case in INPUTS} | {f"option {wrong}" for wrong in REFUSED}
+    assert len(SAID) + len(others) >= 250
 
 
 if __name__ == "__main__":
