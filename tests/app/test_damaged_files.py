@@ -1,8 +1,11 @@
 """Every file that a run reads, damaged in every usual way: the run ends well or says what is wrong with which file."""
 
+import faulthandler
 import json
+import os
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from bad_inputs import make_folder, told
 from burnish import cli
 from burnish.cli import main
+from burnish.core.files import remove
 from small_run import as_words, make_user
 
 DAMAGE: dict[str, bytes | None] = {
@@ -172,3 +176,33 @@ def test_an_adapter_of_nan_is_refused_before_it_trains(tmp_path, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert f"{tmp_path / 'out'}: 1 of the adapter's weights hold NaN or infinity: " in said
     assert not list((tmp_path / "two").glob("*.safetensors"))
+
+
+IN_THE_WAY: dict[str, Any] = {
+    "a link to itself": lambda path: os.symlink(path.name, path), "a folder": Path.mkdir, "a pipe": os.mkfifo,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", IN_THE_WAY)
+@pytest.mark.parametrize("name", ["out/trainer_state.json", "out/model.safetensors", "out/tokenizer.json", "out/.lock",
+                                  "rows", "out/checkpoint-4/optimizer.safetensors"])  # fmt: skip
+def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
+    name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = next((here / "cache" / "rows").glob("*/labels.values")) if name == "rows" else here / name
+    found.unlink(missing_ok=True)
+    IN_THE_WAY[kind](found)
+    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+    try:
+        status = cli.main(["train", "run.yaml", "max_steps=6", "plot_loss=false"])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    _, err = told(capsys)
+    assert "It came up in" not in err
+    if status:
+        is_odd = "in the place of a file: " in err and "To write it would wait for ever." in err
+        assert is_odd or ("cannot be written or read: " in err and "move it away, then run the same command" in err)
+        remove(found)
+        assert cli.main(["train", "run.yaml", "max_steps=6", "plot_loss=false"]) == 0
+    else:
+        assert "error: " not in err

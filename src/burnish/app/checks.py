@@ -20,7 +20,7 @@ from burnish.app.failure import TRACEBACK_NAME
 from burnish.app.options import RunOptions
 from burnish.core.best import metric_name, missing_metric
 from burnish.core.errors import Problem, UserError
-from burnish.core.files import broken_link
+from burnish.core.files import broken_link, is_endless, odd_kind
 from burnish.core.meter import RATES
 from burnish.core.schedule import StepPlan
 from burnish.core.state import STATE_NAME
@@ -90,6 +90,11 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
                 f'output_dir "{folder}" is the model that the run begins with, and would be written over.',
                 remedy="Name another output_dir.",
             )
+        ]
+    if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
+        what = f'output_dir "{folder}" holds {odd_kind(odd[0])} in the place of a file: {odd[0].name}.'
+        return [
+            Problem(what, why="To write it would wait for ever.", remedy="Move it away, or name another output_dir.")
         ]
     parent = _nearest_existing(folder)
     if not parent.is_dir():

@@ -136,7 +136,16 @@ def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
     )
 
 
+def _in_the_way(error: BaseException, output_dir: str | None) -> Problem:
+    return Problem(
+        f"{_place(error, output_dir)} cannot be written or read: {_reason(error)}.",
+        why=what_is_safe(output_dir),
+        remedy="Another thing lies in the place of a file: move it away, then run the same command to go on.",
+    )
+
+
 _DISK = {
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO), _in_the_way),
     errno.ENOSPC: _disk_full,
     errno.EDQUOT: _disk_full,
     errno.EFBIG: _file_too_large,

@@ -30,7 +30,8 @@ def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str,
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for pattern in _MODEL for path in sorted(folder.glob(pattern))}
+    found = (path for pattern in _MODEL for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {path.name: path.stat().st_size for path in found}
 
 
 def read_finished(folder: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.events import EVENTS
-from burnish.core.files import remove
+from burnish.core.files import open_lock, remove
 from burnish.core.manifest import faults, flush_folders, write_manifest
 from burnish.core.options import option
 from burnish.core.parts import Part
@@ -349,7 +349,7 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
+    with open_lock(folder / _LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: the run that held it took it away just now

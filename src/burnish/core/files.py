@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import TextIO
 
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
@@ -28,6 +29,18 @@ def odd_kind(path: Path) -> str:
     except (OSError, ValueError):
         return ""
     return "" if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+
+
+def is_endless(path: Path) -> bool:
+    """Tell whether to read or write ``path`` may wait for ever, or never end: a pipe, a socket, a device."""
+    return bool(odd_kind(path)) and not path.is_dir()
+
+
+def open_lock(path: Path) -> TextIO:
+    """Open a file to be locked. A link or a pipe in its place gives way: it would lead elsewhere, or wait for ever."""
+    if is_endless(path) or (path.is_symlink() and not path.is_dir()):
+        path.unlink()
+    return path.open("w", encoding="ascii")
 
 
 def broken_link(path: Path) -> Path | None:

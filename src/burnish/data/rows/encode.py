@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import burnish
 from burnish.core.bounds import LONG_RECORD
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import open_lock
 from burnish.core.types import Example, FlatRow, Row
 from burnish.core.work import work
 from burnish.data.length import num_characters, refuse_endless
@@ -190,7 +191,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
 def alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
     """Lock the place of a folder; other processes wait. The lock ends with the process, however that ends."""
     begin_place(folder.parent, remedy)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+    with open_lock(folder.parent / f".{folder.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

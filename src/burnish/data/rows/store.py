@@ -122,7 +122,7 @@ def read_manifest(folder: Path, contents: bool = False) -> dict[str, Any]:
         raise UserError(Problem("another version of burnish wrote the encoded rows.", str(folder), remedy=_REMEDY))
     if manifest.get("sha256") != _own_sha256(manifest):
         raise UserError(_changed(folder, MANIFEST))
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     for name, (size, checksum) in manifest["files"].items():
         if sizes.get(name) != size:
             what = f'"{name}" of the encoded rows is not whole: expected {size} bytes. Received: {sizes.get(name, 0)}.'
