@@ -32,7 +32,6 @@ from burnish.app.plan import aliases, plan
 from burnish.app.prepare import prepare
 from burnish.core.collection import collect_from_here
 from burnish.core.loop import evaluate_all, train
-from burnish.data.rows.ahead import going_ahead
 from burnish.engine.create import create_engine
 from burnish.models.attention import NAME as OWN_ATTENTION
 from burnish.ops.probe import causal_lm, find_head
@@ -101,7 +100,7 @@ def run(material: Path, output: str, words: list[str]) -> None:
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge, watch = prepare(planned), Gauge(rows_counted(planned.options.stage)), Stopwatch()
-    with going_ahead(prepared.rows):
+    with prepared.rows.going_ahead():
         made = build_run(planned, prepared, create_engine(planned.options), None)
         listen(gauge, made)
         made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))

@@ -18,12 +18,12 @@ from burnish.data.batches.batching import (
     lengths_of,
     pack,
     pack_best_fit,
-    packed,
     packs_rows,
     sequences_of,
     splits_rows,
 )
 from burnish.data.options import DataOptions
+from burnish.data.rows.row_set import ListedRows, packed
 
 Options = union("Options", BatchingOptions, DataOptions)
 
@@ -188,7 +188,7 @@ def test_evaluation_packs_as_training_does_unless_told_otherwise():
 
 
 def test_pretraining_cuts_one_long_text_and_fine_tuning_keeps_rows_whole():
-    rows = [row(0, 5), row(10, 4)]
+    rows = ListedRows([row(0, 5), row(10, 4)])
     assert [lengths_of(p) for p in packed(rows, Options(), "pt", 6)] == [[5, 1], [3]]
     assert [lengths_of(p) for p in packed(rows, Options(packing=True), "sft", 6)] == [[5], [4]]
     assert packed(rows, Options(), "sft", 6) is rows

@@ -19,13 +19,14 @@ from burnish.app import prepare
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.core.types import IGNORE_INDEX
-from burnish.data.batches.stream import RowStream, StepPartition
+from burnish.data.batches.stream import LateReader, RowStream, StepPartition
 from burnish.data.reading import record_index
 from burnish.data.reading.files import read_records
 from burnish.data.reading.record_index import RecordIndex
 from burnish.data.reading.tables import TABLES
 from burnish.data.rows.ahead import AheadRows
 from burnish.data.rows.encode import place_ahead
+from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from data_sets import data_options, load, qa, write
@@ -152,18 +153,18 @@ def test_sets_that_stay_in_their_files_have_the_examples_of_those_that_are_loade
     named = {"dataset": ["a", "b"], "dataset_dir": info, **given}
     stays, loaded = lazily(**named), load(seed=7, **named)
     assert list(stays.train) == list(loaded.train)
-    assert stays.eval == loaded.eval
+    assert {name: list(some) for name, some in stays.eval.items()} == {n: list(some) for n, some in loaded.eval.items()}
     assert stays.notes == loaded.notes
 
 
 def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
     path = write(tmp_path / "a.jsonl", [qa(number, 5 if number == 30 else "yes") for number in range(40)])
     train = lazily(dataset=str(path)).train
-    assert len(train.take(range(30), Tally())) == 30
+    assert len(train.make(range(30), Tally())) == 30
     with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be text'):
-        train.take([30], Tally())
+        train.make([30], Tally())
     tally = Tally()
-    assert lazily(dataset=str(path), on_bad_record="drop").train.take([29, 30], tally)[1] is None
+    assert lazily(dataset=str(path), on_bad_record="drop").train.make([29, 30], tally)[1] is None
     assert tally.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 rows ({path}: 31)"]
 
 
@@ -194,13 +195,13 @@ def wait_for(rows, count):
 
 def test_rows_are_the_same_whether_they_are_encoded_before_or_where_they_are_wanted(tmp_path):
     alone, _ = number_rows(100, tmp_path / "alone")
-    expected = alone.take(range(100))
+    expected = alone.some(range(100))
     rows, asked = number_rows(100, tmp_path / "rows")
     order = list(reversed(range(100)))
     with rows.going_ahead():
         rows.follow(order)
         wait_for(rows, 100)
-        assert rows.take(order) == [expected[number] for number in order]
+        assert rows.some(order) == [expected[number] for number in order]
     assert asked == [], "the loop encoded what another process had"
     again, asked = number_rows(100, tmp_path / "rows")
     assert list(again) == expected
@@ -211,7 +212,7 @@ def test_what_a_stopped_run_encoded_is_not_encoded_again(tmp_path):
     rows, _ = number_rows(60, tmp_path)
     rows._write_segment(list(range(20, 40)), lambda: True)
     again, asked = number_rows(60, tmp_path)
-    assert [row and row["labels"] for row in again.take([19, 20, 21, 41])] == [[19], None, [21], [41]]
+    assert [row and row["labels"] for row in again.some([19, 20, 21, 41])] == [[19], None, [21], [41]]
     assert asked == [19, 41]
 
 
@@ -222,10 +223,10 @@ def test_overwriting_the_cache_removes_what_earlier_runs_encoded_and_not_what_ot
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("WORLD_SIZE", processes)
     options = data_options(overwrite_cache=True)
-    segment = place_ahead([], {"a": 1}, options) / "segment-000000"
+    segment = place_ahead(ListedExamples(), {"a": 1}, options) / "segment-000000"
     segment.mkdir(parents=True)
     os.utime(segment, (time.time() - age_s,) * 2)
-    assert len(list(place_ahead([], {"a": 1}, options).glob("segment-*"))) == left
+    assert len(list(place_ahead(ListedExamples(), {"a": 1}, options).glob("segment-*"))) == left
 
 
 def test_an_example_that_cannot_be_encoded_is_left_to_the_loop(tmp_path):
@@ -233,14 +234,14 @@ def test_an_example_that_cannot_be_encoded_is_left_to_the_loop(tmp_path):
     with rows.going_ahead():
         rows.follow(range(40))
         wait_for(rows, 32)  # without the batch that holds it
-        assert rows.take([16])[0] == {"input_ids": [16, 16], "labels": [16]}
+        assert rows.some([16])[0] == {"input_ids": [16, 16], "labels": [16]}
         with pytest.raises(UserError, match="broken"):
-            rows.take([17])
+            rows.some([17])
 
 
 def test_a_gap_weighs_nothing_and_moves_no_other_row_into_another_step(tmp_path):
     rows, _ = number_rows(12, tmp_path)
-    flat = RowStream(rows, lambda some: batch_of(some), StepPartition(2, 2), seed=0)
+    flat = RowStream(rows, batch_of, StepPartition(2, 2), seed=0, read=LateReader(rows, batch_of))
     flat.options.train_sampling_strategy = "sequential"
     groups = list(flat.groups())
     labels = [[learned(batch) for batch in group.batches] for group in groups]
@@ -250,7 +251,7 @@ def test_a_gap_weighs_nothing_and_moves_no_other_row_into_another_step(tmp_path)
 
 def test_a_micro_batch_of_gaps_is_blank(tmp_path):
     rows, _ = number_rows(6, tmp_path)
-    stream = RowStream(rows, lambda some: batch_of(some), StepPartition(1, 1), seed=0)
+    stream = RowStream(rows, batch_of, StepPartition(1, 1), seed=0, read=LateReader(rows, batch_of))
     stream.options.train_sampling_strategy = "sequential"
     assert [learned(group.batches[0]) for group in stream.groups()] == [[], [1], [2], [3], [4], []]
 

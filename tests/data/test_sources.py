@@ -9,8 +9,8 @@ import numpy
 import pytest
 
 from burnish.core.errors import MissingExtraError, UserError
+from burnish.data.sets.examples import content_hash
 from burnish.data.sets.mixing import merged, sampled, split
-from burnish.data.sets.sources import content_hash
 from burnish.data.tally import Tally
 from data_sets import chat, load, qa, refusal, said, talk, write
 

@@ -8,7 +8,7 @@ from script_runs import losses as script_losses
 from script_runs import make
 
 from burnish.app import reference_cache
-from burnish.objectives.reference_numbers import RowsWithReference
+from burnish.data.rows.reference_numbers import RowsWithReference
 from pair_runs import losses, make_workplace, pairs
 from small_run import make_model
 

@@ -30,7 +30,7 @@ from burnish.app.finish import finish
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
-from burnish.app.prepare import Prepared, item_lengths, prepare
+from burnish.app.prepare import Prepared, prepare
 from burnish.app.references import ask_beforehand, reference_of, with_others_of_the_step, with_place_for_numbers
 from burnish.app.resources import counts_of, formats_in, formats_in_words, loaded_dtype
 from burnish.app.resume import accumulation_for, resume, start_of
@@ -48,9 +48,8 @@ from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Engine
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
+from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
 from burnish.data.origins import in_words
-from burnish.data.rows.ahead import going_ahead
 from burnish.engine.base import set_seed
 from burnish.engine.create import create_engine
 from burnish.engine.options import local_rank
@@ -98,7 +97,7 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
-    with going_ahead(prepared.rows):
+    with prepared.rows.going_ahead():
         return run_prepared(plan, prepared)
 
 
@@ -252,10 +251,12 @@ def row_stream(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
+    collate = prepared.objective.collate
     return RowStream(
-        prepared.rows, prepared.objective.collate, cut,
-        seed=options.seed if options.data_seed is None else options.data_seed, options=options,
-        lengths=item_lengths(prepared.sample) if prepared.sample is prepared.rows else None,
+        prepared.rows, collate, cut, read=LateReader(prepared.rows, collate) if prepared.rows.is_late else None,
+        keys=prepared.rows.keys_of_step, options=options,
+        seed=options.seed if options.data_seed is None else options.data_seed,
+        lengths=None if prepared.rows.is_late else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
 
@@ -264,7 +265,7 @@ def eval_sets(prepared: Prepared, options: RunOptions, engine: Engine, budget: B
     return {
         name: EvalBatches(
             rows, prepared.objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank,
-            budget, item_lengths(rows),
+            budget, rows.lengths,
         )
         for name, rows in prepared.eval_rows.items()
     }  # fmt: skip

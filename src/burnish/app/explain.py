@@ -22,7 +22,7 @@ from burnish.app.listing import shown
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.predict import ANSWERS_NAME
-from burnish.app.prepare import Prepared, item_lengths, prepare
+from burnish.app.prepare import Prepared, prepare
 from burnish.app.resources import (
     available_memory,
     disk_of,
@@ -40,6 +40,7 @@ from burnish.core.secrets import BLOTTED
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
+from burnish.data.rows.row_set import ListedRows, RowSet
 from burnish.engine.options import device_of
 from burnish.models.load import meta_model
 from burnish.report.pace import counted
@@ -90,7 +91,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     eval_kind = _kind(options, is_eval=True)
     lines += [Line("evaluation", f"{_size_of(found, eval_kind)} {name}") for name, found in prepared.eval_rows.items()]
     if len(rows):
-        lengths = item_lengths(rows)
+        lengths = rows.lengths
         mean = sum(lengths) / len(lengths)
         is_all = rows is not prepared.sample or rows is prepared.rows
         known = f"{sum(lengths):,}; " if is_all else ""
@@ -110,9 +111,9 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     return Section("Data", lines)
 
 
-def _looked_at(plan: Plan, prepared: Prepared) -> Sequence[Row]:
+def _looked_at(plan: Plan, prepared: Prepared) -> RowSet[Row]:
     """The rows of the run; for one that does not train, those of the first evaluation set."""
-    return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ())
+    return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ListedRows(()))
 
 
 def _kind(options: RunOptions, is_eval: bool = False) -> str:
@@ -242,7 +243,7 @@ def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
     seed = plan.options.seed if plan.options.data_seed is None else plan.options.data_seed
     order = order_of(len(rows), seed, 0)[: LOOKED_AT * per_step]
     parts = [order[start : start + per_step] for start in range(0, len(order), per_step)]
-    return share_of_waiting(parts, item_lengths(prepared.sample), plan.world_size)
+    return share_of_waiting(parts, prepared.sample.lengths, plan.world_size)
 
 
 def _total(plan: Plan, prepared: Prepared) -> Line:

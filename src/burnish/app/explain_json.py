@@ -23,7 +23,7 @@ from burnish.app.explain import LOOKED_AT, sections
 from burnish.app.form import form
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan, aliases, placing, plan
-from burnish.app.prepare import Prepared, item_lengths, prepare
+from burnish.app.prepare import Prepared, prepare
 from burnish.app.resources import (
     available_memory,
     disk_of,
@@ -36,6 +36,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given, specs
 from burnish.core.schedule import FOLLOWS_METRIC, lr_factor
 from burnish.core.types import IGNORE_INDEX, Row
+from burnish.data.rows.row_set import ListedRows
 from burnish.report.journal import given_yaml
 
 _POINTS = 64
@@ -129,10 +130,10 @@ def _resources(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
 
 def rows_of(prepared: Prepared, num_rows: int, seed: int) -> list[dict[str, Any]]:
     """The longest row, the shortest, and some at random, each piece with its ids and whether it is trained."""
-    rows = prepared.sample if len(prepared.sample) else next(iter(prepared.eval_rows.values()), [])
+    rows = prepared.sample if len(prepared.sample) else next(iter(prepared.eval_rows.values()), ListedRows([]))
     if not len(rows):
         return []
-    lengths = list(item_lengths(rows))
+    lengths = list(rows.lengths)
     ends = {"longest": lengths.index(max(lengths)), "shortest": lengths.index(min(lengths))}
     drawn = random.Random(seed).sample(range(len(rows)), min(num_rows, len(rows)))  # noqa: S311  (a choice to look at)
     named = [(f"{place + 1}", place) for place in drawn]

@@ -24,7 +24,6 @@ from burnish.core.checkpoint import output_folder
 from burnish.core.loop import TrainOutput, evaluate_all, save, set_training_mode
 from burnish.core.patching import summary
 from burnish.core.run import Run
-from burnish.data.rows.ahead import AheadRows
 from burnish.models.save import save_model
 from burnish.objectives.reward import RewardObjective
 from burnish.report.card import CardFacts, write_card
@@ -120,7 +119,7 @@ def last_evaluation(run: Run, options: RunOptions) -> dict[str, float]:
 
 def count_late(prepared: Prepared) -> None:
     """Report the tally of rows that were encoded while the loop ran."""
-    if isinstance(prepared.rows, AheadRows):
+    if prepared.rows.is_late:
         prepared.tally.merge(prepared.rows.counted())
         for sentence in prepared.tally.sentences():
             warn(sentence)

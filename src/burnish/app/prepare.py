@@ -23,13 +23,13 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.core.types import Example, FlatRow, Row
-from burnish.data.batches.batching import lengths_of, packed, splits_rows
+from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.origins import Origins
 from burnish.data.rows.ahead import AheadRows, ahead_notes, encode_ahead
 from burnish.data.rows.encode import prepare as prepare_rows
-from burnish.data.rows.store import Rows
-from burnish.data.sets.examples import LazyExamples
+from burnish.data.rows.row_set import ListedRows, RowSet, packed
+from burnish.data.sets.examples import Examples
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
 from burnish.data.templates.choose import fit_tokenizer, load_template
@@ -53,9 +53,9 @@ class Prepared:
     template: Template
     config: Any
     objective: Any
-    rows: Sequence[Row | None]  # None where an example gives no row, which is found while the loop runs
-    sample: Sequence[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
-    eval_rows: Mapping[str, Sequence[Row]]
+    rows: RowSet[Row | None]  # None where an example gives no row, which is found while the loop runs
+    sample: RowSet[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
+    eval_rows: Mapping[str, RowSet[Row]]
     steps: StepPlan
     where: Origins
     sizes: Sizes
@@ -83,10 +83,10 @@ def prepare(plan: Plan) -> Prepared:
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
-    if isinstance(sets.train, LazyExamples):
-        rows: Sequence[Row | None] = encode_while_training(sets.train, objective, config, options)
+    if sets.train.stays:
+        rows: RowSet[Any] = encode_while_training(sets.train, objective, config, options)
         where = Origins(sets.train, rows, None)
-        sample: Sequence[Row] = sample_of(rows)
+        sample: RowSet[Row] = sample_of(rows)
         notes += ahead_notes(options)
     else:
         plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
@@ -100,10 +100,9 @@ def prepare(plan: Plan) -> Prepared:
         for name, some in sets.eval.items()
     }
     if not len(sample) and trains(options):
-        if isinstance(rows, AheadRows):
-            tally.merge(rows.counted())
+        tally.merge(rows.counted())
         raise UserError(nothing_to_learn(tally, options))
-    longest = max((length for some in (sample, *eval_rows.values()) for length in row_lengths(some)), default=0)
+    longest = max((length for some in (sample, *eval_rows.values()) for length in some.sequence_lengths), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     look_at = getattr(objective, "look_at", None)  # an objective of a plugin need not know of it
     notes += look_at(sample, steps.rows_per_step) if look_at is not None and trains(options) else []
@@ -111,7 +110,7 @@ def prepare(plan: Plan) -> Prepared:
     formats = formats_of(options, config, sizes, shapes)
     problems = check_context(config, longest) + check_curve(options, steps.max_steps)
     problems += check_deciding_metric(options, getattr(objective, "metrics", None), eval_rows)
-    largest = max((length for some in (sample, *eval_rows.values()) for length in item_lengths(some)), default=0)
+    largest = max((length for some in (sample, *eval_rows.values()) for length in some.lengths), default=0)
     problems += check_budget(options.max_tokens_per_batch, largest)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
@@ -142,7 +141,7 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
 def encode(
     examples: Sequence[Example], objective: Any, tally: Tally, options: RunOptions, eval_name: str | None = None,
     data: str | None = None,
-) -> Sequence[Row]:  # fmt: skip
+) -> RowSet[Row]:  # fmt: skip
     """Encode a set.
 
     Args:
@@ -162,13 +161,7 @@ def encode(
     )
 
 
-def item_lengths(rows: Sequence[Row]) -> Sequence[int]:
-    """Tokens of each row, or of each pack."""
-    lengths = getattr(rows, "lengths", None)
-    return lengths if lengths is not None else [sum(lengths_of(row)) for row in rows]
-
-
-def encode_while_training(examples: LazyExamples, objective: Any, config: Any, options: RunOptions) -> AheadRows:
+def encode_while_training(examples: Examples, objective: Any, config: Any, options: RunOptions) -> AheadRows:
     """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when the
     loop uses it."""
 
@@ -181,17 +174,10 @@ def encode_while_training(examples: LazyExamples, objective: Any, config: Any, o
     )  # fmt: skip
 
 
-def sample_of(rows: Sequence[Row | None]) -> list[Row]:
+def sample_of(rows: RowSet[Any]) -> ListedRows:
     """Some rows, spread over a set, for everything that must be known before the first step."""
     some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // LOOKED_AT)))
-    return [row for row in some if row is not None]
-
-
-def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
-    """Tokens of each sequence; for a pack, of each row in it."""
-    if isinstance(rows, Rows):
-        return [length for of_column in rows.sequence_lengths.values() for length in of_column]
-    return [length for row in rows for length in lengths_of(row)]
+    return ListedRows([row for row in some if row is not None])
 
 
 def nothing_to_learn(tally: Tally, options: RunOptions) -> Problem:

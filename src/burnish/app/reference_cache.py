@@ -24,9 +24,9 @@ from burnish.core.errors import UserError
 from burnish.core.patching import summary
 from burnish.core.types import Batch, Engine
 from burnish.data.rows.encode import alone, begin_place, cache_home, is_whole, replacing
+from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.objectives.reference import AdapterOff
-from burnish.objectives.reference_numbers import RowsWithReference
 from burnish.ops.probe import causal_lm
 
 
@@ -42,7 +42,7 @@ def fill(
     folder = cache_home() / "reference" / key_of(rows, objective, module, engine, size)
     is_there = (folder / "rows.json").is_file() and is_whole(folder)
     if not anew and all(engine.gather_objects(is_there)):
-        rows.take(list(open_rows(folder)))
+        rows.restore(list(open_rows(folder)))
         return [f"The reference's numbers of {len(rows):,} rows are those that an earlier run kept: {folder}."]
     rows.fill(objective, module, engine, size)
     return [] if engine.rank else _keep(rows, folder)

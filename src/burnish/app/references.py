@@ -30,16 +30,16 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.patching import allows
 from burnish.core.run import Run
 from burnish.core.types import Engine
+from burnish.data.rows.others_of_step import RowsWithOthers
+from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.models.attention import PADDING_FREE, make_padding_free
 from burnish.models.attention_choice import asked_attention
 from burnish.models.fused import patch_forwards
 from burnish.models.load import load_model
 from burnish.models.source import adapter_folders
-from burnish.objectives.kl_rows import RowsWithOthers
 from burnish.objectives.kto import KtoObjective
 from burnish.objectives.pairs import AnswersObjective
 from burnish.objectives.reference import AdapterOff, AsItIs, Following, Reference, SecondModel, StartOfRun
-from burnish.objectives.reference_numbers import RowsWithReference
 from burnish.ops.probe import causal_lm, shares_prefixes
 
 

@@ -6,13 +6,12 @@ of a step (rows or packs, by their index) to the places of their records.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from burnish.core.types import Example, Row
-from burnish.data.sets.examples import LazyExamples
-from burnish.data.tally import Tally
+from burnish.core.types import Row
+from burnish.data.rows.row_set import RowSet
+from burnish.data.sets.examples import Examples
 
 
 class Origins:
@@ -23,29 +22,14 @@ class Origins:
         pack: rows -> packs; None where rows are not packed.
     """
 
-    def __init__(
-        self, examples: Sequence[Example], rows: Sequence[Row | None], pack: Callable[[Any], Sequence[Row]] | None
-    ) -> None:
-        self.lazy = examples if isinstance(examples, LazyExamples) else None
-        known = [] if self.lazy is not None else examples
-        self.sources = list(dict.fromkeys(example.source for example in known))
-        index_of = {source: index for index, source in enumerate(self.sources)}
-        self.which = array("i", (index_of[example.source] for example in known))
-        self.numbers = array("q", (example.number for example in known))
+    def __init__(self, examples: Examples, rows: RowSet[Any], pack: Callable[[Any], Sequence[Row]] | None) -> None:
+        self.place = examples.places()
         self.rows, self.pack = rows, pack
 
     def __call__(self, items: Sequence[int]) -> list[str]:
         """The places of the records in ``items``, each once."""
         rows = items if self.pack is None else [row for item in items for row in self._rows_of(item)]
-        origins = getattr(self.rows, "origins", None)
-        examples = (index if origins is None else origins[index] for index in rows)
-        return list(dict.fromkeys(map(self._place, examples)))
-
-    def _place(self, example: int) -> str:
-        if self.lazy is not None:
-            (found,) = self.lazy.take([example], Tally())
-            return f"example {example + 1}" if found is None else found.place
-        return f"{self.sources[self.which[example]]}, record {self.numbers[example]}"
+        return list(dict.fromkeys(self.place(self.rows.origin(row)) for row in rows))
 
     def _rows_of(self, item: int) -> list[int]:
         """The rows of a pack: rows of the same lengths whose tokens are their own indices are packed again."""

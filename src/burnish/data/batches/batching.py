@@ -270,15 +270,6 @@ def _column(row: Row, name: str) -> Sequence[float]:
 # --- rows -> packs ----------------------------------------------------------------------------------------------------
 
 
-def packed(
-    rows: Sequence[Row], options: PackingChoices, stage: str, capacity: int, is_eval: bool = False
-) -> Sequence[Row]:
-    """Pack ``rows`` into packs of ``capacity`` tokens if the options ask for it; else return them as they are."""
-    if not packs_rows(options, stage, is_eval):
-        return rows
-    return pack(rows, capacity, strategy_of(options, stage), options.drop_incomplete_block)
-
-
 def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incomplete: bool = False) -> list[Row]:
     """Pack rows into packs of at most ``capacity`` tokens; each pack holds the lengths of its rows.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -191,18 +191,22 @@ class RowStream:
         seed: the seed of the order.
         buffer_size: see ``order_of``.
         lengths: tokens of each item, for "group_by_length" and for a budget.
+        read: the batches of an epoch; where nothing is given, ``Reader``.
+        keys: what stands for each item of a step in ``read``, if a row depends on the others of its step.
     """
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: StepPartition, *, seed: int,
         options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
+        read: Reads | None = None, keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
         self.buffer_size = buffer_size
-        self.collate = collate
         self.cut = cut
         self.seed = seed
         self.options = options or StreamOptions()
+        self.keys = keys
+        self.read = read or Reader(items, collate, self.options)
         self.lengths = lengths
         self.epoch = 0
         self.position = 0  # items of this epoch that have been used
@@ -217,14 +221,13 @@ class RowStream:
         """Yield the groups from the cursor to the end of the epoch."""
         epoch, size = self.epoch, len(self)
         order = self.order(epoch)[:size]
-        if isinstance(self.items, GoesAhead):
-            self.items.follow(order[self.position :] + order[: self.position])
         starts = range(self.position, size, self.cut.rows_per_step)
 
         def dealt() -> Iterator[list[Sequence[Any]]]:  # lazily: a long epoch has too many steps for a list
             return (self._dealt(order[start : start + self.cut.rows_per_step]) for start in starts)
 
-        batches = self._batches(part or order[:1] for group in dealt() for part in group)
+        parts = (part or order[:1] for group in dealt() for part in group)
+        batches = self.read(order[self.position :] + order[: self.position], parts)
         for start, group in zip(starts, dealt(), strict=True):
             end = min(start + self.cut.rows_per_step, size)
             items = self._kept(order[start:end])
@@ -245,10 +248,10 @@ class RowStream:
         """This rank's micro-batches of a step: items, or what stands for them where a row depends on its step."""
         chosen = self._kept(step)
         parts: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths)
-        if isinstance(self.items, DependsOnStep):
-            keys = self.items.of_step(chosen)
-            parts = [[keys[item] for item in part] for part in parts]
-        return parts
+        if self.keys is None:
+            return parts
+        keys = self.keys(chosen)
+        return [[keys[item] for item in part] for part in parts]
 
     def _kept(self, chosen: list[int]) -> list[int]:
         return [item for item in chosen if item not in self.left_out] if self.left_out else chosen
@@ -286,14 +289,22 @@ class RowStream:
         across = self.cut.batch_size * self.cut.world_size
         return -(-end // across) / -(-size // across)
 
-    def _collated(self, part: Sequence[int]) -> Batch:
-        if not isinstance(self.items, GoesAhead):
-            return self.collate([self.items[index] for index in part])
-        return collate_present(self.items.take(part), self.collate)
 
-    def _batches(self, parts: Iterator[Sequence[int]]) -> Iterator[Batch]:
-        if self.options.dataloader_num_workers == 0 or isinstance(self.items, GoesAhead):
-            return (self._collated(part) for part in parts)
+Reads: TypeAlias = "Callable[[Sequence[int], Iterator[Sequence[int]]], Iterator[Batch]]"
+"""The items of an epoch in the order of their use, and its micro-batches -> a batch for each of these."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Batches of items that are there, collated here or by worker processes."""
+
+    items: Sequence[Any]
+    collate: Callable[[Sequence[Any]], Batch]
+    options: StreamOptions
+
+    def __call__(self, order: Sequence[int], parts: Iterator[Sequence[int]]) -> Iterator[Batch]:
+        if self.options.dataloader_num_workers == 0:
+            return (self.collate([self.items[index] for index in part]) for part in parts)
         from torch.utils.data import DataLoader
 
         return iter(
@@ -309,23 +320,23 @@ class RowStream:
         )
 
 
-@runtime_checkable
-class GoesAhead(Protocol):
-    """Rows that are encoded while the loop runs; None for an example that gives no row."""
+@dataclass(frozen=True)
+class LateReader:
+    """Batches of rows that are made while the loop runs, some of which may turn out to be None."""
 
-    def take(self, items: Sequence[int], /) -> list[Row | None]: ...
-    def follow(self, order: Sequence[int], /) -> None:
-        """Announce the order in which the rows will be used."""
-        ...
+    rows: LateRows
+    collate: Callable[[Sequence[Any]], Batch]
+
+    def __call__(self, order: Sequence[int], parts: Iterator[Sequence[int]]) -> Iterator[Batch]:
+        self.rows.follow(order)
+        return (collate_present(self.rows.some(part), self.collate) for part in parts)
 
 
-@runtime_checkable
-class DependsOnStep(Protocol):
-    """Rows that depend on the others of their step; ``take`` is handed the keys in place of items."""
+class LateRows(Protocol):
+    """Rows that hear the order in which they will be used."""
 
-    def of_step(self, chosen: Sequence[int], /) -> Mapping[int, Any]:
-        """The key of each item of a step."""
-        ...
+    def some(self, indices: Sequence[int], /) -> list[Any]: ...
+    def follow(self, order: Sequence[int], /) -> None: ...
 
 
 _SEQUENCE: tuple[list[int], list[int]] = ([0, 0], [IGNORE_INDEX, 0])

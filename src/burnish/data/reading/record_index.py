@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from burnish.core.errors import UserError
+from burnish.core.sequences import OnDemand
 from burnish.data.reading.json_files import (
     BOM,
     Values,
@@ -43,7 +44,7 @@ _BLOCK = 1 << 22
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class SpanIndex(Sequence[Values]):
+class SpanIndex(OnDemand[Values]):
     """The records of one file, each a range of its bytes. The file stays open, so the records stay the same if it is
     renamed or replaced meanwhile."""
 
@@ -65,16 +66,7 @@ class SpanIndex(Sequence[Values]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> Values: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Values]: ...
-    def __getitem__(self, index: int | slice) -> Values | list[Values]:
-        if isinstance(index, slice):
-            return [self._read(at) for at in range(*index.indices(len(self)))]
-        return self._read(range(len(self))[index])
-
-    def _read(self, index: int) -> Values:
+    def made(self, index: int) -> Values:
         begin, end = int(self._starts[index]), int(self._ends[index])
         # pread does not move the file position, which forked processes share.
         return self.record(index, os.pread(self._file.fileno(), end - begin, begin))

@@ -22,20 +22,21 @@ import signal
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import takewhile
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias
 
 from burnish.core.errors import UserError
 from burnish.core.types import FlatRow, Row, as_lists
 from burnish.data.length import refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.encode import Encode, begin_place, is_whole, place_ahead, replacing, without_tokenizer_threads
+from burnish.data.rows.row_set import RowSet
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
-from burnish.data.sets.examples import LazyExamples
+from burnish.data.sets.examples import Examples
 from burnish.data.tally import Tally
 
 EncodeSome: TypeAlias = "Callable[[Sequence[int]], tuple[Sequence[Row | FlatRow | None], Tally]]"
@@ -47,7 +48,7 @@ _NO_ROW: Row = {}
 
 
 def encode_ahead(
-    examples: LazyExamples, encode: Encode, *, fingerprint: Mapping[str, Any], options: DataOptions,
+    examples: Examples, encode: Encode, *, fingerprint: Mapping[str, Any], options: DataOptions,
     check: Callable[[Row | FlatRow], None] = lambda row: None,
 ) -> AheadRows:  # fmt: skip
     """The rows of ``examples``, encoded when they are used or before.
@@ -60,7 +61,7 @@ def encode_ahead(
 
     def encode_some(numbers: Sequence[int]) -> tuple[Sequence[Row | FlatRow | None], Tally]:
         tally = Tally()
-        found = examples.take(numbers, tally)
+        found = examples.make(numbers, tally)
         there = [example for example in found if example is not None]
         refuse_endless(there)
         rows = iter(encode(there, tally))
@@ -89,12 +90,7 @@ def ahead_notes(options: AheadChoices) -> list[str]:
     return [f'"dataloader_num_workers" has no effect: {how}, the loop takes the rows as they come and collates them.']
 
 
-def going_ahead(rows: Any) -> AbstractContextManager[None]:
-    """Run a process that encodes ahead of the loop inside the ``with`` block, if ``rows`` are encoded while it runs."""
-    return rows.going_ahead() if isinstance(rows, AheadRows) else nullcontext()
-
-
-class AheadRows(Sequence["Row | None"]):
+class AheadRows(RowSet["Row | None"]):
     """A row per example.
 
     Args:
@@ -103,6 +99,8 @@ class AheadRows(Sequence["Row | None"]):
         folder: holds the segments; None keeps nothing, and encodes rows at the moment of use.
         batch_size: examples encoded together.
     """
+
+    is_late = True
 
     def __init__(self, encode: EncodeSome, num_examples: int, folder: Path | None, batch_size: int) -> None:
         self.encode, self.folder, self.batch_size = encode, folder, batch_size
@@ -121,16 +119,10 @@ class AheadRows(Sequence["Row | None"]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Row | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row | None]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row | None] | None:
-        if isinstance(index, slice):
-            return self.take(range(*index.indices(len(self))))
-        return self.take([range(len(self))[index]])[0]
+    def made(self, index: int) -> Row | None:
+        return self.some([index])[0]
 
-    def take(self, examples: Sequence[int]) -> list[Row | None]:
+    def some(self, examples: Sequence[int]) -> list[Row | None]:
         """The rows of these examples. Raises UserError where one of them cannot be encoded."""
         if any(self._places[example] < 0 for example in examples):
             self._look()

@@ -35,7 +35,7 @@ from burnish.core.work import work
 from burnish.data.length import num_characters, refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
-from burnish.data.sets.examples import content_hash
+from burnish.data.sets.examples import Examples, content_hash
 from burnish.data.tally import Tally
 
 Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | FlatRow | None]]"
@@ -97,10 +97,10 @@ def cache_home() -> Path:
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
 
 
-def place_ahead(examples: Sequence[Example], fingerprint: Mapping[str, Any], options: DataOptions) -> Path:
+def place_ahead(examples: Examples, fingerprint: Mapping[str, Any], options: DataOptions) -> Path:
     """The folder of rows that are encoded while the loop runs; with ``overwrite_cache`` an old one is emptied."""
     key = blake2b(
-        json.dumps(_made_from(content_hash(examples), fingerprint), sort_keys=True).encode(), digest_size=16
+        json.dumps(_made_from(examples.content_hash, fingerprint), sort_keys=True).encode(), digest_size=16
     ).hexdigest()
     folder = cache_home() / "ahead" / key
     if options.overwrite_cache:

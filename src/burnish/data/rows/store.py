@@ -19,11 +19,12 @@ from functools import cached_property
 from itertools import pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, overload
+from typing import Any, BinaryIO, TypeAlias
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.json_files import read_object
 from burnish.core.types import FlatRow, Row
+from burnish.data.rows.row_set import RowSet
 
 MANIFEST = "rows.json"
 LAYOUT = 2
@@ -48,7 +49,7 @@ class Column:
         return self.values[start] if self.is_scalar else self.values[start:end].tolist()
 
 
-class Rows(Sequence[Row]):
+class Rows(RowSet[Row]):
     """Encoded rows. ``rows[i]`` returns plain lists; the lengths are known without reading a token.
 
     Args:
@@ -65,11 +66,15 @@ class Rows(Sequence[Row]):
     @cached_property
     def lengths(self) -> Sequence[int]:
         """Tokens of each row; of one of several sequences, of all of them."""
-        of_sequences = list(self.sequence_lengths.values())
+        of_sequences = list(self._lengths.values())
         return of_sequences[0] if len(of_sequences) == 1 else array("q", map(sum, zip(*of_sequences, strict=True)))
 
     @cached_property
-    def sequence_lengths(self) -> dict[str, Sequence[int]]:
+    def sequence_lengths(self) -> Sequence[int]:
+        return [length for of_column in self._lengths.values() for length in of_column]
+
+    @cached_property
+    def _lengths(self) -> dict[str, Sequence[int]]:
         """Tokens of each row, by the columns that hold token ids: one, or where a row is several sequences, several."""
         names = [name for name in self._columns if name.endswith("input_ids")]
         ends = {name: [0, *self._columns[name].ends.tolist()] for name in names}
@@ -78,16 +83,10 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.origins)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self._row(at) for at in range(*index.indices(len(self)))]
-        return self._row(range(len(self))[index])
+    def origin(self, index: int) -> int:
+        return int(self.origins[index])
 
-    def _row(self, index: int) -> Row:
+    def made(self, index: int) -> Row:
         found = {name: column.of(index) for name, column in self._columns.items()}
         return {name: value for name, value in found.items() if value is not None}  # type: ignore[return-value]
 

@@ -7,14 +7,16 @@ are found then; the error sentences are those of a set that is read as a whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.sequences import OnDemand
 from burnish.core.types import Example
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
@@ -36,8 +38,6 @@ MARKED = "kept: {mark} in it is a word like others, since burnish shows models n
 
 def content_hash(examples: Sequence[Example]) -> str:
     """A hash of the content of the examples, in their order; their file names do not count."""
-    if isinstance(examples, LazyExamples):
-        return examples.content_hash
     hashed = blake2b(digest_size=16)
     for example in examples:
         parts = [example.system, example.tools, example.text, example.prompt, example.completion]
@@ -53,7 +53,79 @@ def content_hash(examples: Sequence[Example]) -> str:
     return hashed.hexdigest()
 
 
-# --- sets that are not held in memory ---------------------------------------------------------------------------------
+# --- examples in memory, and examples made when they are used ---------------------------------------------------------
+
+
+class Examples(OnDemand[Example]):
+    """The examples of a run, or of one set in it."""
+
+    stays = False
+    """True where the records stay in their files, so that faults of a record are found when it is used."""
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Changes with what the examples say, and with their order."""
+        raise NotImplementedError
+
+    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+        """Make these examples, None where a record gives none; dropped records are counted."""
+        raise NotImplementedError
+
+    def chosen(self, indices: Sequence[int]) -> Examples:
+        """The examples at ``indices``, in that order."""
+        raise NotImplementedError
+
+    def answered(self, on_empty_target: str, tally: Tally) -> Examples:
+        """The examples that have something to learn, if that is known before they are used."""
+        return self
+
+    def held(self, tally: Tally) -> ListedExamples:
+        """All examples, in memory, without those that a record does not give."""
+        return ListedExamples([example for example in self.make(range(len(self)), tally) if example is not None])
+
+    def places(self) -> Callable[[int], str]:
+        """Return a function that tells the file and record of an example, and that holds no text of it."""
+        raise NotImplementedError
+
+
+class ListedExamples(Examples):
+    """Examples in memory."""
+
+    def __init__(self, examples: Sequence[Example] = ()) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def made(self, index: int) -> Example:
+        return self.examples[index]
+
+    @cached_property
+    def content_hash(self) -> str:
+        return content_hash(self.examples)
+
+    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+        return [self.examples[index] for index in indices]
+
+    def make_one(self, index: int, tally: Tally, on_bad_record: str, bad: Bad) -> Example:
+        return self.examples[index]
+
+    def chosen(self, indices: Sequence[int]) -> ListedExamples:
+        return ListedExamples([self.examples[index] for index in indices])
+
+    def answered(self, on_empty_target: str, tally: Tally) -> ListedExamples:
+        """The examples that have something to learn. Raises UserError where there are examples, and none has."""
+        kept = [e for e in with_answers(self.examples, on_empty_target, tally) if e is not None]
+        if self.examples and not kept:
+            raise UserError(empty_problem(self.examples, are_all=True))
+        return ListedExamples(kept)
+
+    def places(self) -> Callable[[int], str]:
+        sources = list(dict.fromkeys(example.source for example in self.examples))
+        index_of = {source: index for index, source in enumerate(sources)}
+        which = array("i", (index_of[example.source] for example in self.examples))
+        numbers = array("q", (example.number for example in self.examples))
+        return lambda index: f"{sources[which[index]]}, record {numbers[index]}"
 
 
 class Table(Protocol):
@@ -78,6 +150,7 @@ class IndexedSet:
     files: Sequence[Table]
     chosen: Sequence[int]
     layout: Layout
+    stays: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -91,6 +164,10 @@ class IndexedSet:
             number -= len(file)
         raise IndexError(index)
 
+    def make_one(self, index: int, tally: Tally, on_bad_record: str, bad: Bad) -> Example | None:
+        """Make an example; None, and its fault in ``bad``, where the record breaks its format."""
+        return next(converted([self.located(index)], self.layout, tally, on_bad_record, bad))
+
     @cached_property
     def content_hash(self) -> str:
         """A hash of the files' bytes, of the layout, and of the choice of records."""
@@ -101,10 +178,10 @@ class IndexedSet:
         return hashed.hexdigest()
 
 
-AnySet: TypeAlias = "Sequence[Example] | IndexedSet"
+AnySet: TypeAlias = "ListedExamples | IndexedSet"
 
 
-class LazyExamples(Sequence[Example]):
+class LazyExamples(Examples):
     """Examples of several sets in an order, each made when it is used.
 
     Args:
@@ -112,6 +189,8 @@ class LazyExamples(Sequence[Example]):
         order: (N, 2) set, and row in the set, of each example.
         on_bad_record, on_empty_target: treatment of records that break their format, or whose answers are all empty.
     """
+
+    stays = True
 
     def __init__(
         self, sets: Sequence[AnySet], order: ndarray[Any, Any], on_bad_record: str = "raise",
@@ -123,53 +202,45 @@ class LazyExamples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def take(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
-        """Make these examples, None where a record gives none; dropped records are counted.
+    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+        """Make these examples.
 
         Raises:
             UserError: with all records among these that break their format or have no answer, where that is not
                 allowed.
         """
         bad: Bad = []
-        found = [self._example(index, tally, bad) for index in indices]
+        places = [self.order[index] for index in indices]
+        found = [self.sets[int(s)].make_one(int(row), tally, self.on_bad_record, bad) for s, row in places]
         if bad and self.on_bad_record != "drop":
             raise UserError(bad_records(bad, are_all=False))
         return with_answers(found, self.on_empty_target, tally)
-
-    def _example(self, index: int, tally: Tally, bad: Bad) -> Example | None:
-        which, row = self.order[index]
-        found: AnySet = self.sets[int(which)]
-        if not isinstance(found, IndexedSet):
-            return found[int(row)]
-        return next(converted([found.located(int(row))], found.layout, tally, self.on_bad_record, bad))
-
-    def held(self, tally: Tally) -> list[Example]:
-        """Make all examples, in memory, without those that a record does not give."""
-        return [example for example in self.take(range(len(self)), tally) if example is not None]
 
     def chosen(self, indices: Sequence[int]) -> LazyExamples:
         """The examples at ``indices``, in that order."""
         return type(self)(self.sets, self.order[indices], self.on_bad_record, self.on_empty_target)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        """Make one example, or those of a slice. Raises IndexError for a single record that gives none."""
-        if isinstance(index, slice):
-            some = self.take(range(*index.indices(len(self))), Tally())
-            return [example for example in some if example is not None]
-        example = self.take([range(len(self))[index]], Tally())[0]
+    def made(self, index: int) -> Example:
+        """Make one example. Raises IndexError for a record that gives none."""
+        (example,) = self.make([index], Tally())
         if example is None:
             raise IndexError(f"example {index} gives nothing to learn")
         return example
 
+    def some(self, indices: Sequence[int]) -> list[Example]:
+        return [example for example in self.make(indices, Tally()) if example is not None]
+
+    def places(self) -> Callable[[int], str]:
+        def place(index: int) -> str:
+            (found,) = self.make([index], Tally())
+            return f"example {index + 1}" if found is None else found.place
+
+        return place
+
     @cached_property
     def content_hash(self) -> str:
         """Changes with the content of the files, how it is read, and the order."""
-        known = [s.content_hash if isinstance(s, IndexedSet) else content_hash(s) for s in self.sets]
-        known += [self.on_bad_record, self.on_empty_target]
+        known = [*(some.content_hash for some in self.sets), self.on_bad_record, self.on_empty_target]
         return blake2b(json.dumps(known).encode() + self.order.tobytes(), digest_size=16).hexdigest()
 
 
@@ -177,14 +248,14 @@ class LazyVerdicts(LazyExamples):
     """Verdicts, each with the answer of the record before it whose answer is another text; the first look back to the
     last. What ``data.sets.preferences.with_others`` does for a set in memory."""
 
-    def take(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
-        found = super().take(indices, tally)
+    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+        found = super().make(indices, tally)
         return [one and self._with_other(one, index) for one, index in zip(found, indices, strict=True)]
 
     def _with_other(self, example: Example, index: int) -> Example:
         for back in range(1, min(len(self), LOOKED_BACK + 1)):
             try:
-                (before,) = super().take([(index - back) % len(self)], Tally())
+                (before,) = super().make([(index - back) % len(self)], Tally())
             except UserError:  # a bad record, which stops the run when it is used itself
                 continue
             if before is not None and said(last_answer(before)) != said(last_answer(example)):

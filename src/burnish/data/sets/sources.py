@@ -29,14 +29,13 @@ from burnish.data.reading.tables import TABLES, MappedTable
 from burnish.data.sets.dataset_info import INFO_NAME, REMOTE, DataSource, find_sources
 from burnish.data.sets.examples import (
     AnySet,
+    Examples,
     IndexedSet,
     LazyExamples,
     LazyVerdicts,
+    ListedExamples,
     Located,
     Table,
-    content_hash,
-    empty_problem,
-    with_answers,
 )
 from burnish.data.sets.formats import convert
 from burnish.data.sets.layouts import kind_of, layout_of, missing_columns
@@ -65,14 +64,14 @@ class DataSets:
         notes: a sentence for each choice made for the user, and for what is probably not meant.
     """
 
-    train: Sequence[Example] = ()
-    eval: dict[str, Sequence[Example]] = field(default_factory=dict)
+    train: Examples = field(default_factory=ListedExamples)
+    eval: dict[str, Examples] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash that changes with the content or the order of the training examples, not with the name of a file."""
-        return content_hash(self.train)
+        return self.train.content_hash
 
 
 def load_datasets(
@@ -102,36 +101,31 @@ def load_datasets(
     others = loading.named("eval_dataset")
     raise_if(loading.problems)
 
-    stays = (may_run_ahead and loading.stays) or any(isinstance(s, IndexedSet) for s in train.values())
+    stays = (may_run_ahead and loading.stays) or any(some.stays for some in train.values())
     lazily = LazyVerdicts if kind_of(stage) == "verdicts" and looks_back else LazyExamples
     merge = partial(_lazily_merged, lazily) if stays else _merge
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
         learned, held_out = split(len(sets.train), options.val_size, seed)
         whole = sets.train
-        if isinstance(whole, LazyExamples):
-            sets.eval[""] = whole.chosen(held_out).held(tally)
-            sets.train = whole.chosen(learned)
-        else:
-            sets.eval[""] = [whole[row] for row in held_out]
-            sets.train = [whole[row] for row in learned]
+        sets.eval[""] = whole.chosen(held_out).held(tally)
+        sets.train = whole.chosen(learned)
     elif options.eval_on_each_dataset:
         sets.eval.update(others)
     elif others:
         sets.eval[""] = _merge(list(others.values()), options, seed)
-    if not isinstance(sets.train, LazyExamples):
-        sets.train = _answered(sets.train, options, tally)
-    sets.eval = {name: _answered(examples, options, tally) for name, examples in sets.eval.items()}
+    sets.train = sets.train.answered(options.on_empty_target, tally)
+    sets.eval = {name: examples.answered(options.on_empty_target, tally) for name, examples in sets.eval.items()}
     if kind_of(stage) == "verdicts":
-        if looks_back and not isinstance(sets.train, LazyExamples):
-            sets.train = with_others(sets.train)
-        sets.eval = {name: with_others(examples) for name, examples in sets.eval.items()}
+        if looks_back and not sets.train.stays:
+            sets.train = ListedExamples(with_others(sets.train))
+        sets.eval = {name: ListedExamples(with_others(examples)) for name, examples in sets.eval.items()}
     return sets
 
 
-def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -> list[Example]:
+def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -> ListedExamples:
     order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
-    return [sets[index][row] for index, row in order]
+    return ListedExamples([sets[index][row] for index, row in order])
 
 
 def _lazily_merged(kind: type[LazyExamples], sets: Sequence[AnySet], options: DataOptions, seed: int) -> LazyExamples:
@@ -189,7 +183,7 @@ class _Loading:
             return []
         return [source for source in found if self.asks_hubs or source.kind in ("file", "records")]
 
-    def _examples(self, source: DataSource) -> list[Example]:
+    def _examples(self, source: DataSource) -> ListedExamples:
         records = self._chosen(source)
         first = list(islice(records, PEEKED))
         if not first:
@@ -201,7 +195,7 @@ class _Loading:
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         if source.kind == "file":
             self.notes += [note for path in data_files(source.location) if (note := json_in_text(path))]
-        return self._with_verdicts(examples, source) if kind_of(self.stage) == "verdicts" else examples
+        return ListedExamples(self._with_verdicts(examples, source) if kind_of(self.stage) == "verdicts" else examples)
 
     def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:
         """A verdict on each answer: as it is given, or of pairs, that one is better."""
@@ -261,14 +255,6 @@ def _named(source: DataSource) -> str:
     if source.kind != "file":
         return source.where
     return f"{source.location} ({source.where})" if source.is_described else str(source.location)
-
-
-def _answered(examples: Sequence[Example], options: DataOptions, tally: Tally) -> list[Example]:
-    """The examples that have something to learn. Raises UserError where there are examples, and none has."""
-    kept = [e for e in with_answers(examples, options.on_empty_target, tally) if e is not None]
-    if examples and not kept:
-        raise UserError(empty_problem(examples, are_all=True))
-    return kept
 
 
 # --- kinds of sources -------------------------------------------------------------------------------------------------

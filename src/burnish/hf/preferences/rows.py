@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from transformers.utils import logging
 
@@ -24,6 +24,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.length import endless
 from burnish.data.reading.json_files import shortened
+from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.formats import bad_records
 from burnish.data.sets.preferences import shared_beginning
 from burnish.data.sets.records import BadRecord, Layout, Record
@@ -332,23 +333,16 @@ def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
     }  # fmt: skip
 
 
-@dataclass
-class ObjectiveRows(Sequence[Row]):
+class ObjectiveRows(RowSet[Row]):
     """The rows of a set as objectives take them, each made when it is used."""
 
-    dataset: Any
-    row_of: Callable[[Mapping[str, Any]], Row]
+    def __init__(self, dataset: Any, row_of: Callable[[Mapping[str, Any]], Row]) -> None:
+        self.dataset, self.row_of = dataset, row_of
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def made(self, index: int) -> Row:
         return self.row_of(self.dataset[index])
 
 

@@ -22,6 +22,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.meter import Totals
 from burnish.core.types import Batch, Row
 from burnish.data.batches.stream import num_tokens
+from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.engine.base import set_seed
 from burnish.hf import notes
 from burnish.hf.loaders import is_datasets_set
@@ -63,7 +64,6 @@ from burnish.models.reward_files import pad_of_classifier
 from burnish.objectives.kto import KtoObjective
 from burnish.objectives.pairs import AnswersObjective, PairObjective
 from burnish.objectives.reference import AdapterOff
-from burnish.objectives.reference_numbers import RowsWithReference
 from burnish.objectives.reward import RewardObjective
 
 logger = logging.get_logger("transformers.trainer")

@@ -10,12 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from torch import nn
 
 from burnish.core.types import Batch, Engine, Row
 from burnish.core.work import work
+from burnish.data.rows.row_set import RowSet, RowsOver
 
 
 class AsksReference(Protocol):
@@ -26,33 +27,18 @@ class AsksReference(Protocol):
     def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]: ...
 
 
-class RowsWithReference(Sequence[Row | None]):
+class RowsWithReference(RowsOver):
     """Rows, and once they were ``filled`` a number per answer in each.
 
     Args:
         rows: encoded; None where an example gives no row.
     """
 
-    def __init__(self, rows: Sequence[Row | None]) -> None:
-        self.rows = rows
+    def __init__(self, rows: RowSet[Any]) -> None:
+        super().__init__(rows)
         self.columns: dict[str, array[float]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        """Lengths and whatever else the rows themselves know."""
-        if name in ("rows", "columns"):  # not there yet: it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.rows, name)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Row | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row | None]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row | None] | None:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def made(self, index: int) -> Row | None:
         row = self.rows[index]
         completed: Any = None if row is None else {**row, **self.numbers(index)}
         return completed  # type: ignore[no-any-return]
@@ -61,7 +47,7 @@ class RowsWithReference(Sequence[Row | None]):
         """Column -> what the reference says of a row; NaN where it is not asked."""
         return {name: of[index] for name, of in self.columns.items()}
 
-    def take(self, kept: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """Fill in the ``numbers`` of all rows, as they were kept."""
         for name in kept[0] if kept else ():
             self.columns[name] = array("d", [one[name] for one in kept])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast, overload
 
 from burnish.core.types import IGNORE_INDEX, Row
+from burnish.data.rows.row_set import RowSet, RowsOver
 
 Key: TypeAlias = tuple[int, int | None]
 """A row, and the row whose answer it takes."""
@@ -18,21 +19,13 @@ _KEPT = 4096
 """Rows that are kept at hand: a row is asked for when its step is dealt, and when it is collated."""
 
 
-class RowsWithOthers(Sequence["Row | None"]):
+class RowsWithOthers(RowsOver):
     """Args: rows: None where an example gives no row. limit: the tokens that a row may have."""
 
-    def __init__(self, rows: Sequence[Row | None], limit: int) -> None:
-        self.rows, self.limit = rows, limit
+    def __init__(self, rows: RowSet[Any], limit: int) -> None:
+        super().__init__(rows)
+        self.limit = limit
         self._at_hand: dict[int, Row | None] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        """Lengths and whatever else the rows themselves know."""
-        if name in ("rows", "_at_hand"):  # not there yet: it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.rows, name)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @overload
     def __getitem__(self, index: int | Key) -> Row | None: ...
@@ -40,22 +33,16 @@ class RowsWithOthers(Sequence["Row | None"]):
     def __getitem__(self, index: slice) -> list[Row | None]: ...
     def __getitem__(self, index: int | Key | slice) -> Row | list[Row | None] | None:
         if isinstance(index, slice):
-            return list(self.rows[index])
-        return self.take([index])[0]
+            return self.rows[index]
+        return self.some([index])[0]
 
-    def take(self, items: Sequence[int | Key]) -> list[Row | None]:
+    def some(self, items: Sequence[int | Key]) -> list[Row | None]:
         """The rows of these numbers or keys."""
         keys = [item if isinstance(item, tuple) else (item, None) for item in items]
         self._fetch([number for key in keys for number in key if number is not None])
         return [self._joined(number, other) for number, other in keys]
 
-    def follow(self, order: Sequence[int]) -> None:
-        """Announce the order to rows that are encoded while the loop runs."""
-        follow = getattr(self.rows, "follow", None)
-        if follow is not None:
-            follow(order)
-
-    def of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
+    def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
         """The key of each row of a step. Args: chosen: all of them, on all ranks, in order."""
         self._fetch(chosen)
         answers = [row and answer_of(row) for row in map(self._at_hand.get, chosen)]
@@ -70,9 +57,7 @@ class RowsWithOthers(Sequence["Row | None"]):
         missing = [number for number in dict.fromkeys(numbers) if number not in self._at_hand]
         if len(self._at_hand) + len(missing) > _KEPT:
             self._at_hand = {number: self._at_hand[number] for number in numbers if number in self._at_hand}
-        take = getattr(self.rows, "take", None)
-        rows = take(missing) if take is not None else [self.rows[number] for number in missing]
-        self._at_hand.update(zip(missing, rows, strict=True))
+        self._at_hand.update(zip(missing, self.rows.some(missing), strict=True))
 
     def _joined(self, number: int, other: int | None) -> Row | None:
         row, beside = self._at_hand[number], None if other is None else self._at_hand[other]

@@ -1,0 +1,29 @@
+"""Sequences whose items are made when they are used. In: a number. Out: the item, as of a list, with slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class OnDemand(Sequence[T_co]):
+    """A sequence that makes its items. Subclasses give ``__len__`` and ``made``."""
+
+    def made(self, index: int, /) -> T_co:
+        """Make the item at ``index``, from 0 to ``len(self) - 1``."""
+        raise NotImplementedError
+
+    def some(self, indices: Sequence[int], /) -> list[T_co]:
+        """Make several items; subclasses that make them faster together override it."""
+        return [self.made(index) for index in indices]
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T_co]: ...
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        if isinstance(index, slice):
+            return self.some(range(*index.indices(len(self))))
+        return self.made(range(len(self))[index])

@@ -1,0 +1,105 @@
+"""The rows of a set as a run asks for them, wherever they are: in memory, in files, made while the loop runs.
+
+In: a number. Out: a row, or None where an example gives none. Beside them what is known of the rows without reading
+them, and, of rows that are made while the loop runs, the order in which it will use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any, TypeVar
+
+from burnish.core.sequences import OnDemand
+from burnish.core.types import Row
+from burnish.data.batches.batching import PackingChoices, lengths_of, pack, packs_rows, strategy_of
+from burnish.data.tally import Tally
+
+RowT_co = TypeVar("RowT_co", bound="Row | None", covariant=True)
+
+
+class RowSet(OnDemand[RowT_co]):
+    """The rows of a set. What is said here holds for rows that are whole before the first step."""
+
+    is_late = False
+    """True where rows are made while the loop runs, so that lengths and tally are not known before."""
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each row; of a pack or of one of several sequences, of all of them."""
+        return [0 if row is None else sum(lengths_of(row)) for row in self]
+
+    @cached_property
+    def sequence_lengths(self) -> Sequence[int]:
+        """Tokens of each sequence, in no order: a pack has several, and a pair."""
+        return [length for row in self if row is not None for length in lengths_of(row)]
+
+    def origin(self, index: int) -> int:
+        """The number of the example that a row was made from."""
+        return index
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Take note of the order in which the rows will be used."""
+
+    def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Any]:
+        """Return a key for each row of a step (of all ranks, in order), where a row depends on the others of it."""
+        return dict(zip(chosen, chosen, strict=True))
+
+    def going_ahead(self) -> AbstractContextManager[None]:
+        """Make rows ahead of the loop, until the end of the ``with`` block."""
+        return nullcontext()
+
+    def counted(self) -> Tally:
+        """Count what was dropped or cut since the run began."""
+        return Tally()
+
+
+class RowsOver(RowSet["Row | None"]):
+    """Rows with more in them; what is known of the rows below holds."""
+
+    def __init__(self, rows: RowSet[Any]) -> None:
+        self.rows, self.is_late = rows, rows.is_late
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self.rows.lengths
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        return self.rows.sequence_lengths
+
+    def origin(self, index: int) -> int:
+        return self.rows.origin(index)
+
+    def follow(self, order: Sequence[int]) -> None:
+        self.rows.follow(order)
+
+    def going_ahead(self) -> AbstractContextManager[None]:
+        return self.rows.going_ahead()
+
+    def counted(self) -> Tally:
+        return self.rows.counted()
+
+
+class ListedRows(RowSet[Row]):
+    """Rows in memory, such as packs."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def made(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def packed(rows: RowSet[Row], options: PackingChoices, stage: str, capacity: int, is_eval: bool = False) -> RowSet[Row]:
+    """Pack ``rows`` into packs of ``capacity`` tokens if the options ask for it; else return them as they are."""
+    if not packs_rows(options, stage, is_eval):
+        return rows
+    return ListedRows(pack(rows, capacity, strategy_of(options, stage), options.drop_incomplete_block))
