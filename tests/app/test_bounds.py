@@ -237,6 +237,11 @@ def test_a_nul_in_a_value_is_refused(user_folder: Path, capsys: pytest.CaptureFi
         assert f'"{name}" must be' in refused(capsys, f"{name}=a\0b")
 
 
+def test_a_value_that_is_no_text_is_refused(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("model_name_or_path", "dataset", "output_dir", "template"):
+        assert f'"{name}" must be' in refused(capsys, f"{name}=a\udce6\udca8b")
+
+
 def test_a_csv_without_a_header_does_not_print_its_first_record(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

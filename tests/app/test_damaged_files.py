@@ -184,8 +184,11 @@ IN_THE_WAY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", IN_THE_WAY)
-@pytest.mark.parametrize("name", ["out/trainer_state.json", "out/model.safetensors", "out/tokenizer.json", "out/.lock",
-                                  "rows", "out/checkpoint-4/optimizer.safetensors"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["out/trainer_state.json", "out/all_results.json", "out/model.safetensors", "out/tokenizer.json", "out/.lock",
+     "rows", "out/checkpoint-4/optimizer.safetensors"],
+)  # fmt: skip
 def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,3 +209,26 @@ def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
         assert cli.main(["train", "run.yaml", "max_steps=6", "plot_loss=false"]) == 0
     else:
         assert "error: " not in err
+
+
+def test_a_link_to_itself_among_the_files_of_a_run_that_a_new_one_takes_the_place_of(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("out/train_results.json").unlink()
+    os.symlink("train_results.json", "out/train_results.json")
+    assert cli.main(["train", "run.yaml", "max_steps=2", "overwrite_output_dir=true", "plot_loss=false"]) == 0
+    assert Path("out/train_results.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [("model/value_head.bin", b"words"), ("model/value_head.bin", b""), ("model/value_head.safetensors", b"\x10"),
+     ("model/model.safetensors", None), ("model/model.safetensors.index.json", b"[]"),
+     ("model/model.safetensors.index.json", b'{"weight_map": 3}'), ("model/tokenizer_config.json", b'["a"]')],
+)  # fmt: skip
+def test_a_damaged_head_or_model_is_named_where_it_is_exported(
+    name: str, raw: bytes | None, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).write_bytes(Path(name).read_bytes()[:-40] if raw is None else raw)
+    assert cli.main(["export", "model_name_or_path=model", "export_dir=whole", "template=chatml"]) == 2
+    assert name in told(capsys)[1]

@@ -75,7 +75,8 @@ def _would_go(source: Path, folder: Path) -> bool:
         return False
     place = source.resolve()
     is_model = place == folder.resolve() and any(source.glob("*.safetensors"))
-    return is_model or any(place == (gone := path.resolve()) or gone in place.parents for path in left_by_a_run(folder))
+    gone = [path.resolve() for path in left_by_a_run(folder) if path.exists()]  # a link to itself has no place
+    return is_model or any(place == path or path in place.parents for path in gone)
 
 
 class SetAside(TrainerCallback):

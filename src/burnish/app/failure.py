@@ -156,12 +156,13 @@ _DISK = {
 
 
 def _place(error: BaseException, output_dir: str | None) -> str:
-    file = getattr(error, "filename", None)
+    file = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of two, the one that was to be
     return f'"{file}"' if file else f'a file in "{output_dir}"' if output_dir else "a file"
 
 
 def _reason(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error).rstrip(".").lower()
+    said = str(getattr(error, "strerror", None) or error).partition(" (os error")[0]
+    return said.rstrip(".").lower()
 
 
 def what_is_safe(output_dir: str | None) -> str:

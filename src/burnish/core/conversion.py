@@ -120,8 +120,10 @@ def _float(raw: Any) -> float:
 
 
 def _str(raw: Any) -> str:
-    if isinstance(raw, str) and "\0" in raw:
-        raise ValueError
+    if isinstance(raw, str):
+        raw.encode("utf-8")  # a ValueError for bytes of a command line that are no text
+        if "\0" in raw:
+            raise ValueError
     if isinstance(raw, str):
         # A shell writes out the home folder, and a YAML file has no shell.
         return os.path.expanduser(raw) if raw.startswith("~/") else raw

@@ -10,12 +10,15 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.json_files import read_object
+from burnish.core.tensor_files import read_header
 from burnish.models.quiet import quiet
 
 VALUE_HEAD, OLD_VALUE_HEAD = "value_head.safetensors", "value_head.bin"
@@ -38,14 +41,19 @@ def _value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     from safetensors.torch import load_file
 
     file = folder / VALUE_HEAD
-    return (_checked(load_file(file), file), file) if file.is_file() else None
+    return (_checked(load_file(file), file), file) if file.is_file() and read_header(file) else None
 
 
 def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     file = folder / OLD_VALUE_HEAD
     if not file.is_file():
         return None
-    return _checked(torch.load(file, map_location="cpu", weights_only=True), file), file
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        what = f"it cannot be read as weights: {str(error).splitlines()[0] if str(error) else 'it is empty'}"
+        raise UserError(Problem(f"{what.rstrip('.')}.", where=str(file), remedy="Fetch or copy it again.")) from error
+    return _checked(found, file), file
 
 
 def _checked(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
@@ -59,14 +67,13 @@ def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
-    names = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    names = read_object(index, needs=[("weight_map", dict)])["weight_map"] if index.is_file() else {}
     files = [folder / names[_SCORE]] if _SCORE in names else [folder / name for name in _WEIGHTS]
     for file in files:
-        if file.is_file():
+        key = next((name for name in read_header(file) if name.endswith(_SCORE)), None) if file.is_file() else None
+        if key is not None:
             with safe_open(file, "pt") as tensors:
-                key = next((name for name in tensors.keys() if name.endswith(_SCORE)), None)  # noqa: SIM118
-                if key is not None:
-                    return {WEIGHT: tensors.get_tensor(key).float()}, file
+                return {WEIGHT: tensors.get_tensor(key).float()}, file
     return None
 
 

@@ -6,7 +6,6 @@ adapter around the model. Refused, in TRL's words: what does not fit together.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
+from burnish.core.json_files import read_object
 from burnish.hf.arguments.trl import TrlArguments
 from burnish.hf.inspection import is_peft_model
 
@@ -86,7 +86,7 @@ def load_model(name: str, args: TrlArguments, quantization_config: Any, scores: 
         given["quantization_config"] = quantization_config
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = read_object(adapter).get("base_model_name_or_path")
         raise ValueError(
             f"`{name}` is an adapter, not a model. Give the model that it was trained on ({base}), and the adapter "
             "with peft's `PeftModel.from_pretrained(model, folder, is_trainable=True)`, or to `resume_from_checkpoint`."

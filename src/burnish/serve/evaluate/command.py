@@ -18,6 +18,7 @@ from typing import Any, Literal
 from burnish import __version__
 from burnish.app.serving import Serving, serving_of
 from burnish.core.errors import Problem, UserError
+from burnish.core.json_files import read_object
 from burnish.core.options import build, option, raise_if
 from burnish.core.work import work
 from burnish.infer.loading import Answerer, load_answerer, seats_of
@@ -176,5 +177,5 @@ def _through_harness(serving: Serving, options: EvalOptions) -> None:
         folder = Path(options.save_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "eval_results.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        before = read_object(path, "Move it away, or name another save_dir.") if path.is_file() else {}
         path.write_text(json.dumps(before | found, indent=2, default=str) + "\n", encoding="utf-8")

@@ -5,7 +5,6 @@ It is the run that ``burnish train`` would do with ``do_train: false``: the same
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from burnish.app.build import train_run
 from burnish.app.plan import placing, plan
 from burnish.app.serving import Serving
 from burnish.core.errors import Problem, UserError
+from burnish.core.json_files import read_object
 from burnish.core.options import Given, changed
 from burnish.data.templates.choose import RECORDED
 from burnish.report.console import note
@@ -55,7 +55,7 @@ def _recorded(options: AnsweringOptions) -> dict[str, Given]:
     for folder in [*(options.adapter_name_or_path or [])[::-1], options.model_name_or_path or ""]:
         path = Path(folder) / "tokenizer_config.json"
         if path.is_file():
-            recorded = json.loads(path.read_text(encoding="utf-8")).get(RECORDED) or {}
+            recorded = read_object(path).get(RECORDED) or {}
             return {name: Given(value, str(path)) for name, value in recorded.items() if value is not None}
     return {}
 
