@@ -2,6 +2,7 @@
 themselves: what couples the pairs of a step, and where a formula has its edges."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -229,3 +230,8 @@ def test_a_reward_loss_asks_for_the_margin_and_pulls_the_mean_of_scores_to_zero(
     assert torch.allclose(bradley_terry(chosen, rejected), plain)
     shifted = bradley_terry(chosen, rejected, margin=tensor([1.0, 2.0]), centring=0.5)
     assert torch.allclose(shifted, torch.full((2,), 0.5).log().neg() + 0.5 * tensor([1.0, 4.0]))
+
+
+def test_a_pair_that_the_policy_writes_gladly_weighs_more_than_one():
+    """As TRL and the paper's equation have it: tokens that are likelier than the mean one have a weight above 1."""
+    assert wpo_weights(torch.tensor([0.5]), torch.tensor([0.25])).item() == pytest.approx(math.exp(0.75))

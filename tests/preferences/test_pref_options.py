@@ -28,6 +28,7 @@ CHANGES = [
     ({"sync_ref_model": True, "ref_model_sync_steps": 1}, {}),
     ({"ref_model_mixup_alpha": 0.9}, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     ({"ref_model_sync_steps": 1}, {"sync_ref_model": True}),
+    ({"sync_ref_model": True}, {"ref_model": "other", "ref_model_sync_steps": 1}),
 ]  # fmt: skip
 
 

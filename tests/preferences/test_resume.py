@@ -17,6 +17,8 @@ RUNS = {
     "bco": {"pref_bco_weight": 1.0},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2},
     "aot": {"pref_loss": "aot"},
+    "a second model that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model": "other"},
+    "kto, other answers of the step": {"stage": "kto", "kl_pairing": "group"},
     "a reference that is asked beforehand": {"precompute_ref_log_probs": True},
     "kto": {"stage": "kto"},
     "rm": {"stage": "rm"},

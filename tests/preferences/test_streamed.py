@@ -111,12 +111,3 @@ def test_what_cannot_be_known_of_a_step_is_refused(workplace, change, words):
 def test_pairing_without_a_baseline_has_no_effect_and_that_is_said(workplace, changes):
     notes = plan(given(workplace, **GROUP, **changes)).notes
     assert any("kl_pairing" in note and "no effect" in note for note in notes)
-
-
-def test_a_stopped_run_goes_on_with_the_other_answers_of_its_steps(workplace, monkeypatch):
-    whole = losses(workplace, monkeypatch, **of_verdicts(workplace, **GROUP, max_steps=4))
-    folder = workplace / "cut"
-    more = of_verdicts(workplace, **GROUP, save_strategy="steps", save_steps=2, output_dir=str(folder))
-    losses(workplace, monkeypatch, **more, max_steps=2)
-    again = losses(workplace, monkeypatch, **{**more, "overwrite_output_dir": False}, max_steps=4)
-    assert again == whole

@@ -474,3 +474,21 @@ def test_a_script_in_the_shape_of_trls_runs_to_its_end(kind, folder, tmp_path):
     assert (tmp_path / "eval_results.json").is_file()
     assert "pairs-of-mine" in (tmp_path / "README.md").read_text()
     assert trainer.state.best_metric == min(log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
+
+
+def test_a_second_model_may_move_towards_the_policy(folder, tmp_path):
+    """And lies in the checkpoint, as where it stood."""
+    other = read(folder / "other")
+    arguments = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    trainer = make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": other}, **arguments)
+    begun = {name: parameter.clone() for name, parameter in other.named_parameters()}
+    start = weights(trainer)
+    trainer.train()
+    fixed = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))
+    assert [log["loss"] for log in trainer.state.log_history if "loss" in log] != fixed
+    moved = sum(not torch.equal(begun[name], parameter) for name, parameter in trainer.ref_model.named_parameters())
+    assert moved == len(begun)
+    assert start.keys() == begun.keys()
+    with pytest.raises(UserError, match="has not what trains"):
+        make("DPOTrainer", folder / "model", tmp_path,
+             given={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip

@@ -54,9 +54,11 @@ def reference_of(
     if not needs_reference(objective):
         return None, []
     if options.ref_model is not None:
-        return SecondModel(_second(objective, model, engine, options, is_padding_free)), [
-            f"The reference is {options.ref_model}, a second model in memory."
-        ]
+        second = SecondModel(_second(objective, model, engine, options, is_padding_free))
+        sentence = f"The reference is {options.ref_model}, a second model in memory."
+        if not options.sync_ref_model:
+            return second, [sentence]
+        return _following(second.beside(model), sentence, options)
     if is_base(options) and not options.sync_ref_model:
         return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
     if options.precompute_ref_log_probs:
@@ -68,6 +70,10 @@ def reference_of(
         sentence += " For the model without the adapter (as in LLaMA-Factory) name it: ref_model."
     if not options.sync_ref_model:
         return start, [sentence]
+    return _following(start, sentence, options)
+
+
+def _following(start: StartOfRun | SecondModel, sentence: str, options: RunOptions) -> tuple[Following, list[str]]:
     every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
     return Following(start, every, share), [f"{sentence} Every {every} steps it takes {share:g} of the policy's."]
 

@@ -38,6 +38,7 @@ from burnish.objectives.preference_losses import (
     Pairs,
     Shape,
     Side,
+    alphapo,
     at_same_rank,
     bco,
     log_odds,
@@ -333,8 +334,8 @@ class PairObjective(AnswersObjective):
         return found
 
     def _reward(self, side: Side) -> Tensor:
-        """(P,) β r(y), or without a reference β times what is logged of the answer."""
-        return self.shape.beta * (side.ratio if self.needs_reference else self._shown(side))
+        """(P,) β r(y), or without a reference β times what is logged of the answer, as AlphaPO bends it."""
+        return self.shape.beta * (side.ratio if self.needs_reference else alphapo(self._shown(side), self.shape))
 
     def _shown(self, side: Side) -> Tensor:
         """(P,) what is logged of an answer: its sum, or for a loss of means its mean."""

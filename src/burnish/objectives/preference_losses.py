@@ -245,25 +245,25 @@ def log_odds(pairs: Pairs) -> Tensor:
 
 def simpo(pairs: Pairs, shape: Shape) -> Tensor:
     """-ln σ(β (L̄+ - L̄-) - γ).  SimPO, Meng et al. 2024, eq. 6, https://arxiv.org/abs/2405.14734; s as in ``sigmoid``"""
-    chosen, rejected = (_alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
+    chosen, rejected = (alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
     return _smoothed(shape.beta * (chosen - rejected) - shape.gamma, shape.label_smoothing)
 
 
 def cpo(pairs: Pairs, shape: Shape) -> Tensor:
     """``sigmoid`` without a reference.  CPO, Xu et al. 2024, https://arxiv.org/abs/2401.08417"""
-    chosen, rejected = (_alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
+    chosen, rejected = (alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
     return _smoothed(shape.beta * (chosen - rejected), shape.label_smoothing)
 
 
 def cpo_hinge(pairs: Pairs, shape: Shape) -> Tensor:
     """max(0, 1 - β (L+ - L-)).  SLiC, Zhao et al. 2023, https://arxiv.org/abs/2305.10425"""
-    chosen, rejected = (_alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
+    chosen, rejected = (alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
     return F.relu(1 - shape.beta * (chosen - rejected))
 
 
 def cpo_ipo(pairs: Pairs, shape: Shape) -> Tensor:
     """(L̄+ - L̄- - 1/(2β))²: ``ipo`` without a reference."""
-    chosen, rejected = (_alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
+    chosen, rejected = (alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
     return (chosen - rejected - 1 / (2 * shape.beta)).square()
 
 
@@ -307,13 +307,13 @@ def bco(pairs: Pairs, shape: Shape, baseline: Tensor) -> Tensor:
 
 
 def wpo_weights(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """(P,) w(y+) w(y-), how likely the policy is to write such a pair; at most 1, and without a gradient.
+    """(P,) w(y+) w(y-), how likely the policy is to write such a pair, without a gradient.
 
     Args:
         chosen, rejected: (P,) the mean over tokens of log π(token) - ln Σ_v π(v)².
     Source: Zhou et al. 2024, eq. 2, https://arxiv.org/abs/2406.11827
     """
-    return (chosen + rejected).detach().exp().clamp(max=1)
+    return (chosen + rejected).detach().exp()
 
 
 def matches_of(pairs: Pairs, name: str) -> Matches:
@@ -401,7 +401,7 @@ def divergence(ratio: Tensor, shape: Shape) -> Tensor:
     return ratio
 
 
-def _alphapo(logps: Tensor, shape: Shape) -> Tensor:
+def alphapo(logps: Tensor, shape: Shape) -> Tensor:
     """(1 - e^(-αL)) / α.  AlphaPO, Gupta et al. 2025, https://arxiv.org/abs/2501.03884"""
     if not shape.alphapo:
         return logps

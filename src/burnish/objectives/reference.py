@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from burnish.core.errors import Problem, UserError
 from burnish.core.types import Stateful
 
 
@@ -24,6 +25,11 @@ class Reference(Protocol):
     def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         """Inside it the module that gives the reference's numbers. Args: module: the policy, as the engine has it."""
         ...
+
+
+def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class AdapterOff:
@@ -67,7 +73,7 @@ class StartOfRun:
     parts: Mapping[str, Stateful] = {}
 
     def __init__(self, model: nn.Module) -> None:
-        self.held = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad}
+        self.held = {name: (p, p.detach().clone()) for name, p in trained_of(model).items()}
 
     @contextmanager
     def answering(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -89,13 +95,33 @@ class SecondModel:
     """A model of its own, frozen.
 
     Args:
-        module: with the same questions and answers as the policy's.
+        module: with the same questions and answers as the policy's; ``module.model`` is of transformers.
     """
 
     parts: Mapping[str, Stateful] = {}
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module.requires_grad_(False).eval()
+        self.held: dict[str, tuple[nn.Parameter, Tensor]] = {}
+
+    def beside(self, policy: nn.Module) -> SecondModel:
+        """The same, with ``values`` for a ``Following``.
+
+        Raises:
+            UserError: where what trains is not among its weights.
+        """
+        model: Any = self.module.model
+        own, trained = dict(model.named_parameters()), trained_of(policy)
+        if any(name not in own or own[name].shape != parameter.shape for name, parameter in trained.items()):
+            what = '"sync_ref_model" moves the reference towards the policy; "ref_model" has not what trains.'
+            remedy = "Leave one of them out, or train all weights of a model of the same shape."
+            raise UserError(Problem(what, remedy=remedy))
+        self.held = {name: (parameter, own[name].data) for name, parameter in trained.items()}
+        return self
+
+    def values(self) -> Mapping[str, tuple[nn.Parameter, Tensor]]:
+        """Name -> (the policy's, the reference's)."""
+        return self.held
 
     @contextmanager
     def answering(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -109,7 +135,7 @@ class Following:
     It changes while the run goes on, so it is a part of the checkpoint.
     """
 
-    def __init__(self, start: StartOfRun, every: int, share: float) -> None:
+    def __init__(self, start: StartOfRun | SecondModel, every: int, share: float) -> None:
         self.start, self.every, self.share = start, every, share
         self.steps = 0
         self.parts: Mapping[str, Stateful] = {"reference": self}
@@ -122,7 +148,7 @@ class Following:
         if self.steps and self.steps % self.every == 0:
             with torch.no_grad():
                 for parameter, value in self.start.values().values():
-                    value.lerp_(parameter, self.share)
+                    value.lerp_(parameter.to(value), self.share)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:

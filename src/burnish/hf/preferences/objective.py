@@ -188,7 +188,8 @@ def reference_for(
         return None
     if ref_model is not None:
         switch_off_dropout(ref_model)
-        return SecondModel(objective.module_of_reference(ref_model.to(engine.device)))
+        second = SecondModel(objective.module_of_reference(ref_model.to(engine.device)))
+        return _following(second.beside(model), options) if options.sync_ref_model else second
     if peft_config is not None and _begins_as_nothing(peft_config) and not options.sync_ref_model:
         adapter = PeftAdapter(PeftOptions())
         adapter.attach(model)
@@ -196,8 +197,10 @@ def reference_for(
     if options.precompute_ref_log_probs:
         return AsItIs()
     start = StartOfRun(model)
-    if not options.sync_ref_model:
-        return start
+    return _following(start, options) if options.sync_ref_model else start
+
+
+def _following(start: StartOfRun | SecondModel, options: ReferenceOptions) -> Following:
     return Following(start, options.ref_model_sync_steps, options.ref_model_mixup_alpha)
 
 

@@ -149,7 +149,12 @@ class PreferenceTrainer(TrlTrainer):
             self._ask_beforehand(args)
         tag: Any = getattr(self.model, "add_model_tags", None)
         if tag is not None:
-            tag(["burnish", self.tag])
+            tag(self._tag_names)
+
+    @property
+    def _tag_names(self) -> list[str]:
+        """Tags of the model's page; TRL's trainers have this name for theirs."""
+        return ["burnish", self.tag]
 
     def _take_old_names(self, processing_class: Any, data_collator: Any, old: dict[str, Any]) -> Any:
         name, config = type(self).__name__, self.config_class.__name__
