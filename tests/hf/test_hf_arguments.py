@@ -14,6 +14,8 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 import burnish
 from burnish import SFTConfig, TrainingArguments
+from burnish.core.conversion import members
+from burnish.hf.arguments.values import HELD_ELSEWHERE
 from hf_toy import arguments
 
 SPEC = Path(__file__).parents[2].parent / "shared" / "spec" / "arguments.json"
@@ -328,3 +330,18 @@ def test_all_steps_are_a_share_of_them_and_one_is_a_number():
 def test_a_share_of_the_steps_is_no_number_of_them(tmp_path):
     with pytest.raises(ValueError, match="must lie in"):
         TrainingArguments(str(tmp_path), warmup_ratio=5)
+
+
+CHOICES = [
+    (kind, name)
+    for kind in (TrainingArguments, SFTConfig)
+    for name, spec in kind.declared.items()
+    if spec.choices and str in members(spec.type) and name not in HELD_ELSEWHERE
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CHOICES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_word_that_is_none_of_its_options_choices_is_refused(kind, name, tmp_path):
+    with pytest.raises(ValueError, match=f"nonsense|{name}"):
+        kind(str(tmp_path), use_cpu=True, **{name: "nonsense"})
+    kind(str(tmp_path), use_cpu=True, report_to="none", **{name: kind.declared[name].choices[0]})

@@ -44,7 +44,14 @@ from burnish.hf import notes
 from burnish.hf.arguments.checks import check_arguments, say_what_has_no_effect
 from burnish.hf.arguments.old_names import FLAGS, former_value, todays_names
 from burnish.hf.arguments.setters import Setters
-from burnish.hf.arguments.values import accelerator_config_of, dictionary_of, plain, take_numbers, trackers_of
+from burnish.hf.arguments.values import (
+    accelerator_config_of,
+    dictionary_of,
+    plain,
+    refuse_other_words,
+    take_numbers,
+    trackers_of,
+)
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
@@ -183,6 +190,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         self.output_dir = os.path.expanduser(self.output_dir)
         self._read_json_texts()
         take_numbers(self)
+        refuse_other_words(self)
         self._mirror_activation_checkpointing()
         if self.disable_tqdm is None:
             self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING

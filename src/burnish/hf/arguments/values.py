@@ -18,6 +18,7 @@ import torch
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from burnish.core.conversion import GivenTwice, as_type, each_key_once, members
+from burnish.core.errors import did_you_mean
 
 
 def take_numbers(args: Any) -> None:
@@ -36,6 +37,23 @@ def take_numbers(args: Any) -> None:
             setattr(args, name, as_type(spec.type, value))
         except ValueError as error:
             raise ValueError(f"`{name}` {error}") from None
+
+
+HELD_ELSEWHERE = {
+    "trackio_static_space_id", "optim", "lr_scheduler_type", "packing_strategy", "loss_type", "truncation_mode",
+}  # fmt: skip
+"""Options whose values are not all words, or that a trainer holds against its choices in TRL's own sentences."""
+
+
+def refuse_other_words(args: Any) -> None:
+    """Raise ValueError for a word that is none of its option's choices, which would be read as another one later."""
+    for name, spec in args.declared.items():
+        choices, value = spec.choices or [], getattr(args, name)
+        word = value.value if isinstance(value, Enum) else value
+        if isinstance(word, str) and choices and word not in choices and name not in HELD_ELSEWHERE:
+            known = ", ".join(map(str, choices))
+            near = did_you_mean(word, [str(choice) for choice in choices])
+            raise ValueError(f"`{name}` must be one of {known}. Received: {word!r}.{near}")
 
 
 def plain_options(args: Any) -> Any:
