@@ -416,8 +416,6 @@ def test_arguments_of_the_constructor_of_earlier_versions_are_led_to_the_config(
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     with pytest.warns(FutureWarning, match="`tokenizer` as `processing_class`"):
         make("DPOTrainer", folder / "model", tmp_path, given={"tokenizer": tokenizer})
-    with pytest.raises(ValueError, match="lays pairs out by itself"):
-        make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": list})
 
 
 def test_a_script_reads_its_arguments_from_the_command_line(tmp_path):

@@ -172,7 +172,7 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
     for sentence in sentences:
         note(sentence)
 
-    said = begin_head(objective, options)
+    said = begin_head(objective, options, engine)
     objective.reference, more = reference_of(objective, model, adapter, engine, options, fitted.is_padding_free)
     for sentence in (*said, *more):
         note(sentence)

@@ -39,7 +39,15 @@ from burnish.models.load import load_model
 from burnish.models.source import adapter_folders
 from burnish.objectives.kto import KtoObjective
 from burnish.objectives.pairs import AnswersObjective
-from burnish.objectives.reference import AdapterOff, AsItIs, Following, Reference, SecondModel, StartOfRun
+from burnish.objectives.reference import (
+    AdapterOff,
+    AsItIs,
+    Following,
+    Reference,
+    SecondModel,
+    StartOfRun,
+    refuse_pieces,
+)
 from burnish.ops.probe import causal_lm, shares_prefixes
 
 
@@ -53,16 +61,21 @@ def reference_of(
     """
     if not needs_reference(objective):
         return None, []
+    if isinstance(objective, KtoObjective) and options.deepspeed and engine.splits_weights:
+        what = "KTO asks model and reference in turns within a step, which DeepSpeed's ZeRO-3 cannot follow."
+        raise UserError(Problem(what, remedy="Set fsdp: full_shard in its place, or deepspeed: zero2."))
     if options.ref_model is not None:
         second = SecondModel(_second(objective, model, engine, options, is_padding_free))
         sentence = f"The reference is {options.ref_model}, a second model in memory."
         if not options.sync_ref_model:
             return second, [sentence]
+        refuse_pieces(engine)
         return _following(second.beside(model), sentence, options)
     if is_base(options) and not options.sync_ref_model:
         return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
     if options.precompute_ref_log_probs:
         return AsItIs(), ["The reference is the start of this run, asked about every row before the first step."]
+    refuse_pieces(engine)
     start = StartOfRun(model)
     what = "the adapter's" if not adapter.saves_whole_model else "the model's"
     sentence = f"The reference is {what} weights at the start of this run, of which a copy is kept."

@@ -14,6 +14,7 @@ from torch import nn
 from burnish.app.checks import trains
 from burnish.app.options import RunOptions
 from burnish.core.errors import Problem, UserError
+from burnish.core.types import Engine
 from burnish.models.reward_files import (
     OLD_VALUE_HEAD,
     VALUE_HEAD,
@@ -26,10 +27,13 @@ from burnish.models.source import adapter_folders, find_source
 from burnish.objectives.reward import BIAS, RewardObjective, ValueHead
 
 
-def begin_head(objective: Any, options: RunOptions) -> list[str]:
+def begin_head(objective: Any, options: RunOptions, engine: Engine) -> list[str]:
     """Give the objective the head that the run begins with; what a person should know of it."""
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
         return []
+    if engine.splits_weights:
+        what = "stage: rm writes its head as one file, and each process holds a part of it (FSDP, ZeRO-3)."
+        raise UserError(Problem(what, remedy="Train on one process, under DDP, or with ZeRO-1 or ZeRO-2."))
     found = read_head(head_folders(options))
     if found is None and not trains(options):
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]

@@ -248,6 +248,7 @@ class Engine(Protocol):
         """The engine's own parts of a checkpoint, such as a loss scale."""
         ...
 
+    splits_weights: bool  # between two passes each rank holds a part of each weight: FSDP, ZeRO-3
     is_sharded: bool  # each rank holds a part of the weights, and all have to ask together for whole ones
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:

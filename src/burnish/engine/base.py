@@ -103,6 +103,7 @@ class SingleEngine:
         return nullcontext()
 
     is_sharded = False
+    splits_weights = False
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of a run for a checkpoint, where each rank holds a piece of their tensors."""

@@ -130,6 +130,7 @@ class FsdpEngine(ParallelEngine):
                 module.reshard()
 
     is_sharded = True
+    splits_weights = True
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """Each rank writes its pieces of a whole model and of the optimizer. An adapter is small: it is gathered, and

@@ -183,7 +183,7 @@ class KtoObjective(AnswersObjective):
 
     def _with(self, baseline: Tensor, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Batch]:
         more: dict[str, Any] = {"baseline": baseline}
-        if (row := mean_row(self.head)) is not None:
+        if (row := mean_row(self.head, engine)) is not None:
             more["mean_row"] = row
         own = [{name: value for name, value in batch.items() if name != "kl"} for batch in batches]
         reference = self._reference_logps(module, own, engine)

@@ -231,7 +231,7 @@ class PairObjective(AnswersObjective):
         if self.needs_reference:
             for more, logps in zip(found, self._reference_logps(module, batches, engine), strict=True):
                 more["reference"] = logps
-        if (row := mean_row(self.head)) is not None:
+        if (row := mean_row(self.head, engine)) is not None:
             found = [{**more, "mean_row": row} for more in found]
         made = [{**batch, **more} for batch, more in zip(batches, found, strict=True)]
         if self.counts_tokens:

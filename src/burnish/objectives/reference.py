@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import Stateful
+from burnish.core.types import Engine, Stateful
 
 
 class Reference(Protocol):
@@ -25,6 +25,14 @@ class Reference(Protocol):
     def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         """Inside it the module that gives the reference's numbers. Args: module: the policy, as the engine has it."""
         ...
+
+
+def refuse_pieces(engine: Engine) -> None:
+    """Refuse to keep the weights at the start where each process holds a part of each. Raises UserError."""
+    if engine.splits_weights:
+        what = "The reference is the start of this run, and each process holds a part of the weights (FSDP, ZeRO-3)."
+        remedy = "Set precompute_ref_log_probs: true, name a ref_model that does not move, or train a new LoRA adapter."
+        raise UserError(Problem(what, remedy=remedy))
 
 
 def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.patching import PatchChoice, allows
-from burnish.core.types import Batch, Row
+from burnish.core.types import Batch, Engine, Row
 from burnish.objectives.base import Collate
 from burnish.objectives.lm import tied_embedding
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, logits_at, target_positions
@@ -132,9 +132,11 @@ class SequenceModel(nn.Module):
         return plain_token_logps(of_learned, targets, self._rules), of_learned.detach().float().mean(-1), aux
 
 
-def mean_row(head: Head | None) -> Tensor | None:
+def mean_row(head: Head | None, engine: Engine) -> Tensor | None:
     """(H,) the mean of the head's rows: its product with hidden states is the mean logit. (0,) where the model makes
-    its logits itself, so that their mean is taken; None where neither is to be had."""
+    its logits itself, so that their mean is taken; None where neither is to be had, or no rank has a whole head."""
+    if engine.splits_weights:
+        return None
     if head is None:
         return torch.empty(0)
     if head.softcap is not None or getattr(head.linear, "bias", None) is not None:

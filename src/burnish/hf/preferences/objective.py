@@ -31,7 +31,15 @@ from burnish.models.fitted import fit
 from burnish.objectives.base import Collate
 from burnish.objectives.pairs import AnswersObjective
 from burnish.objectives.preference_options import ReferenceOptions
-from burnish.objectives.reference import AdapterOff, AsItIs, Following, Reference, SecondModel, StartOfRun
+from burnish.objectives.reference import (
+    AdapterOff,
+    AsItIs,
+    Following,
+    Reference,
+    SecondModel,
+    StartOfRun,
+    refuse_pieces,
+)
 from burnish.ops.probe import Fitted, causal_lm
 
 logger = logging.get_logger("transformers.trainer")
@@ -189,13 +197,17 @@ def reference_for(
     if ref_model is not None:
         switch_off_dropout(ref_model)
         second = SecondModel(objective.module_of_reference(ref_model.to(engine.device)))
-        return _following(second.beside(model), options) if options.sync_ref_model else second
+        if not options.sync_ref_model:
+            return second
+        refuse_pieces(engine)
+        return _following(second.beside(model), options)
     if peft_config is not None and _begins_as_nothing(peft_config) and not options.sync_ref_model:
         adapter = PeftAdapter(PeftOptions())
         adapter.attach(model)
         return AdapterOff(adapter, model)
     if options.precompute_ref_log_probs:
         return AsItIs()
+    refuse_pieces(engine)
     start = StartOfRun(model)
     return _following(start, options) if options.sync_ref_model else start
 

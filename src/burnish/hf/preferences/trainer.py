@@ -27,6 +27,7 @@ from burnish.engine.base import set_seed
 from burnish.hf import notes
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.loss import TrainerObjective
+from burnish.hf.preferences.collator import Unpadded
 from burnish.hf.preferences.config import (
     CPOConfig,
     DPOConfig,
@@ -84,6 +85,7 @@ class PreferenceTrainer(TrlTrainer):
         ref_model: a model of its own, or its name, with which the policy is compared; by default what training starts
             from: the model without a new adapter, or else a copy of the weights that train.
         args: the config of this trainer, or ``TrainingArguments`` with the rest at its defaults.
+        data_collator: makes TRL's padded batch of rows, whose padding is taken off again (``collator.py``).
         train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset``; the latter may be a dict of them.
         processing_class: the tokenizer; by default what lies with the model.
         compute_metrics: gets the rewards of pairs (P, 2), the chosen one first, with labels 0; of verdicts the rewards
@@ -100,6 +102,7 @@ class PreferenceTrainer(TrlTrainer):
     objective_class: ClassVar[Callable[..., Any]]
     encode_class: ClassVar[type[Encode]] = Encode
     tag: ClassVar[str]
+    kind: ClassVar[str] = "pairs"  # of its rows: pairs, verdicts or scores
     _counter = CountPreferences
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
@@ -113,7 +116,7 @@ class PreferenceTrainer(TrlTrainer):
         peft_config: Any = None, **old: Any,
     ) -> None:  # fmt: skip
         args = arguments_of(self.config_class, args, model)
-        processing_class = self._take_old_names(processing_class, data_collator, old)
+        processing_class = self._take_old_names(processing_class, old)
         if ref_model is not None and ref_model is model:
             raise ValueError("`model` and `ref_model` are one object: the reference would train too. Leave it out.")
         check_sets(train_dataset)
@@ -133,6 +136,7 @@ class PreferenceTrainer(TrlTrainer):
         for note in args.notes():
             logger.warning(note)
         self.objective = self.objective_class(choices, None, self._tokenizer)
+        self._unpadded = None if data_collator is None else Unpadded(data_collator, self.kind)
         super().__init__(
             model=model, args=args, data_collator=self._collate,
             train_dataset=self._prepared(train_dataset, "train", args),
@@ -156,10 +160,8 @@ class PreferenceTrainer(TrlTrainer):
         """Tags of the model's page; TRL's trainers have this name for theirs."""
         return ["burnish", self.tag]
 
-    def _take_old_names(self, processing_class: Any, data_collator: Any, old: dict[str, Any]) -> Any:
+    def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
         name, config = type(self).__name__, self.config_class.__name__
-        if data_collator is not None:
-            raise ValueError(f"`data_collator`: {name} lays pairs out by itself. Leave it out.")
         if "tokenizer" in old:
             notes.warn(f"{name} takes `tokenizer` as `processing_class` today.", FutureWarning, stacklevel=4)
             processing_class = old.pop("tokenizer") if processing_class is None else processing_class
@@ -213,7 +215,8 @@ class PreferenceTrainer(TrlTrainer):
             if not is_datasets_set(dataset):
                 what = "`precompute_ref_log_probs` asks about every row before the first step; a streamed set has none."
                 raise UserError(Problem(what, remedy="Load the set, or leave it out."))
-            rows = RowsWithReference(ObjectiveRows(dataset, self._row_of))
+            own = self._unpadded
+            rows = RowsWithReference(ObjectiveRows(dataset, self._row_of if own is None else lambda row: own([row])[0]))
             for sentence in fill(rows, self.objective, self._made, self._engine, size):
                 logger.warning(sentence)
             for name, values in rows.columns.items():
@@ -240,8 +243,8 @@ class PreferenceTrainer(TrlTrainer):
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         known = ({name: row[name] for name in row if name.startswith("reference_")} for row in rows)
-        made = [{**self._row_of(row), **more} for row, more in zip(rows, known, strict=True)]
-        batch: Batch = self.objective.collate(made)
+        laid = [self._row_of(row) for row in rows] if self._unpadded is None else self._unpadded(rows)
+        batch: Batch = self.objective.collate([{**row, **more} for row, more in zip(laid, known, strict=True)])
         return batch
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -331,6 +334,7 @@ class KTOTrainer(PreferenceTrainer):
     objective_class = KtoObjective
     encode_class = EncodeVerdicts
     tag = "kto"
+    kind = "verdicts"
 
     def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
         rows = super()._prepared(dataset, name, args)
@@ -359,6 +363,7 @@ class RewardTrainer(PreferenceTrainer):
     objective_class = RewardObjective
     encode_class = EncodeScored
     tag = "reward-trainer"
+    kind = "scores"
 
     def __init__(self, model: Any, args: Any = None, *rest: Any, **given: Any) -> None:
         super().__init__(model, None, args, *rest, **given)

@@ -1,0 +1,65 @@
+"""A script's own ``data_collator`` under the trainers of this room: its padded batch -> rows.
+
+In: rows of a set, and a function that makes TRL's batch of them: ``input_ids``, ``attention_mask``,
+``completion_mask``, the chosen answers before the rejected ones; of verdicts ``label``, and the same under ``KL_``; of
+scores ``margin``. Out: rows of the objectives, without padding, so that no step depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from burnish.core.types import IGNORE_INDEX, Row
+
+
+@dataclass
+class Unpadded:
+    """Args: collator: the script's. kind: pairs, verdicts or scores."""
+
+    collator: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
+    kind: str
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+        """The rows that objectives take, as many as the collator has made of these."""
+        batch = self.collator(list(rows))
+        wanted = ["input_ids", *([] if self.kind == "scores" else ["completion_mask"])]
+        if missing := [name for name in wanted if name not in batch]:
+            raise ValueError(
+                f"`data_collator` must give {', '.join(wanted)}. Missing: {', '.join(missing)}. "
+                f"Received: {', '.join(batch)}."
+            )
+        own = _sequences(batch, "")
+        if self.kind == "verdicts":
+            return _verdicts(own, batch)
+        half, margins = len(own) // 2, batch.get("margin")
+        return [
+            {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1], "rejected_input_ids": rejected[0],
+             "rejected_labels": rejected[1], "margin": 0.0 if margins is None else float(margins[at])}
+            for at, (chosen, rejected) in enumerate(zip(own[:half], own[half:], strict=True))
+        ]  # fmt: skip
+
+
+def _verdicts(own: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
+    others = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(own)
+    return [
+        {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,
+         "kl_labels": kl_labels}
+        for at, ((ids, labels), (kl_ids, kl_labels)) in enumerate(zip(own, others, strict=True))
+    ]  # fmt: skip
+
+
+def _sequences(batch: Mapping[str, Any], prefix: str) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of each sequence, without padding; without a mask of answers everything is learned."""
+    ids: Tensor = batch[f"{prefix}input_ids"]
+    real = batch.get(f"{prefix}attention_mask")
+    learned = batch.get(f"{prefix}completion_mask")
+    found = []
+    for at, line in enumerate(ids):
+        there = slice(None) if real is None else real[at].bool()
+        labels = line if learned is None else line.masked_fill(learned[at] == 0, IGNORE_INDEX)
+        found.append((line[there].tolist(), labels[there].tolist()))
+    return found

@@ -1,0 +1,70 @@
+"""A script's own collator: TRL's padded batch, from which burnish's own layout is made."""
+
+import pytest
+import torch
+from script_runs import losses, make
+
+from pair_runs import make_workplace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("collators"))
+
+
+def padded(sequences):
+    most = max(map(len, sequences)) + 2
+    return torch.tensor([[*one, *[0] * (most - len(one))] for one in sequences])
+
+
+def sides(prompts, answers, prefix=""):
+    ids = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    masks = [[0] * len(prompt) + [1] * len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    return {f"{prefix}input_ids": padded(ids), f"{prefix}completion_mask": padded(masks),
+            f"{prefix}attention_mask": padded([[1] * len(one) for one in ids])}  # fmt: skip
+
+
+def of_pairs(rows):
+    answers = [row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows]
+    return sides([row["prompt_ids"] for row in rows] * 2, answers)
+
+
+def of_verdicts(rows):
+    prompts = [row["prompt_ids"] for row in rows]
+    others = sides(prompts, [row["KL_completion_ids"] for row in rows], "KL_")
+    return sides(prompts, [row["completion_ids"] for row in rows]) | others | {"label": [row["label"] for row in rows]}
+
+
+def of_scores(rows):
+    made = sides([[]] * (2 * len(rows)), [row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows])
+    del made["completion_mask"]
+    return made | {"margin": torch.tensor([row["margin"] for row in rows])}
+
+
+KINDS = {"DPOTrainer": of_pairs, "KTOTrainer": of_verdicts, "RewardTrainer": of_scores}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collator_that_pads_as_trls_learns_what_burnishs_rows_do(kind, folder, tmp_path):
+    own = losses(make(kind, folder / "model", tmp_path / "own"))
+    assert losses(make(kind, folder / "model", tmp_path / "its", given={"data_collator": KINDS[kind]})) == own
+
+
+def test_what_a_collator_does_is_learned(folder, tmp_path):
+    def swapped(rows):
+        return of_pairs([{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows])
+
+    own = make("DPOTrainer", folder / "model", tmp_path / "own", precompute_ref_log_probs=True)
+    its = make("DPOTrainer", folder / "model", tmp_path / "its", given={"data_collator": swapped},
+               precompute_ref_log_probs=True)  # fmt: skip
+    theirs = list(its.train_dataset["reference_rejected_logps"])
+    assert list(own.train_dataset["reference_chosen_logps"]) == pytest.approx(theirs, rel=1e-6)
+    assert losses(own) != losses(its)
+
+
+def test_a_collator_without_a_mask_of_answers_is_refused(folder, tmp_path):
+    def bare(rows):
+        return {name: value for name, value in of_pairs(rows).items() if name != "completion_mask"}
+
+    with pytest.raises(ValueError, match="must give input_ids, completion_mask"):
+        losses(make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": bare}))
