@@ -88,6 +88,14 @@ def skipped_sentence(num_steps: int, step: int) -> str:
     )
 
 
+def why_not(error: Exception) -> str:
+    """The half sentence on arguments that a function does not take, in other words than Python's."""
+    name = str(error).partition("() got an unexpected keyword argument ")[2]
+    return (
+        f"it has no {name}" if name else f"{error} is no value of it" if isinstance(error, LookupError) else str(error)
+    )
+
+
 def did_you_mean(name: str, known: Iterable[str], limit: int = 1) -> str:
     """`` Did you mean "lora_rank"?``, or the empty string where nothing is near."""
     near = get_close_matches(name, list(known), n=limit, cutoff=0.6)

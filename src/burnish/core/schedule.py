@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem, UserError, why_not
 from burnish.core.options import option
 
 
@@ -332,5 +332,6 @@ def refused_by_curve(options: CurveOptions) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-        what = f'lr_scheduler_type "{options.lr_scheduler_type}" does not take all of lr_scheduler_kwargs: {error}'
+        name = options.lr_scheduler_type
+        what = f'lr_scheduler_type "{name}" does not take all of lr_scheduler_kwargs: {why_not(error)}'
         raise UserError(Problem(f"{what.rstrip('.')}.")) from error

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.errors import MissingExtraError, Problem, UserError, why_not
 from burnish.core.options import changed, option, raise_if
 from burnish.core.registry import Registry
 from burnish.core.schedule import CurveOptions, lr_factor, refused_by_curve
@@ -107,7 +107,9 @@ def create_optimizer(
     try:
         return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
     except TypeError as error:
-        raise UserError(Problem(f'optim "{options.optim}" does not take all of optim_args: {error}.')) from error
+        raise UserError(
+            Problem(f'optim "{options.optim}" does not take all of optim_args: {why_not(error)}.')
+        ) from error
 
 
 # Names of norms and biases across model families; the pattern is transformers' (trainer.py, get_decay_parameter_names).
