@@ -124,7 +124,8 @@ class Journal(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if logs and logs.get("skipped_steps"):
-            self.event("skipped", skipped_sentence(logs["skipped_steps"], state.global_step))
+            count = logs["skipped_steps"]
+            self.event("skipped", skipped_sentence(count, state.global_step), count=count)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         metrics = kwargs.get("metrics") or {}

@@ -22,6 +22,7 @@ from burnish.web.follow import CONSOLE, Place, cursor_text, end_of, news, read_c
 from burnish.web.home import safe_name
 from burnish.web.layout import BOXES, DEPENDS, PRESETS, RISKY
 from burnish.web.listing import facts
+from burnish.web.remarks import remarks_on
 from burnish.web.runs import Found, checkpoints, id_of, tail_lines
 from burnish.web.series import series, thinned
 from burnish.web.site import Site
@@ -255,7 +256,9 @@ class Api:
         columns, offset = await asyncio.to_thread(series, run.folder)
         place = end_of(run.folder, run)
         cursor = cursor_text({run.id: type(place)(offset, place.events, place.console, place.mark)})
-        return Json({"cursor": cursor, "rows": len(columns["step"]), "columns": thinned(columns, points)})
+        said = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(remarks_on, run, columns)]
+        few = await asyncio.to_thread(thinned, columns, points)
+        return Json({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "remarks": said})
 
     async def log(self, request: Request) -> Response:
         """The end of what the run has said, as text; ``before`` pages back."""

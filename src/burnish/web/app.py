@@ -22,6 +22,7 @@ from burnish.report.pace import short_number, short_time
 from burnish.web.api import Api
 from burnish.web.exports import FORMATS
 from burnish.web.listing import facts
+from burnish.web.remarks import remarks_on
 from burnish.web.series import picture, series
 from burnish.web.session import COOKIE, LASTS_S, Sessions, cookie_of
 from burnish.web.site import Site
@@ -106,9 +107,11 @@ class Pages:
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
         columns, _ = series(run.folder)
+        language = self._language(request)
         return self._page(
             "run", request, run={**facts(run), "folder": self.site.places.shown(run.folder)},
             picture=picture(columns, 640, 160), columns=_summary(columns),
+            remarks=[remark.text(language) for remark in remarks_on(run, columns)],
         )  # fmt: skip
 
     async def new(self, request: Request) -> Response:
@@ -166,10 +169,12 @@ class Pages:
 
     # --- how --------------------------------------------------------------------------------------------------------
 
+    def _language(self, request: Request) -> str:
+        cookie = cookie_of(head_of(request.scope), "language")
+        return language_of(cookie, request.headers.get("accept-language", ""))
+
     def _page(self, name: str, request: Request, status: int = 200, **values: Any) -> Response:
-        head = head_of(request.scope)
-        language = language_of(cookie_of(head, "language"), request.headers.get("accept-language", ""))
-        theme = cookie_of(head, "theme")
+        language, theme = self._language(request), cookie_of(head_of(request.scope), "theme")
         up = "../" * (request.scope["path"].count("/") - 1)
         text = self.templates.get_template(f"{name}.html").render(
             t=translator(language), language=language, languages=LANGUAGES, up=up, page=name,

@@ -11,7 +11,9 @@ from typing import Any
 from burnish.core.errors import Problem, UserError
 from burnish.report.console import answer
 from burnish.report.pace import short_number, short_time
+from burnish.web.remarks import remarks_on
 from burnish.web.runs import Found, find
+from burnish.web.series import series
 
 _HEAD = ("name", "state", "step", "loss", "eval", "tokens/s", "left", "started", "folder")
 
@@ -28,7 +30,7 @@ def runs(words: Sequence[str]) -> int:
     found = find(roots)
     if as_json:
         for run in found:
-            answer(json.dumps(facts(run), ensure_ascii=False))
+            answer(json.dumps({**facts(run), "remarks": _remarks(run)}, ensure_ascii=False))
         return 0
     if not found:
         answer(f"No run was found below {', '.join(map(str, roots))}.")
@@ -40,7 +42,13 @@ def runs(words: Sequence[str]) -> int:
     for run in found:
         if run.state in ("failed", "died"):
             answer(f"{run.name}: {' '.join(part for part in (run.sentence, run.remedy) if part)}")
+        for remark in _remarks(run):
+            answer(f"{run.name}: {remark}")
     return 0
+
+
+def _remarks(run: Found) -> list[str]:
+    return [remark.text("en") for remark in remarks_on(run, series(run.folder)[0])]
 
 
 def _row(run: Found) -> tuple[str, ...]:

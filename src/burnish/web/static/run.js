@@ -45,9 +45,18 @@ function add(more) {
 async function fetchSeries() {
   const found = await get(`api/runs/${id}/series?points=4000`);
   columns = found.columns;
+  showRemarks(found.remarks);
   draw();
   return found.cursor;
 }
+
+function showRemarks(remarks) {
+  $("#remarks").hidden = !remarks.length;
+  $("#remarks").replaceChildren(...remarks.map(({ key, values }) => el("li", {}, t(key, values))));
+}
+/** What is said of the whole run is computed where its files are; asked again when something came that may change it. */
+let asked = null;
+const remarkLater = () => { asked ??= setTimeout(async () => { asked = null; showRemarks((await get(`api/runs/${id}/series?points=16`)).remarks); }, 1000); };
 
 function show(run) {
   facts = { ...facts, ...run };
@@ -124,9 +133,9 @@ const first = await get(`api/runs/${id}`);
 fill(first);
 show(first);
 following = follow(() => `runs=${id}&log=${panel("log").hidden ? 0 : 1}`, await fetchSeries(), (name, data) => {
-  if (name === "rows") add(data.columns);
+  if (name === "rows") { add(data.columns); if (data.columns.eval_loss) remarkLater(); }
   else if (name === "run") show(data);
-  else if (name === "event") $("ul", panel("events"))?.append(eventLine(data));
+  else if (name === "event") { if (["skipped", "checkpoint"].includes(data.kind)) remarkLater(); $("ul", panel("events"))?.append(eventLine(data)); }
   else if (name === "resync") void fetchSeries();
   else if (name === "gone") location.href = `${up}runs`;
   else if (name === "log" && $("#log-text")) {
