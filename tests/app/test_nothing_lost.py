@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from bad_inputs import cut_short, told
+from bad_inputs import cut_short, told, write
 from burnish import cli
+from burnish.app.clearing import SOURCES, left_by_a_run
+from burnish.app.options import RunOptions
 from burnish.core import loop
+from burnish.core.options import specs
+from pair_runs import pairs
 
 pytestmark = pytest.mark.run
 
@@ -33,8 +37,12 @@ def contents(folder: str = "out") -> dict[str, bytes]:
 
 @pytest.mark.parametrize("is_linked", [False, True], ids=["by name", "by link"])
 @pytest.mark.parametrize(
-    "source", ["adapter_name_or_path=out", "adapter_name_or_path=out/checkpoint-4", "dataset=out/checkpoint-4"]
-)
+    "source",
+    [
+        "adapter_name_or_path=out", "adapter_name_or_path=out/checkpoint-4", "dataset=out/checkpoint-4",
+        "ref_model=out/checkpoint-4", "ref_model_adapters=out",
+    ],
+)  # fmt: skip
 def test_a_run_does_not_clear_what_it_begins_with(
     source: str, is_linked: bool, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,6 +54,55 @@ def test_a_run_does_not_clear_what_it_begins_with(
     name, _, place = source.partition("=")
     assert f'"{name}" {place} lies in output_dir "out", which the run would write over.' in told(capsys)[1]
     assert contents() == before
+
+
+def test_a_data_set_behind_its_name_is_not_cleared(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(*LORA)
+    answers = Path("out/generated_predictions.jsonl")
+    answers.write_text('{"prompt": "a", "predict": "b"}\n' * 4, encoding="utf-8")
+    Path("data/answers.jsonl").symlink_to("../out/generated_predictions.jsonl")
+    write("data/dataset_info.json", {"answers": {"file_name": "answers.jsonl",
+                                                 "columns": {"prompt": "prompt", "response": "predict"}}})  # fmt: skip
+    before = contents()
+    for words in (["dataset=answers", "streaming=true"], ["dataset=data/answers.jsonl"]):
+        assert cli.main(["train", "run.yaml", *LORA, AGAIN, *words]) == 2
+        assert '"dataset" data/answers.jsonl lies in output_dir "out"' in told(capsys)[1]
+    assert contents() == before
+
+
+PLAIN_WORDS = {
+    "add_special_tokens", "add_tokens", "additional_target", "apollo_target", "attn_implementation", "cache_dir",
+    "columns", "ddp_backend", "default_system", "export_dir", "export_gguf_type", "export_hub_model_id",
+    "freeze_extra_modules", "freeze_trainable_modules", "fsdp", "galore_target", "gradient_checkpointing_kwargs",
+    "hf_hub_token", "infer_executable", "infer_url", "leave_out", "liger_kernel_config", "llama_cpp", "logging_dir",
+    "lora_target", "lr_scheduler_kwargs", "metric_for_best_model", "model_revision", "ms_hub_token", "num_processes",
+    "oft_target", "optim_args", "optim_target_modules", "output_dir", "project", "report_to", "resume_from_checkpoint",
+    "run_name", "served_adapters", "sglang_config", "tags", "torch_compile_backend", "torch_compile_mode",
+    "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "vllm_config",
+}  # fmt: skip
+"""Options of any text that name nothing a run reads and would clear."""
+
+
+def test_every_option_that_may_name_a_file_is_a_source_or_known_to_name_none() -> None:
+    free = [spec for spec in specs(RunOptions).values() if not (spec.choices or spec.ignored)]
+    texts = {spec.name for spec in free if "str" in str(spec.type)}
+    assert texts - {*SOURCES, "dataset", "eval_dataset"} == PLAIN_WORDS
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt", "dpo", "rm", "kto"])
+def test_a_successor_leaves_nothing_of_an_earlier_run(stage: str, user_folder: Path) -> None:
+    if stage in ("dpo", "rm"):
+        write("data/rows.json", pairs())
+        write("data/dataset_info.json", {"rows": {"file_name": "rows.json", "ranking": True}})
+    if stage == "pt":
+        write("data/rows.json", [{"text": "red green"}] * 8)
+    if stage == "kto":
+        write("data/rows.json", [{"prompt": "a", "completion": "b", "label": i % 2 == 0} for i in range(8)])
+    evaluated = ["eval_strategy=steps", "eval_steps=2", "val_size=4", "plot_loss=true"]
+    trained(f"stage={stage}", "max_steps=4", *evaluated)
+    written = {path.name for path in Path("out").iterdir()}
+    assert "training_loss.png" in written
+    assert written - {path.name for path in left_by_a_run(Path("out"))} == {"launch.json", "run.yaml"}
 
 
 def test_a_checkpoint_is_not_cleared_by_the_run_that_begins_with_it(

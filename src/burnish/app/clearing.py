@@ -22,18 +22,20 @@ from burnish.core.errors import Problem
 from burnish.core.events import TrainerCallback
 from burnish.core.files import remove
 from burnish.core.manifest import MANIFEST_NAME
+from burnish.data.sets.dataset_info import local_files
 
 EARLIER_RUN = ".earlier-run"
 SOURCES = (
-    "model_name_or_path", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir", "tokenized_path",
+    "model_name_or_path", "adapter_name_or_path", "ref_model", "ref_model_adapters", "dataset_dir", "tokenized_path",
     "new_special_tokens_config", "template", "peft_config", "fsdp_config", "deepspeed",
 )  # fmt: skip
-"""Options that name files or folders which a run reads."""
+"""Options that name files or folders which a run reads, beside its data sets."""
 LEFT_BY_A_RUN = (
     ".finished.json", "trainer_log.jsonl", "run.log", "events.jsonl", "outcome.json", "trainer_state.json",
     "traceback.txt", "*_results.json", "README.md",
-    "training_loss.png", "training_eval_*.png", "generated_predictions*.jsonl", "adapter_config.json",
-    "adapter_model.safetensors", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
+    "training_loss.png", "training_eval_*.png", "training_rewards*.png", "training_margins.png",
+    "generated_predictions*.jsonl", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors",
+    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
@@ -67,6 +69,8 @@ def _sources(options: RunOptions) -> Iterator[tuple[str, str]]:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and item:
                 yield name, item
+    for name, path in local_files(options):
+        yield name, str(path)
 
 
 def _would_go(source: Path, folder: Path) -> bool:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.hubs import uses_modelscope
+from burnish.data.options import DataOptions
 from burnish.data.reading.files import READERS, loading_script, missing_file
 from burnish.data.reading.json_files import UnreadableJson, parsed_file, shortened, whole_text
 from burnish.data.sets.layouts import MEDIA, PREFERENCE
@@ -97,6 +99,20 @@ def find_sources(
     if problems:
         raise UserError(problems)
     return sources
+
+
+def local_files(options: DataOptions) -> Iterator[tuple[str, Path]]:
+    """The files and folders of this machine that data sets are read from, each with the option that names the set.
+
+    A name that cannot be found is passed over: ``load_datasets`` says what is wrong with it.
+    """
+    for option in ("dataset", "eval_dataset"):
+        for name in getattr(options, option) or []:
+            if not str(options.dataset_dir).startswith((ONLINE, REMOTE)):
+                with suppress(UserError):
+                    for source in find_sources([name], options.dataset_dir, Path, {}, option):
+                        if source.kind == "file":
+                            yield option, source.location
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
