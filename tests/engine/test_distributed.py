@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 BUCKETS = {"allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_scatter": True,
            "reduce_bucket_size": 5e8, "contiguous_gradients": True, "round_robin_gradients": True}  # fmt: skip
 THIRD = {"overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-         "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+         "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": 0,
          "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
          "stage3_gather_16bit_weights_on_model_save": True}  # fmt: skip
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}

@@ -1,5 +1,7 @@
-"""A script with ``burnish.Trainer`` under FSDP on two processes: the weights and the evaluation of one."""
+"""A script with ``burnish.Trainer`` on two processes, under FSDP and where it is installed DeepSpeed: what one process
+makes."""
 
+import importlib.util
 import json
 
 import pytest
@@ -49,6 +51,12 @@ def sharded(folder):
     script(folder, per_device_train_batch_size=2, fsdp="full_shard", ddp_backend="gloo")
 
 
+def third_stage(folder):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # the weights of this model are small
+    settings = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    script(folder, per_device_train_batch_size=2, deepspeed={**settings, "zero_optimization": zero})
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
@@ -75,11 +83,15 @@ def test_its_model_says_its_class_and_its_checkpoint_is_in_pieces(folder):
     assert (folder / "two" / "checkpoint-2" / "manifest.json").is_file()
 
 
-def test_the_third_stage_of_zero_is_refused_by_name():
-    from burnish.app.plan import RunOptions
-    from burnish.core.errors import UserError
-    from burnish.hf.given import refuse_third_stage
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_a_script_under_the_third_stage_ends_in_the_weights_of_one_process(folder, tmp_path):
+    from safetensors.torch import load_file
 
-    refuse_third_stage(RunOptions(deepspeed="zero2"))
-    with pytest.raises(UserError, match="ZeRO-3"):
-        refuse_third_stage(RunOptions(deepspeed="zero3"))
+    in_two_processes(third_stage, str(tmp_path), environment={"DS_ACCELERATOR": "cpu"})
+    one, two = (load_file(place / "model" / "model.safetensors") for place in (folder / "one", tmp_path))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+    losses = [json.loads((place / "metrics.json").read_text()) for place in (folder / "one", tmp_path)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -248,6 +248,7 @@ class Engine(Protocol):
         """The engine's own parts of a checkpoint, such as a loss scale."""
         ...
 
+    frees_weights: bool  # weights are there within a forward pass of the module from ``prepare`` alone: ZeRO-3
     splits_weights: bool  # between two passes each rank holds a part of each weight: FSDP, ZeRO-3
     is_sharded: bool  # each rank holds a part of the weights, and all have to ask together for whole ones
 

@@ -104,6 +104,7 @@ class SingleEngine:
 
     is_sharded = False
     splits_weights = False
+    frees_weights = False
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of a run for a checkpoint, where each rank holds a piece of their tensors."""

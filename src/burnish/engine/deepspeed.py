@@ -60,7 +60,7 @@ class DeepSpeedEngine(ParallelEngine):
         self.weights: list[nn.Parameter] = []  # that train, in the order of the optimizer's groups
         self.empty_groups: dict[int, dict[str, Any]] = {}  # number -> a group without weights, which DeepSpeed drops
         self.stage = zero_stage(options)
-        self.splits_weights = self.stage == 3
+        self.splits_weights = self.frees_weights = self.stage == 3
 
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
         """DeepSpeed moves this rank's parts, and keeps float32 copies of its own where it computes in half precision:

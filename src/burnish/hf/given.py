@@ -15,12 +15,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from burnish.core.errors import Problem, UserError
-from burnish.engine.deepspeed_settings import zero_stage
-from burnish.engine.options import engine_name
 from burnish.hf import notes
 from burnish.hf.arguments.training import TrainingArguments
-from burnish.hf.arguments.values import plain_options
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
@@ -70,22 +66,6 @@ def take_accumulation(args: Any) -> None:
             f"passed `TrainingArguments`. Received: {asked} and {args.gradient_accumulation_steps}. Give one of them."
         )
     args.gradient_accumulation_steps = asked
-
-
-def refuse_third_stage(args: Any) -> None:
-    """ZeRO-3 takes weights away as soon as a module has run, and a script may look at them afterwards.
-
-    Raises:
-        UserError: where it is asked for.
-    """
-    options = plain_options(args)
-    if engine_name(options) == "deepspeed" and zero_stage(options) == 3:
-        raise UserError(
-            Problem(
-                "ZeRO-3 under burnish.Trainer was never run, and is not part of it; burnish train has it.",
-                remedy='Use fsdp="full_shard", or deepspeed="zero2".',
-            )
-        )
 
 
 def take_tokenizer(tokenizer: Any, processing_class: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,6 @@ class Trainer:
         self.args = args = given.own_arguments(args, self.arguments_class)
         set_seed(args.seed, args.full_determinism)
         given.take_accumulation(args)
-        given.refuse_third_stage(args)
         self._engine = create_engine(plain_options(args))
         self.accelerator = EngineAccelerator(
             self._engine, args.mixed_precision, args.accelerator_config, self.log, self._save_now
@@ -439,7 +439,8 @@ class Trainer:
     def _fitted(self) -> Fitted:
         """Findings about the model's forward pass; asked once, by ``train`` before its first step."""
         if self._asked is None or self._asked.model is not self.model:
-            self._asked = self._ask()
+            asked = self._ask()
+            self._asked = replace(asked, head=None, shares_prefixes=False) if self._engine.frees_weights else asked
         return self._asked
 
     def _ask(self) -> Fitted:

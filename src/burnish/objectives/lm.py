@@ -265,11 +265,12 @@ class ModelWithLoss(nn.Module):
 
     def _sums_in_chunks(self, head: Head, inputs: dict[str, Any], targets: Targets) -> TokenSums:
         """Compute the sums from hidden states, in chunks."""
-        weight = head.linear.weight
-        is_joined = self._tied is not None and weight.requires_grad and is_grad_enabled()
-        with self._tied.joined() if self._tied is not None and is_joined else nullcontext(weight) as joined:
+        is_joined = self._tied is not None and head.linear.weight.requires_grad and is_grad_enabled()
+        with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
             hidden = head.hidden_at(targets.positions, **inputs)  # (N, H)
-        return sums_of_hidden(hidden, head, targets, self._rules, self._way, joined)
+        # Asked for now: ZeRO-3 took a tied weight away again when the embedding had run.
+        weight = head.linear.weight if joined is None else joined
+        return sums_of_hidden(hidden, head, targets, self._rules, self._way, weight)
 
     def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
         """From logits that the model makes: of learned positions where it can make some only, else of all."""

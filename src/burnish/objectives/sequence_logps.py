@@ -111,13 +111,14 @@ class SequenceModel(nn.Module):
     def _in_chunks(
         self, head: Head, inputs: dict[str, Any], learned: Tensor, targets: Tensor, batch: Batch
     ) -> tuple[TokenLogps, Tensor]:
-        weight, bias = head.linear.weight, head.linear.bias
-        is_joined = self._tied is not None and weight.requires_grad and torch.is_grad_enabled()
-        with self._tied.joined() if self._tied is not None and is_joined else nullcontext(weight) as joined:
+        is_joined = self._tied is not None and head.linear.weight.requires_grad and torch.is_grad_enabled()
+        with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
             hidden = head.hidden_at(learned, **inputs)  # (N, H)
         if head.scale != 1.0:
             hidden = hidden * head.scale
-        tokens = linear_token_logps(hidden, joined, targets, self._rules, bias)
+        # Asked for now: ZeRO-3 took a tied weight away again when the embedding had run.
+        weight = head.linear.weight if joined is None else joined
+        tokens = linear_token_logps(hidden, weight, targets, self._rules, head.linear.bias)
         mean_row = batch.get("mean_row")
         means = torch.zeros_like(tokens.correct) if mean_row is None else hidden.detach().float() @ mean_row
         return tokens, means

@@ -116,7 +116,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "The older name, with _kwargs.")
     fsdp: str | None = option(None, "Shard the model over processes: full_shard, shard_grad_op.")
     fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or a JSON file; taken with it.")
-    deepspeed: dict | str | None = option(None, "ZeRO 1 and 2: a JSON file, or zero2.")  # type: ignore[type-arg]
+    deepspeed: dict | str | None = option(None, "ZeRO 1 to 3: a JSON file, or zero2.")  # type: ignore[type-arg]
     accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
 
     # --- bounds that differ: scripts use 0 for a run that learns nothing, or has no step
