@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from burnish.app.checks import problems_in_files, trains
 from burnish.app.explain import LOOKED_AT, sections
 from burnish.app.form import form
+from burnish.app.held_out import held_out
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan, aliases, placing, plan
 from burnish.app.prepare import Prepared, prepare
@@ -178,6 +179,9 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**form(), "is_last": True}
         return
     try:
+        if question.get("held_out"):
+            yield {**held_out(question["values"], question.get("number")), "is_last": True}
+            return
         given = {name: Given(value, "") for name, value in question["values"].items()}
         chosen = plan(given, also=[problems_in_files])
         yield from explained(chosen, question.get("rows", 5), question.get("seed", 0))

@@ -66,6 +66,7 @@ class Api:
         yield "GET", "/api/runs/{id}/series", self.series
         yield "GET", "/api/runs/{id}/log", self.log
         yield "GET", "/api/runs/{id}/download/{name}", self.download
+        yield "GET", "/api/runs/{id}/held-out", self.held_out
         yield "POST", "/api/runs/{id}/stop", self.stop
         yield "POST", "/api/runs/{id}/continue", self.again
         yield "DELETE", "/api/queue/{number:int}", self.unqueue
@@ -282,6 +283,17 @@ class Api:
         body = await asyncio.to_thread((run.folder / name).read_bytes)
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
+
+    async def held_out(self, request: Request) -> Response:
+        """A record that the run does not learn, as a question with its answer; drawn, or ``number``."""
+        run, number = await self.site.run(request.path_params["id"]), request.query_params.get("number", "")
+        values = await asyncio.to_thread(self.site.starter.values_of, run)
+        question = {"held_out": True, "values": values, "number": int(number) if number.isdigit() else None}
+        found = await self.site.planner.whole(question)
+        if found.get("problems"):
+            problem = found["problems"][0]
+            raise Refusal(422, "nothing_held_out", f"{problem['sentence']} {problem['remedy']}".strip())
+        return Json(found)
 
     async def stop(self, request: Request) -> Response:
         body = await json_object(request)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from burnish.app.config import read_arguments
+from burnish.core.errors import UserError
 from burnish.core.secrets import has_secret_name
 from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
 from burnish.web.follow import CONSOLE
@@ -111,6 +113,24 @@ class Starter:
         if not (run.folder / GIVEN).is_file():
             raise Refusal(409, "no_file", "This run left no run.yaml, so it cannot be continued from here.")
         self._launch(run.folder, None)
+
+    def values_of(self, run: Found) -> dict[str, Any]:
+        """The values of a run's own file, with its data where they were when it was started.
+
+        Raises:
+            Refusal: 409 where it has no file, 422 where the file names what a page may not reach.
+        """
+        if not (run.folder / GIVEN).is_file():
+            raise Refusal(409, "no_file", "This run left no run.yaml, so nobody knows its data.")
+        try:
+            given, _ = read_arguments([str(run.folder / GIVEN)])
+        except UserError as error:
+            raise Refusal(422, "invalid_value", str(error)) from error
+        values = {name: item.value for name, item in given.items()}
+        named, place = values.get("dataset_dir", "data"), self._place_of(run.folder)
+        if place != self.places.first and isinstance(named, str) and (place / named).is_dir():
+            values["dataset_dir"] = str(place / named)
+        return self.checked(values)
 
     def _launch(self, folder: Path, devices: list[int] | None) -> None:
         (folder / OUTCOME).unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""The page's conversation with an engine whose answers are made up here: calls, their results, records held out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.run, pytest.mark.slow]
+ENGINE = {"id": "e" * 12, "name": "first", "state": "ready", "said": ""}
+TOOLS = [{"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}]
+
+
+def chunks(*deltas: dict[str, object]) -> str:
+    bodies: list[object] = [{"choices": [{"delta": delta}]} for delta in deltas]
+    bodies.append({"choices": [], "usage": {"completion_tokens": 3}})
+    return "".join(f"data: {json.dumps(body)}\n\n" for body in bodies) + "data: [DONE]\n\n"
+
+
+def call(number: int, arguments: str) -> tuple[dict[str, object], ...]:
+    return {"tool_calls": [{"index": number, "id": f"call_{number}", "function": {"name": "add", "arguments": ""}}]}, {
+        "tool_calls": [{"index": number, "function": {"arguments": arguments}}]
+    }
+
+
+@pytest.fixture
+def heard(visitor, server):
+    """The requests to the engine. It calls ``add`` twice where tools are offered, and answers what came back."""
+    from web.conftest import make_runs
+
+    shutil.rmtree(server.root / "saves")
+    make_runs(server.root)
+    values = {"model_name_or_path": "model", "dataset": "demo_train", "val_size": "0.1", "output_dir": "saves/first"}
+    (server.root / "saves/first/run.yaml").write_text(json.dumps(values))
+    requests: list[dict[str, object]] = []
+
+    def answer(route) -> None:
+        body = json.loads(route.request.post_data)
+        requests.append(body)
+        asks = body.get("tools") and body["messages"][-1]["role"] == "user"
+        deltas = (*call(0, '{"a": 1}'), *call(1, '{"a": 2}')) if asks else ({"content": "It is three."},)
+        route.fulfill(status=200, content_type="text/event-stream", body=chunks(*deltas))
+
+    visitor.route("**/api/engines", lambda route: route.fulfill(
+        status=200, content_type="application/json",
+        body=json.dumps(ENGINE if route.request.method == "POST" else {"engines": [ENGINE]}),
+    ))  # fmt: skip
+    visitor.route("**/api/chat/*", answer)
+    visitor.goto(f"{server.address}/runs")
+    visitor.get_by_role("link", name="first", exact=True).click()
+    visitor.get_by_role("main").get_by_role("link", name="Talk").first.click()
+    visitor.locator("#engine-states", has_text="first ✓").wait_for()
+    return requests
+
+
+def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, heard) -> None:
+    visitor.get_by_text("Settings", exact=True).click()
+    visitor.fill("#tools", "{")
+    visitor.fill("#message", "1 + 2?")
+    visitor.click("#send")
+    visitor.get_by_text("The tools must be a JSON list").wait_for()
+    assert heard == []
+    visitor.click("#fresh")
+    visitor.fill("#tools", json.dumps(TOOLS))
+    visitor.fill("#message", "1 + 2?")
+    visitor.click("#send")
+    visitor.locator(".result-form").nth(1).wait_for()
+    visitor.fill("#message", "And?")
+    visitor.click("#send")
+    visitor.get_by_text("A call waits for its result.").wait_for()
+    visitor.locator(".result-form textarea").first.fill("one")
+    visitor.locator(".result-form button").first.click()
+    visitor.locator(".result", has_text="one").wait_for()
+    visitor.reload()  # what was given before is kept with the conversation
+    visitor.locator("#engine-states", has_text="first ✓").wait_for()
+    visitor.locator(".result", has_text="one").wait_for()
+    visitor.locator(".result-form textarea").fill("<b>two</b>")
+    visitor.locator(".result-form button").click()
+    visitor.get_by_text("It is three.").wait_for()
+    first, second = heard
+    assert first["tools"] == second["tools"] == [{"type": "function", "function": TOOLS[0]}]
+    assert [one["role"] for one in second["messages"]] == ["user", "assistant", "tool", "tool"]
+    assert [one["content"] for one in second["messages"][2:]] == ["one", "<b>two</b>"]
+    assert [one["id"] for one in second["messages"][1]["tool_calls"]] == ["call_0", "call_1"]
+    with visitor.expect_download() as found:
+        visitor.click("#record")
+    record = json.loads(Path(found.value.path()).read_text(encoding="utf-8"))
+    assert [one["role"] for one in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
+
+
+def test_a_held_out_record_is_asked_and_its_answer_stands_beside_the_models(visitor, server, heard) -> None:
+    visitor.click("#held-out")
+    given = visitor.locator(".side[data-side=given]")
+    given.get_by_text("held-out record").wait_for()
+    visitor.get_by_text("It is three.").wait_for()
+    asked = heard[0]["messages"][-1]["content"]
+    records = [json.loads(line) for line in (server.root / "data/train.jsonl").read_text().splitlines()]
+    answers = [one["output"] for one in records if asked == "\n".join(filter(None, (one["instruction"], one["input"])))]
+    assert given.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}

@@ -1,0 +1,84 @@
+"""A held-out record as a question for the page's conversation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.app.held_out import held_out, question_of
+from burnish.core.errors import UserError
+from burnish.core.types import Example, Message
+from burnish.data.sets.sources import load_datasets
+from burnish.data.tally import Tally
+
+DEMO = Path(burnish.__file__).parent / "demo"
+VALUES = {
+    "model_name_or_path": str(DEMO / "model"), "dataset": "demo_train", "dataset_dir": str(DEMO / "data"),
+    "output_dir": "saves/x", "val_size": "5", "max_samples": "50",
+}  # fmt: skip
+
+
+def test_the_record_is_one_that_the_run_itself_holds_out() -> None:
+    from burnish.app.options import RunOptions
+
+    found = held_out(VALUES, 3)
+    options = RunOptions(**{**VALUES, "val_size": 5.0, "max_samples": 50, "dataset": ["demo_train"]})
+    sets = load_datasets(options, options.seed, Tally())
+    record = sets.eval[""][2]
+    assert (found["user"], found["answer"]) == tuple(message.content for message in record.messages)
+    assert (found["number"], found["of"], found["place"]) == (3, 5, record.place)
+    assert found["place"] not in {example.place for example in sets.train}
+    assert held_out(VALUES)["number"] in range(1, 6)
+
+
+def test_what_holds_nothing_out_or_has_no_such_record_is_refused() -> None:
+    with pytest.raises(UserError, match="val_size"):
+        held_out({**VALUES, "val_size": "0"})
+    with pytest.raises(UserError, match="Records 1 to 5"):
+        held_out(VALUES, 6)
+    with pytest.raises(UserError, match="asks nothing"):
+        question_of(Example(text="Once upon a time", source="a.txt", number=1))
+
+
+def test_a_conversation_with_calls_is_cut_before_its_last_answer_in_the_roles_of_a_request() -> None:
+    call = json.dumps([{"name": "add", "arguments": {"a": 1}}, {"name": "now"}])
+    turns = ("user", "1+1"), ("function", call), ("observation", "2"), ("observation", "noon"), ("assistant", "2."), (
+        "user", "Sure?"), ("assistant", "Yes.")  # fmt: skip
+    example = Example(messages=tuple(Message(*turn) for turn in turns), tools='[{"name": "add"}]', system="Be brief.")
+    found = question_of(example)
+    assert (found["user"], found["answer"], found["system"], found["tools"]) == (
+        "Sure?", "Yes.", "Be brief.", [{"name": "add"}],
+    )  # fmt: skip
+    assert [one["role"] for one in found["before"]] == ["user", "assistant", "tool", "tool", "assistant"]
+    calls = found["before"][1]["tool_calls"]
+    assert [one["function"]["arguments"] for one in calls] == ['{"a": 1}', "{}"]
+    assert [one["tool_call_id"] for one in found["before"][2:4]] == [one["id"] for one in calls]
+    pair = Example(messages=(Message("user", "q"),), chosen="good", rejected="bad")
+    assert question_of(pair)["answer"] == "good"
+    assert question_of(Example(prompt="p", completion="c"))["answer"] == "c"
+
+
+def test_the_page_asks_with_the_runs_own_values_and_reaches_no_further_than_its_roots(page, root, monkeypatch) -> None:
+    asked = []
+
+    async def whole(question):
+        asked.append(question)
+        return {"user": "q", "answer": "a"} if question["number"] else {"problems": [{"sentence": "No.", "remedy": ""}]}
+
+    monkeypatch.setattr(page.site.planner, "whole", whole)
+    shutil.copytree(DEMO / "data", root / "saves" / "data")
+    launch = root / "saves/first/launch.json"
+    launch.write_text(json.dumps({**json.loads(launch.read_text()), "folder": str(root / "saves")}))
+    run = page.id_of("first")
+    assert page.get(f"/api/runs/{run}/held-out?number=2") == {"user": "q", "answer": "a"}
+    assert asked[0]["values"]["learning_rate"] == "0.0001"
+    assert asked[0]["values"]["dataset_dir"] == str(root / "saves" / "data")
+    assert page.send("GET", f"/api/runs/{run}/held-out")[0] == 422
+    assert page.send("GET", f"/api/runs/{page.id_of('factory')}/held-out")[0] == 409
+    (root / "saves/first/run.yaml").write_text("dataset: x\ndataset_dir: /etc\n")
+    assert page.send("GET", f"/api/runs/{run}/held-out")[0] == 422
+    assert len(asked) == 2
