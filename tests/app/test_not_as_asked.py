@@ -43,6 +43,11 @@ def test_a_tokenizer_with_code_of_its_own(named: Any, user_folder: Path, capsys:
     assert "trust_remote_code: true" in err
 
 
+def test_a_tokenizer_of_its_own_that_config_json_names(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change("model/config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
+    assert "model/config.json: its tokenizer is Python code of its own (own.OwnTokenizer)" in refused(capsys)
+
+
 @pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
 def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
@@ -52,8 +57,28 @@ def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    "content", ['{"text": "red"}\n{"text": "green"}\n', '[\n  {"text": "red"}\n]\n', '[{"text": "red"}]'], ids=str
-)
+    ("record", "described"),
+    [
+        ({"instruction": "a", "output": "b", "system": "<image> and <audio>"},
+         {"columns": {"prompt": "instruction", "response": "output", "system": "system"}}),
+        ({"prompt": "<image> a", "completion": "b <audio>"}, {"formatting": "prompt_completion"}),
+    ],
+    ids=["system", "prompt"],
+)  # fmt: skip
+def test_every_mark_in_every_part_is_counted(
+    record: dict[str, str], described: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("data/rows.json", [record] * 4)
+    write("data/dataset_info.json", {"rows": {"file_name": "rows.json", **described}})
+    said = runs(capsys)
+    for mark in ("<image>", "<audio>"):
+        assert f"{mark} in it is a word like others" in said
+
+
+@pytest.mark.parametrize(
+    "content", ['{"text": "red"}\n{"text": "green"}\n', '[\n  {"text": "red"}\n]\n', '[{"text": "red"}]',
+                '\ufeff\n{"text": "red"}\n\n{"text": "green"}\n'], ids=str
+)  # fmt: skip
 def test_json_in_a_text_file(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("data/rows.txt").write_text(content, encoding="utf-8")
     words = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]

@@ -1,9 +1,11 @@
 """Nothing is lost: what a run begins with, what an earlier run left, and what was trained and not yet written."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 
 from bad_inputs import cut_short, told, write
@@ -206,10 +208,18 @@ def test_a_finished_run_whose_model_has_gone_with_all_checkpoints_says_so(
     assert "overwrite_output_dir: true" in err
 
 
+def unanswered(*args: Any, **kwargs: Any) -> None:
+    """Ask a port that nobody listens at, by the client that the hub's library uses."""
+    import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0]).get("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "nobody answers"])
 def test_an_upload_that_fails_after_an_export_says_where_the_export_is(
-    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    is_offline: bool, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if not is_offline:
+        monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unanswered)
     words = ["model_name_or_path=model", "template=chatml", "export_dir=whole", "export_hub_model_id=me/model"]
     assert cli.main(["export", *words]) == 1
     out, err = told(capsys)

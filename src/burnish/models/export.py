@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -113,16 +113,11 @@ def upload(folder: Path, options: ExportChoices) -> str:
     return str(repository)
 
 
-def refusals() -> Any:
-    """Errors of the hub's library where the hub or the network fails; it uses httpx, and earlier versions requests."""
-    from importlib import import_module
-    from importlib.util import find_spec
-
+def refusals() -> tuple[type[BaseException], ...]:
+    """Errors of the hub's library where the hub or the network fails: those of its HTTP client, whichever that is."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    names = [("httpx", "HTTPError"), ("requests", "RequestException")]
-    found = [getattr(import_module(library), name) for library, name in names if find_spec(library)]
-    return (OSError, HfHubHTTPError, HFValidationError, *found)
+    return (OSError, HFValidationError, *HfHubHTTPError.__bases__)
 
 
 def first_line(error: BaseException) -> str:

@@ -232,11 +232,11 @@ def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
 def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
     """Raise UserError where the tokenizer is a class of the model's own, which is not run: transformers would take
     another in its place without a word."""
-    path = None if folder is None else folder / "tokenizer_config.json"
-    if path is None or not path.is_file() or options.trust_remote_code:
+    if folder is None or options.trust_remote_code:
         return
-    named = read_object(path).get("auto_map")
-    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    path, classes = next(
+        ((folder / name, found) for name in _NAMES_A_CLASS if (found := _own_class(folder / name))), (folder, None)
+    )
     written = [str(one) for one in (classes if isinstance(classes, list) else [classes]) if one]
     if written:
         raise UserError(
@@ -247,6 +247,18 @@ def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
                 remedy="Read that code; if you trust it, set trust_remote_code: true.",
             )
         )
+
+
+_NAMES_A_CLASS = ("tokenizer_config.json", "config.json")
+"""Files whose ``auto_map`` may name the class of a tokenizer."""
+
+
+def _own_class(path: Path) -> Any:
+    """The class, or the classes, of a tokenizer that a file of the model names; of older files a bare list."""
+    named = read_object(path).get("auto_map") if path.is_file() else None
+    if isinstance(named, dict):
+        return named.get("AutoTokenizer")
+    return named if path.name == _NAMES_A_CLASS[0] else None
 
 
 def _no_tokenizer(name: str) -> Problem:

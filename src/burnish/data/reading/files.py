@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import odd_kind
-from burnish.data.reading.json_files import Values, byte_lines, count, decoded, json_places, read_json, text_lines
+from burnish.data.reading.json_files import BOM, Values, byte_lines, count, decoded, json_places, read_json, text_lines
 
 _CSV_FIELD = 2**31 - 1
 _PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
@@ -131,7 +131,7 @@ def json_in_text(path: Path) -> str:
     if path.suffix.lower() != ".txt":
         return ""
     with path.open("rb") as file:
-        first = [line for line in islice(file, 10) if line.strip()][:3]
+        first = [line for line in (line.removeprefix(BOM) for line in islice(file, 10)) if line.strip()][:3]
     if not first or not all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
         return ""
     return f"{path}: its lines are JSON, and are read as mere text. Name it {path.stem}.jsonl for records."

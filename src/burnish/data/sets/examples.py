@@ -297,8 +297,10 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally
 
 
 def _marks_in(example: Example) -> list[str]:
-    """The marks of images, videos and sounds in a conversation."""
-    return [mark for mark in MARKS if any(mark in turn.content for turn in example.messages)]
+    """The marks of images, videos and sounds in a conversation, or in a prompt and its answers."""
+    parts = [example.system, example.prompt, example.completion, example.messages, example.chosen, example.rejected]
+    texts = [part if isinstance(part, str) else "\n".join(turn.content for turn in part) for part in parts if part]
+    return [mark for mark in MARKS if any(mark in text for text in texts)]
 
 
 def _answers(example: Example) -> list[str]:
