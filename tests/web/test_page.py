@@ -31,7 +31,7 @@ from web.running import begun
 
 WEB = Path(burnish.__file__).parent / "web"
 PAGES = ["/runs", "/new", "/compare", "/talk", "/export", "/settings"]
-READS = ["/api/runs", "/api/models", "/api/datasets", "/api/engines", "/api/chats", "/api/poll"]
+READS = ["/api/runs", "/api/models", "/api/datasets", "/api/engines", "/api/chats", "/api/poll", "/api/machine"]
 EFFECTS = [
     ("POST", "/api/runs"), ("POST", "/api/check"), ("POST", "/api/yaml"),
     ("POST", "/api/runs/{id}/stop"), ("POST", "/api/runs/{id}/continue"),

@@ -77,6 +77,7 @@ class Api:
         yield "GET", "/api/chats", self.chats
         yield "GET", "/api/chats/{id}", self.chat_of
         yield "PUT", "/api/chats/{id}", self.keep_chat
+        yield "GET", "/api/machine", self.machine
         yield "POST", "/api/exports", self.begin_export
         yield "GET", "/api/exports/{id}", self.export_of
         yield "GET", "/api/stream", self.stream
@@ -365,6 +366,9 @@ class Api:
             raise Refusal(409, "too_many", "A thousand conversations are kept; remove some.")
         self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
         return Json({"status": "kept"})
+
+    async def machine(self, request: Request) -> Response:
+        return Json(await asyncio.to_thread(self.site.machine.use))
 
     # --- exports ------------------------------------------------------------------------------------------------------
 

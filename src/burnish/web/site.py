@@ -7,6 +7,7 @@ import time
 
 from burnish.web.engines import Engines
 from burnish.web.home import Home
+from burnish.web.machine import Machine
 from burnish.web.options import WebOptions
 from burnish.web.places import Places
 from burnish.web.planner import Planner
@@ -26,6 +27,7 @@ class Site:
         self.starter = Starter(self.places, home, options.web_allow)
         self.planner = Planner(self.places.first, home.folder / "planner.log")
         self.engines = Engines(home, self.starter)
+        self.machine = Machine()
         self._found: list[Found] = []
         self._found_s = -FRESH_S
         self._finding = asyncio.Lock()

@@ -193,3 +193,19 @@ $("#theme").addEventListener("click", () => {
   document.dispatchEvent(new Event("theme"));
 });
 $("#language").addEventListener("click", () => { keep("language", language === "en" ? "zh" : "en"); location.reload(); });
+
+/** The use of the machine, as far as it can be told; asked while somebody looks. */
+async function showMachine() {
+  const { cpu, memory, gpus } = await (await fetch(`${up}api/machine`)).json();
+  const percent = (share) => Math.round(100 * share), pair = ([used, total]) => ({ used: bytes(used), total: bytes(total) });
+  $("#machine").textContent = [
+    ...(typeof cpu === "number" ? [t("machine_cpu", { share: percent(cpu) })] : []),
+    ...(memory ? [t("machine_memory", pair(memory))] : []),
+    ...gpus.map((gpu) => t("machine_gpu", { index: gpu.index, ...pair(gpu.memory) }) + (gpu.use === null ? "" : ` ${percent(gpu.use)} %`)),
+  ].join(" · ");
+}
+if ($("#machine")) {
+  const look = () => { if (!document.hidden) showMachine().catch(() => {}); }; // a server that is gone is said by who follows it
+  void ready.then(look);
+  setInterval(look, 5000);
+}
