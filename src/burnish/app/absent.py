@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.core.errors import Problem
+from burnish.core.numbers import number_in
 from burnish.core.options import Given
 from burnish.core.secrets import has_secret_name, keep_secret
 
@@ -65,15 +66,8 @@ def _asks_for_nothing(value: Any, harmless: Any) -> bool:
     if isinstance(harmless, bool):
         return written in ({"true", "yes", "on", "1"} if harmless else {"false", "no", "off", "0"})
     if isinstance(harmless, int | float):
-        return _number(written) == harmless
+        return number_in(written) == harmless
     return written == str(harmless).lower()
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 ABSENT: dict[str, Absent] = {}

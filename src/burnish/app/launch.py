@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from burnish.core.errors import Problem
+from burnish.core.numbers import count_in, number_in
 from burnish.core.options import Given, raise_if
 from burnish.engine.places import (
     AUTO,
@@ -95,22 +96,14 @@ class Asked:
     def of(cls, given: Mapping[str, Given]) -> Asked:
         text = {name: str(item.value).strip().lower() for name, item in given.items()}
         processes = text.get("num_processes", AUTO)
-        restarts = text.get("max_restarts", "0")
         return cls(
-            int(processes) if processes.isdigit() and int(processes) else AUTO,
-            int(restarts) if restarts.isdigit() else 0,
+            count_in(processes) or AUTO,
+            count_in(text.get("max_restarts", "")),
             any(text.get(name, "") in ("true", "yes", "on", "1") for name in ("use_cpu", "no_cuda")),
             text.get("engine", AUTO),
-            _seconds(text.get("stall_timeout_s", "")),
+            number_in(text.get("stall_timeout_s", "")),
             str(given["output_dir"].value) if "output_dir" in given else None,
         )
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def going_on(words: Sequence[str], output_dir: str | None) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from burnish.core.errors import Problem
+from burnish.core.numbers import count_in
 
 AUTO = "auto"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -100,5 +101,4 @@ def problems_of_machines() -> list[Problem]:
 
 
 def _number(name: str, usual: int) -> int:
-    text = os.environ.get(name, "").strip()
-    return int(text) if text.isdigit() else usual
+    return count_in(os.environ.get(name, ""), usual)

@@ -17,7 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
@@ -156,83 +156,36 @@ def _line_spans(path: Path, file: HashedFile) -> Spans:
 
 
 def _element_spans(path: Path, file: HashedFile) -> Spans:
-    """(begin, end) in bytes of every element of a JSON list."""
+    """(begin, end) in bytes of every element of a JSON list, which is read whole for it and let go."""
     import numpy
 
-    starts, ends = array("q"), array("q")
+    text = file.read(-1).decode("latin-1")  # each character is one byte; JSON's own are the same in it
     try:
-        for begin, end in _elements(file):
-            starts.append(begin)
-            ends.append(end)
+        spans = array("q", chain.from_iterable(_elements(text, len(BOM) * text.startswith(BOM.decode("latin-1")))))
     except (ValueError, RecursionError):
         deque(read_json(path), maxlen=0)  # says what is broken, and where
         raise
-    while file.read(_BLOCK):  # what follows the list is white space; it belongs to the hash
-        pass
-    return numpy.array(starts, numpy.int64), numpy.array(ends, numpy.int64)
+    starts, ends = numpy.array(spans, numpy.int64).reshape(-1, 2).T.copy()
+    return starts, ends
 
 
-def _elements(file: HashedFile) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each element of a list, with a window that moves over the file.
-
-    The bytes are decoded as Latin-1, so that each character is one byte; JSON's own characters are the same in it.
-
-    Raises:
-        ValueError: where the JSON is broken.
-    """
-    window = _Window(file)
-    window.skip_space(past=BOM.decode("latin-1"))
-    window.take("[")
-    if window.next() == "]":
-        return
-    while True:
-        yield window.element()
-        if window.next() == "]":
-            return
-        window.take(",")
+def _elements(text: str, at: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each element of the list that begins at ``at``, after white space. Raises ValueError where
+    the JSON is broken."""
+    decode = json.JSONDecoder().raw_decode
+    at = _past_space(text, _past_space(text, at) + 1)
+    while text[at : at + 1] != "]":
+        _, end = decode(text, at)
+        yield at, end
+        at = _past_space(text, end)
+        if text[at : at + 1] == ",":
+            at = _past_space(text, at + 1)
+            if text[at : at + 1] == "]":
+                raise ValueError("expected an element")
+        elif text[at : at + 1] != "]":
+            raise ValueError("expected a comma")
 
 
-class _Window:
-    """A part of the file as text, and the current position in it."""
-
-    def __init__(self, file: HashedFile) -> None:
-        self._file, self._text, self._at, self._base = file, "", 0, 0
-        self._decoder = json.JSONDecoder()
-
-    def _more(self) -> bool:
-        """Read more, and drop the text before the current position. Returns whether there was more to read."""
-        read = self._file.read(max(_BLOCK, len(self._text) - self._at)).decode("latin-1")
-        self._text, self._base, self._at = self._text[self._at :] + read, self._base + self._at, 0
-        return bool(read)
-
-    def skip_space(self, past: str = "") -> None:
-        if not self._text and self._more() and past and self._text.startswith(past):
-            self._at += len(past)
-        while True:
-            found = _SPACE.match(self._text, self._at)
-            self._at = found.end() if found else self._at
-            if self._at < len(self._text) or not self._more():
-                return
-
-    def next(self) -> str:
-        self.skip_space()
-        return self._text[self._at : self._at + 1]
-
-    def take(self, character: str) -> None:
-        if self.next() != character:
-            raise ValueError(f"expected {character}")
-        self._at += 1
-
-    def element(self) -> tuple[int, int]:
-        self.skip_space()
-        while True:
-            try:
-                _, end = self._decoder.raw_decode(self._text, self._at)
-            except json.JSONDecodeError:
-                if not self._more():
-                    raise
-                continue
-            if end < len(self._text) or not self._more():  # a number may go on after the window
-                break
-        begin, self._at = self._base + self._at, end
-        return begin, self._base + end
+def _past_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
