@@ -5,6 +5,7 @@ In: options. Out: an ASGI application. No library of models is imported here, an
 
 from __future__ import annotations
 
+import asyncio
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from burnish.web.api import Api
 from burnish.web.exports import FORMATS
 from burnish.web.listing import facts
 from burnish.web.remarks import remarks_on
-from burnish.web.series import picture, series
+from burnish.web.series import picture, series, small_picture
 from burnish.web.session import COOKIE, LASTS_S, Sessions, cookie_of
 from burnish.web.site import Site
 from burnish.web.words import FOLDER as WORDS
@@ -101,12 +102,12 @@ class Pages:
     async def runs(self, request: Request) -> Response:
         found = await self.site.found()
         shown = [{**facts(run), "folder": self.site.places.shown(run.folder)} for run in found]
-        pictures = {run.id: picture(series(run.folder)[0]) for run in found[:60]}
+        pictures = await asyncio.to_thread(lambda: {run.id: small_picture(run.folder) for run in found[:60]})
         return self._page("runs", request, runs=shown, pictures=pictures, queue=self.site.starter.queued())
 
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
-        columns, _ = series(run.folder)
+        columns, _ = await asyncio.to_thread(series, run.folder)
         language = self._language(request)
         return self._page(
             "run", request, run={**facts(run), "folder": self.site.places.shown(run.folder)},

@@ -1,0 +1,78 @@
+"""Runs of ten and a hundred thousand logged steps: little travels, nothing is lost, lists do not read them whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from burnish.web.series import series, small_picture
+
+
+def write_log(folder: Path, steps: int, spike: int) -> None:
+    with (folder / "trainer_log.jsonl").open("w") as log:
+        for step in range(1, steps + 1):
+            row = {
+                "current_steps": step, "total_steps": steps, "loss": 99.0 if step == spike else 3 / math.log(step + 2),
+                "lr": 1e-4, "epoch": step / 2000, "percentage": 1.0, "elapsed_time": "0:00:10", "throughput": 1000.0,
+                "remaining_time": "0:00:10", "total_tokens": step * 100, "grad_norm": 1.0, "memory_bytes": 10**9,
+                "step_seconds": 0.5, "time": 1.79e9 + step,
+            }  # fmt: skip
+            log.write(json.dumps(row) + "\n")
+            if step % 1000 == 0:
+                log.write(json.dumps({"current_steps": step, "eval_loss": 2.0}) + "\n")
+
+
+@pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_long_runs_curves_are_few_points_with_every_spike_and_evaluation(page, root, steps) -> None:
+    write_log(root / "saves/first", steps, spike=steps // 3)
+    run = page.id_of("first")
+    began = time.monotonic()
+    status, _, text = page.send("GET", f"/api/runs/{run}/series?points=4000")
+    took_s = time.monotonic() - began
+    found = json.loads(text)
+    columns = found["columns"]
+    assert (status, found["rows"]) == (200, steps + steps // 1000)
+    assert len(columns["step"]) <= 4500
+    assert max(value for value in columns["loss"] if value is not None) == 99.0
+    assert sum(value is not None for value in columns["eval_loss"]) == steps // 1000
+    assert (columns["step"][0], columns["step"][-1]) == (1, steps)
+    assert len(gzip.compress(text.encode())) < 150_000
+    assert took_s < 15  # a hang, not a speed: that is measured with the whole page
+
+
+def test_columns_are_the_same_read_in_pieces_and_a_row_that_comes_is_seen(tmp_path) -> None:
+    from burnish.web.series import columns_of, rows_since
+
+    write_log(tmp_path, 6000, spike=7)  # more than one piece
+    log = tmp_path / "trainer_log.jsonl"
+    assert log.stat().st_size > 2**20
+    columns, offset = series(tmp_path)
+    assert columns == columns_of(rows_since(log, 0)[0])
+    assert offset == log.stat().st_size
+    with log.open("a") as file:
+        file.write('{"current_steps": 6001, "loss": 1.5}\n{"current_steps": 60')
+    again, behind = series(tmp_path)
+    assert again["step"][-1] == 6001
+    assert behind == offset + len('{"current_steps": 6001, "loss": 1.5}\n')
+
+
+def test_a_damaged_line_costs_itself_alone(tmp_path) -> None:
+    log = tmp_path / "trainer_log.jsonl"
+    for damaged in ("{}}{", "[1]", "3", '{"a": 1}, {"a": 2}', "null", '{"current_steps": 8', "\x00"):
+        log.write_text(f'{{"current_steps": 1, "loss": 2}}\n{damaged}\n{{"current_steps": 9, "loss": NaN}}\n')
+        assert series(tmp_path)[0] == {"step": [1, 9], "loss": [2, "NaN"]}, damaged
+        log.unlink()
+
+
+def test_the_small_picture_of_a_long_run_goes_from_its_first_loss_to_its_last(tmp_path) -> None:
+    write_log(tmp_path, 5000, spike=0)
+    points = [tuple(map(float, point.split(","))) for point in small_picture(tmp_path).split()]
+    assert len(points) >= 60
+    assert points[0][1] == 2.0  # the highest, at the top
+    assert points[-1][1] == 26.0
+    assert [height for _, height in points] == sorted(height for _, height in points)
