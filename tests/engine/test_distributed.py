@@ -96,6 +96,16 @@ def test_four_processes_end_in_the_weights_of_one_and_their_checkpoint_goes_on_a
     assert_same(tmp_path / "then one", folder / kind)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero2", marks=needs_deepspeed)])
+def test_an_adapter_over_four_bits_ends_in_the_weights_of_one_process(engine, alone, tmp_path):
+    _, four = alone
+    quantised = {**four, **LORA, "quantization_bit": 4, "max_steps": 2}
+    train({**quantised, "per_device_train_batch_size": 4, "num_processes": 1}, tmp_path / "one")
+    train({**quantised, **ENGINES[engine]}, tmp_path / "four")
+    assert_same(tmp_path / "four", tmp_path / "one")
+
+
 @needs_deepspeed
 def test_a_run_goes_from_zero3_to_fsdp_to_one_process(alone, tmp_path):
     folder, four = alone
