@@ -69,7 +69,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once; a minute or two) ..."
 	@$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/pip install --quiet -c constraints.txt -e .
+	@$(BIN)/pip install --quiet -c constraints.txt -e ".[serve]"
 	@touch $@
 
 $(DEV): $(READY)

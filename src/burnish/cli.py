@@ -172,7 +172,7 @@ def _api(words: Arguments) -> int:
 
 def _runs(words: Arguments) -> int:
     if _wants_help(words):
-        answer(f"usage: burnish runs {COMMANDS['runs'].usage}")
+        answer(_purpose("runs"))
         return 0
     from burnish.web.listing import runs
 
@@ -227,6 +227,9 @@ def _demo(words: Arguments) -> int:
 
 
 def _env(words: Arguments) -> int:
+    if _wants_help(words):
+        answer(_purpose("env"))
+        return 0
     if words == ["--health"]:
         from burnish.app.health import health
 
@@ -239,6 +242,9 @@ def _env(words: Arguments) -> int:
 
 
 def _version(words: Arguments) -> int:
+    if _wants_help(words):
+        answer(_purpose("version"))
+        return 0
     _refuse_words("version", words)
     from burnish import __version__
 
@@ -247,8 +253,8 @@ def _version(words: Arguments) -> int:
 
 
 def _refuse_words(command: str, words: Arguments) -> None:
-    if others := [word for word in words if word not in {"--help", "-h"}]:
-        raise UserError(Problem(f"burnish {command} takes no options. Received: {' '.join(others)}."))
+    if words:
+        raise UserError(Problem(f"burnish {command} takes no options. Received: {' '.join(words)}."))
 
 
 def _plan(words: Arguments) -> Plan:
@@ -285,7 +291,7 @@ COMMANDS: dict[str, Command] = {
         "fine-tune the small model that burnish carries, in two minutes; dpo: from pairs of answers",
         _demo,
     ),
-    "env": Command("", "versions and devices, for a report of a fault", _env),
+    "env": Command("[--health]", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),
 }
 # Commands of similar tools that burnish does not have yet -> a replacement.
@@ -323,6 +329,12 @@ def _help() -> str:
     )
 
 
+def _purpose(command: str) -> str:
+    """The purpose of a command, and its usage."""
+    told = COMMANDS[command]
+    return f"burnish {command}: {told.summary}\n\nusage: burnish {command} {told.usage}".rstrip()
+
+
 def _wants_help(words: Arguments) -> bool:
     return "--help" in words or "-h" in words
 
@@ -346,7 +358,6 @@ def _list_options(
 
         options = RunOptions
     wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
-    told = COMMANDS[command]
-    answer(f"burnish {command}: {told.summary}\n\nusage: burnish {command} {told.usage}\n")
+    answer(f"{_purpose(command)}\n")
     answer(list_options(options, wanted[0] if wanted else "", beginnings).rstrip())
     return 0

@@ -62,12 +62,12 @@ def test_the_help_of_train_can_be_asked_for_a_word() -> None:
     assert 'Did you mean "learning_rate"' in list_options(RunOptions, "learning_rats")
 
 
-def test_every_command_with_options_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("train", "explain", "export", "demo"):
+def test_every_command_has_a_help_that_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in cli.COMMANDS:
         status, out, _ = burnish(capsys, command, "--help")
         assert status == 0
         assert out.startswith(f"burnish {command}: ")
-        assert f"usage: burnish {command} " in out
+        assert f"usage: burnish {command}" in out
 
 
 def test_help_behind_a_run_is_the_help_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:

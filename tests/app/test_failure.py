@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from burnish.app.estimate import Formats
-from burnish.app.failure import TRACEBACK_NAME, error_number, explain_failure
+from burnish.app.failure import TRACEBACK_NAME, explain_failure
 from burnish.cli import main
 from burnish.core.errors import NonFiniteError, Problem, UserError
+from burnish.core.files import error_number
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run

@@ -1,5 +1,6 @@
 """Nothing is lost: what a run begins with, what an earlier run left, and what was trained and not yet written."""
 
+from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from burnish.app.clearing import SOURCES, left_by_a_run
 from burnish.app.options import RunOptions
 from burnish.core import loop
 from burnish.core.options import specs
+from burnish.data.rows.encode import cache_home
 from pair_runs import pairs
 
 pytestmark = pytest.mark.run
@@ -228,3 +230,32 @@ def test_an_upload_that_fails_after_an_export_says_where_the_export_is(
     assert "hf upload me/model whole" in err
     assert "It came up in burnish" not in err
     assert load_file("whole/model.safetensors").keys() == load_file("model/model.safetensors").keys()
+
+
+def full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("kept_in", ["", "tokenized_path=rows"])
+def test_a_full_disk_of_encoded_rows_is_named_by_its_own_place(
+    kept_in: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("burnish.data.rows.encode.RowWriter.close", full)
+        assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 1
+    place = "rows" if kept_in else str(cache_home() / "rows")
+    advice = "Name another tokenized_path." if kept_in else "Set the environment variable BURNISH_CACHE"
+    assert f'error: The disk of "{place}" is full.\n  Free some space. {advice}' in told(capsys)[1]
+    assert not list(Path(place).glob(".*partial"))
+    assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 0
+
+
+def test_a_full_disk_of_an_export_is_named_and_what_helps_there(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole"]
+    with monkeypatch.context() as patched:
+        patched.setattr("burnish.models.save.save_config", full)
+        assert cli.main(words) == 1
+    assert 'error: The disk of "whole" is full.\n  Free some space, or name an export_dir on' in told(capsys)[1]
+    assert cli.main(words) == 0

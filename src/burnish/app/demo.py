@@ -152,6 +152,7 @@ def _next_steps(output_dir: str, name: str) -> str:
     return (
         f"\nnext, from {Path.cwd()}:\n"
         f"  {command} chat {output_dir}\n"
+        f"  {command} api {output_dir}\n"
         f"  {command} explain {config}\n"
         f"  {command} train {config} finetuning_type=lora output_dir=lora-run\n"
         f"  {command} train --help"

@@ -25,6 +25,7 @@ from burnish.app.modelfile import modelfile
 from burnish.app.options import RunOptions
 from burnish.app.plan import aliases
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import named_where_full
 from burnish.core.options import Given, build, raise_if, specs
 from burnish.data.tally import Tally
 from burnish.data.templates.choose import check_template, fit_tokenizer, load_template
@@ -75,16 +76,18 @@ def export(given: Mapping[str, Given]) -> Path:
     device = "cuda" if options.export_device == "auto" and torch.cuda.is_available() else "cpu"
     model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
     folder = Path(options.export_dir)
-    save_model(
-        model, tokenizer, folder, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
-        stop_token_ids=template.stop_token_ids(),
-    )  # fmt: skip
-    if head is not None:
-        save_reward_head(head.weights(), model, tokenizer, folder)
-    (folder / "Modelfile").write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
+    with named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."):
+        save_model(
+            model, tokenizer, folder, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
+            stop_token_ids=template.stop_token_ids(),
+        )  # fmt: skip
+        if head is not None:
+            save_reward_head(head.weights(), model, tokenizer, folder)
+        file = folder / "Modelfile"
+        file.write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
     notes += compare(folder, template, options)
-    file = next(folder.glob("*.gguf"), None)
-    lines = "\n  ".join(serving_lines(str(folder), gguf=file.name if file else ""))
+    gguf = next(folder.glob("*.gguf"), None)
+    lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf else ""))
     for sentence in (*notes, f"The model is in {folder}. To answer with it:\n  {lines}"):
         note(sentence)
     if options.export_format == "gguf":

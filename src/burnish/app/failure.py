@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
+from burnish.core.files import error_number
 from burnish.core.secrets import without_secrets
 from burnish.report import console
 from burnish.report.journal import is_of_this_process, write_failure
@@ -100,14 +101,6 @@ def explained(error: BaseException, output_dir: str | None) -> Problem | None:
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
-
-
-def error_number(error: BaseException) -> int | None:
-    """The operating system's error number. Libraries in Rust (safetensors) have it in their text: "(os error 28)"."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return int(match[1]) if match else None
 
 
 def _disk_full(error: BaseException, output_dir: str | None) -> Problem:

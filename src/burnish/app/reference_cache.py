@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import burnish
-from burnish.core.errors import UserError
+from burnish.core.errors import NotSavedError, UserError
 from burnish.core.patching import summary
 from burnish.core.types import Batch, Engine
 from burnish.data.rows.encode import alone, begin_place, cache_home, is_whole, replacing
@@ -56,7 +56,7 @@ def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
             for number in range(len(rows)):
                 writer.add(number, rows.numbers(number))  # type: ignore[arg-type]
             writer.close()
-    except (UserError, OSError) as error:
+    except (UserError, NotSavedError, OSError) as error:
         return [f"The reference's numbers are not kept for another run: {error}"]
     return []
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from burnish.app.failure import error_number
 from burnish.core.checkpoint import Checkpoints
-from burnish.core.files import remove
+from burnish.core.files import error_number, remove
 from burnish.core.parts import Part
 from burnish.report.console import note, warn
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from burnish.core.errors import NotSavedError, Problem
 
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
@@ -34,6 +40,25 @@ def odd_kind(path: Path) -> str:
 def is_endless(path: Path) -> bool:
     """Tell whether to read or write ``path`` may wait for ever, or never end: a pipe, a socket, a device."""
     return bool(odd_kind(path)) and not path.is_dir()
+
+
+def error_number(error: BaseException) -> int | None:
+    """The operating system's error number. Libraries in Rust (safetensors) have it in their text: "(os error 28)"."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+@contextmanager
+def named_where_full(place: Path, remedy: str) -> Iterator[None]:
+    """Name the place that the block writes to where its disk is full: the system's error names none."""
+    try:
+        yield
+    except Exception as error:  # safetensors' errors, written in Rust, are of no kind of Python's
+        if error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise NotSavedError(Problem(f'The disk of "{place}" is full.', remedy=remedy)) from error
 
 
 def open_lock(path: Path) -> TextIO:

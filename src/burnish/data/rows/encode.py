@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import burnish
 from burnish.core.bounds import LONG_RECORD
 from burnish.core.errors import Problem, UserError
-from burnish.core.files import open_lock
+from burnish.core.files import named_where_full, open_lock
 from burnish.core.types import Example, FlatRow, Row
 from burnish.core.work import work
 from burnish.data.length import num_characters, refuse_endless
@@ -191,7 +191,8 @@ def _difference(key: str, before: Any, now: Any) -> str:
 def alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
     """Lock the place of a folder; other processes wait. The lock ends with the process, however that ends."""
     begin_place(folder.parent, remedy)
-    with open_lock(folder.parent / f".{folder.name}.lock") as lock:
+    is_full = named_where_full(folder.parent, f"Free some space. {remedy}")
+    with is_full, open_lock(folder.parent / f".{folder.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
