@@ -226,6 +226,14 @@ def test_ctrl_c_is_a_line_and_its_status(tmp_path, capsys):
     assert text == f"warning: Stopped by Ctrl-C. Safe: {tmp_path / 'checkpoint-8'}.\n"
 
 
+def test_ctrl_c_in_a_prediction_names_the_answers_that_are_kept(tmp_path, capsys):
+    (tmp_path / "generated_predictions.partial.jsonl").write_text("{}\n")
+    status, text = told(capsys, KeyboardInterrupt(), tmp_path)
+    assert status == 130
+    assert f"The answers so far are in {tmp_path / 'generated_predictions.partial.jsonl'}, and the same command" in text
+    assert "checkpoint" not in text
+
+
 def test_what_nobody_foresaw_is_a_line_and_a_traceback_in_the_folder_of_the_run(tmp_path, capsys):
     def fault():
         raise KeyError("q_proj")

@@ -272,7 +272,9 @@ def _size(count: int) -> str:
 
 
 def _interrupted(output_dir: str | None) -> int:
-    console.warn(f"Stopped by Ctrl-C. {what_is_safe(output_dir)}".strip())
+    kept = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
+    answers = f"The answers so far are in {kept[0]}, and the same command goes on behind them." if kept else ""
+    console.warn(f"Stopped by Ctrl-C. {answers or what_is_safe(output_dir)}".strip())
     return 128 + signal.SIGINT
 
 
