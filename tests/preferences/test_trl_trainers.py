@@ -490,3 +490,16 @@ def test_a_second_model_may_move_towards_the_policy(folder, tmp_path):
     with pytest.raises(UserError, match="has not what trains"):
         make("DPOTrainer", folder / "model", tmp_path,
              given={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", ["SFTTrainer", "ORPOTrainer", "RewardTrainer"])
+def test_a_model_with_an_encoder_and_a_decoder_is_refused_in_words(trainer):
+    from datasets import Dataset
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    import burnish
+
+    model = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2))
+    records = Dataset.from_list([{"text": "a", "prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(ValueError, match=r"a causal language model.*Received: T5For.*Seq2SeqTrainer trains those"):
+        getattr(burnish, trainer)(model, train_dataset=records)

@@ -65,6 +65,11 @@ def ready_model(
         given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in [name for name, value in given.items() if value is not None]:
             logger.warning(f"`{name}` is ignored: the model is made already.")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"Expected a model that goes on with a text (a causal language model). Received: {type(model).__name__}, "
+            "an encoder with a decoder. burnish.Seq2SeqTrainer trains those."
+        )
     if processing_class is None:
         processing_class = load_processing_class(model, args)
     tokenizer_of(processing_class)  # refuses what is none
