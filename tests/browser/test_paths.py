@@ -136,6 +136,22 @@ def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> 
     assert visitor.is_disabled("#start")
 
 
+def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> None:
+    lines = [json.dumps({"frage": f"{n} + 1", "antwort": str(n + 1)}) for n in range(40)]
+    (server.root / "own.jsonl").write_text("\n".join(lines) + "\n")
+    visitor.goto(f"{server.address}/new")
+    fill(visitor, dataset="own.jsonl", val_size="0.1", max_steps="2")
+    visitor.get_by_text("no known format fits the columns").first.wait_for()
+    assert visitor.is_disabled("#start")
+    visitor.select_option("#columns-format", "alpaca")
+    visitor.select_option("#columns-prompt", "frage")
+    visitor.select_option("#columns-response", "antwort")
+    visitor.locator("#columns .hint", has_text="0 + 1 · 1 + 1 · 2 + 1").wait_for()
+    visitor.wait_for_selector("#start:not([disabled])")
+    assert "frage" in visitor.inner_text("#yaml")
+    assert " + 1" in visitor.inner_text("#sample")
+
+
 def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     fill(visitor, learning_rate="3e-4")

@@ -16,9 +16,11 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from burnish.app.checks import problems_in_files, trains
+from burnish.app.columns import columns_of_file
 from burnish.app.explain import LOOKED_AT, sections
 from burnish.app.form import form
 from burnish.app.held_out import held_out
@@ -179,6 +181,9 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**form(), "is_last": True}
         return
     try:
+        if question.get("columns_of"):
+            yield {**columns_of_file(Path(question["columns_of"])), "is_last": True}
+            return
         if question.get("held_out"):
             yield {**held_out(question["values"], question.get("number")), "is_last": True}
             return

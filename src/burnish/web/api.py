@@ -60,6 +60,7 @@ class Api:
         yield "GET", "/api/free", self.free
         yield "GET", "/api/models", self.models
         yield "GET", "/api/datasets", self.datasets
+        yield "GET", "/api/datasets/columns", self.columns
         yield "GET", "/api/runs", self.runs
         yield "POST", "/api/runs", self.begin
         yield "GET", "/api/runs/{id}", self.run
@@ -202,6 +203,16 @@ class Api:
                     folder = self.site.places.shown(path.parent)
                     found += [{"name": str(name), "folder": folder} for name in names[:200]]
         return found
+
+    async def columns(self, request: Request) -> Response:
+        """The columns of a file of records below a root, with their first values."""
+        path = self.site.places.within(request.query_params.get("file", ""), "dataset")
+        if not path.is_file():
+            raise Refusal(404, "no_file", "There is no such file.")
+        found = await self.site.planner.whole({"columns_of": str(path)})
+        if found.get("problems"):
+            raise Refusal(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
+        return Json(found)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 

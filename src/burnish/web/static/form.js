@@ -89,12 +89,54 @@ form.addEventListener("input", (event) => {
 });
 function changed() {
   settle();
+  void askForColumns();
   $("#checked").textContent = t("checking");
   $("#start").disabled = $("#queue").disabled = true;
   clearTimeout(timer);
   timer = setTimeout(check, 400);
 }
 const given = () => Object.fromEntries(values);
+
+// --- which column is which, of a file that has no entry in dataset_info.json -------------------------------------------
+
+let columnsOf = "";
+async function askForColumns() {
+  const file = String(values.get("dataset") ?? "").trim();
+  if (file === columnsOf) return;
+  columnsOf = file;
+  $("#columns")?.remove();
+  if (!/\.\w+$/.test(file) || lists[1].datasets.some((one) => one.name === file)) return;
+  const known = await get(`api/datasets/columns?file=${encodeURIComponent(file)}`).catch(() => null);
+  if (known && file === columnsOf) $("#box-data [data-option=dataset]").after(mapping(known));
+}
+/** Selects for the format and for the column of each of its parts; what is chosen are the options formatting and columns. */
+function mapping({ columns, formats, known, proposed }) {
+  const parts = el("div"), chosen = typeof values.get("columns") === "object" ? { ...values.get("columns") } : {};
+  const format = el("select", { id: "columns-format" }, el("option", { value: "" }, known ? t("columns_known", { format: known }) : "–"), formats.map(([name]) => el("option", { value: name, selected: name === values.get("formatting") }, name)));
+  const tell = () => {
+    set("formatting", format.value);
+    set("columns", format.value && Object.keys(chosen).length ? { ...chosen } : "");
+    changed();
+  };
+  const row = (part) => {
+    const first = el("p", { class: "hint" }), id = `columns-${part}`;
+    const select = el("select", { id, onchange: () => { if (select.value) chosen[part] = select.value; else delete chosen[part]; show(); tell(); } }, el("option", { value: "" }, "–"), columns.map(([name]) => el("option", { value: name, selected: chosen[part] === name }, visible(name))));
+    const show = () => { first.textContent = visible((columns.find(([name]) => name === select.value)?.[1] ?? []).join(" · ")); };
+    show();
+    return el("div", { class: "field" }, el("label", { for: id }, part), select, first, el("p", { class: "problem" }));
+  };
+  const fill = () => parts.replaceChildren(...(formats.find(([name]) => name === format.value)?.[1] ?? []).map(row));
+  format.addEventListener("change", () => {
+    const wanted = formats.find(([name]) => name === format.value)?.[1] ?? [];
+    for (const part of Object.keys(chosen)) delete chosen[part];
+    for (const [part, column] of Object.entries(proposed)) if (wanted.includes(part)) chosen[part] = column;
+    fill();
+    tell();
+  });
+  fill();
+  const found = el("p", { class: "hint" }, t("columns_found", { names: visible(columns.map(([name]) => name).join(", ")) }));
+  return el("details", { id: "columns", open: !known }, el("summary", {}, t("columns")), found, el("div", { class: "field" }, el("label", { for: "columns-format" }, t("format")), format, el("p", { class: "problem" })), parts);
+}
 
 // --- what will happen -------------------------------------------------------------------------------------------------
 
@@ -134,14 +176,14 @@ function show() {
 }
 
 function showProblems() {
-  for (const node of $$(".field")) {
+  for (const node of $$(".field[data-option]")) {
     const own = problems.filter((problem) => problem.option === node.dataset.option);
     $(".problem", node).textContent = own.map((problem) => `${problem.sentence} ${problem.remedy}`.trim()).join(" ");
     const input = $("input, select", node);
     if (own.length) input.setAttribute("aria-invalid", "true"); else input.removeAttribute("aria-invalid");
     if (own.length && node.closest("details")) node.closest("details").open = true;
   }
-  const shown = new Set($$(".field").map((node) => node.dataset.option));
+  const shown = new Set($$(".field[data-option]").map((node) => node.dataset.option));
   const others = problems.filter((problem) => !shown.has(problem.option));
   $("#problems").replaceChildren(...others.map((problem) => el("p", { lang: "en" }, `${problem.where ? `${problem.where}: ` : ""}${problem.sentence} ${problem.remedy}`)));
 }
