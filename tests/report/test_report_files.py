@@ -306,7 +306,10 @@ def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
     ("changes", "loaded"),
     [
         ({"method": "lora"}, 'AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-0.5B")\n'),
-        ({"method": "lora", "base_model": "/models/mine"}, 'from_pretrained("mine")  # the path of the model'),
+        (
+            {"method": "lora", "base_model": "/models/mine"},
+            "PeftConfig.from_pretrained(folder).base_model_name_or_path",
+        ),
         ({"method": "lora"}, "PeftModel.from_pretrained(base, folder)"),
         ({"method": "full", "is_adapter": False}, "AutoModelForCausalLM.from_pretrained(folder)"),
     ],
@@ -343,7 +346,7 @@ def test_the_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
     tokenizer.save_pretrained(folder)
     write_card(folder, facts(method="full", is_adapter=False, stage=stage))
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     exec(compile(code, "card", "exec"), {})
     said = capsys.readouterr().out.split()
     assert len(said) > 10

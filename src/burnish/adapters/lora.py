@@ -38,6 +38,7 @@ from burnish.adapters.lora_model import (
     train_only,
 )
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import from_anywhere
 from burnish.core.options import option, set_without
 
 DEFAULT = "default"
@@ -181,7 +182,7 @@ class LoraAdapter:
             lora_dropout=options.lora_dropout, use_rslora=options.use_rslora, use_dora=options.use_dora,
             init_lora_weights=_pissa(options.pissa_iter) if options.pissa_init else True,
             target_modules=set(shortest_names(targets, model)), modules_to_save=sorted(extra) or None,
-            base_model_name_or_path=getattr(getattr(model, "config", None), "name_or_path", None) or None,
+            base_model_name_or_path=from_anywhere(getattr(getattr(model, "config", None), "name_or_path", None)),
         )  # fmt: skip
         fit = Fit(config, targets, whole)
         return fit, [*problems, *missing, *fit.problems(model)]

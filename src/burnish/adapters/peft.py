@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, raise_unless_same
 from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.files import from_anywhere
 from burnish.core.json_files import read_object
 from burnish.core.options import option
 
@@ -102,6 +103,7 @@ class PeftAdapter:
                 tensor.copy_(state[name])
 
     def save(self, model: nn.Module, folder: str) -> None:
+        name_base(model)
         model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
 
     def save_config(self, model: nn.Module, folder: str) -> None:
@@ -229,3 +231,9 @@ def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
         raw: Mapping[str, Any] = read_object(path)
         return raw
     return given
+
+
+def name_base(model: Any) -> None:
+    """Let the configs of a peft model name their base so that it is found from any folder."""
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = from_anywhere(config.base_model_name_or_path)

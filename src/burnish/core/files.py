@@ -74,3 +74,8 @@ def broken_link(path: Path) -> Path | None:
         if os.path.islink(place) and not os.path.exists(place):
             return place
     return None
+
+
+def from_anywhere(model: str | None) -> str | None:
+    """The name of a model as it can be read from any folder: that of a folder on this machine in full."""
+    return str(Path(model).resolve()) if model and Path(model).is_dir() else model or None

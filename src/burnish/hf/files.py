@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from burnish.adapters.base import load_whole_state, whole_state
-from burnish.adapters.peft import PeftAdapter, PeftOptions
+from burnish.adapters.peft import PeftAdapter, PeftOptions, name_base
 from burnish.core.checkpoint import Checkpoints
 from burnish.core.parts import Part
 from burnish.hf.arguments.training import TrainingArguments
@@ -79,6 +79,8 @@ class FaceCheckpoints(Checkpoints):
 def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> None:
     """The weights and the config, for ``from_pretrained``; the weights alone of a model that has no such method."""
     folder.mkdir(parents=True, exist_ok=True)
+    if is_peft_model(model):
+        name_base(model)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(folder), **({} if state_dict is None else {"state_dict": state_dict}))
     else:
@@ -91,6 +93,7 @@ def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
     """The same of a model of which each process holds a part; all of them call this, and the first one writes."""
     folder.mkdir(parents=True, exist_ok=True)
     if is_peft_model(model):
+        name_base(model)
         with trained_weights_whole(model, whole):
             if writes:
                 model.save_pretrained(str(folder))
@@ -103,6 +106,7 @@ def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
 def write_configs(model: Any, folder: Path) -> None:
     """Files that make the weights of a checkpoint, which are a part of it, loadable elsewhere."""
     if is_peft_model(model):
+        name_base(model)
         model.save_pretrained(str(folder))
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)

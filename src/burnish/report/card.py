@@ -166,16 +166,15 @@ def _use(facts: CardFacts) -> str:
     writes = facts.loader == "AutoModelForCausalLM"
     imports = [f"from transformers import {facts.loader}, AutoTokenizer"]
     load = [
-        f'folder = "{facts.name}"  # the path of the folder of this file, or its name on the hub',
+        'folder = "."  # of this file: start Python in it, or write its path, or its name on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
     ]
     if facts.is_adapter:
-        # By name rather than through adapter_config.json, whose path of a local base is right from one place only.
-        base = facts.base_model if is_hub_id(facts.base_model) else Path(facts.base_model).name or "base"
-        where = "" if is_hub_id(facts.base_model) else "  # the path of the model that it was trained on"
-        imports = ["from peft import PeftModel", *imports]
+        is_named = is_hub_id(facts.base_model)  # a folder of one machine is adapter_config.json's to say
+        base = f'"{facts.base_model}"' if is_named else "PeftConfig.from_pretrained(folder).base_model_name_or_path"
+        imports = [f"from peft import {'' if is_named else 'PeftConfig, '}PeftModel", *imports]
         load += [
-            f'base = {facts.loader}.from_pretrained("{base}"){where}',
+            f"base = {facts.loader}.from_pretrained({base})",
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     else:
