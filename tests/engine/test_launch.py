@@ -15,7 +15,7 @@ from burnish.app.launch import going_on, launch
 from burnish.core.errors import UserError
 from burnish.core.options import Given
 from burnish.engine.options import EngineOptions, check_engine
-from burnish.engine.places import num_gpus, processes_here, world_size
+from burnish.engine.places import num_gpus, problems_of_machines, processes_here, world_size
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run
@@ -205,6 +205,17 @@ def test_processes_are_those_asked_for_or_one_for_each_gpu(monkeypatch):
     assert processes_here("auto", use_cpu=False) == 1
     monkeypatch.setenv("NNODES", "4")
     assert world_size(EngineOptions(num_processes=8)) == 32
+
+
+@pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE"])
+def test_a_place_that_is_no_number_is_refused_and_not_taken_for_the_usual_one(name, monkeypatch):
+    for other in ("WORLD_SIZE", "RANK", "NNODES", "NODE_RANK", "NPROC_PER_NODE"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "two")
+    (problem,) = problems_of_machines()
+    assert f'{name} must be a whole number. Received: "two"' in str(problem)
+    monkeypatch.setenv(name, "")
+    assert problems_of_machines() == []
 
 
 def test_a_number_of_processes_is_a_number_or_auto():

@@ -62,9 +62,9 @@ def launch(words: Sequence[str], given: Mapping[str, Given]) -> int | None:
         UserError: where there are several machines and a variable about them is missing.
     """
     asked = Asked.of(given)
+    raise_if(problems_of_machines())
     if not needs_launcher(asked):
         return None
-    raise_if(problems_of_machines())
     words, restarts = list(words), 0
     num_processes = world_size(asked) // num_machines()
     while True:

@@ -85,7 +85,13 @@ def _torch_count() -> int:
 
 def problems_of_machines() -> list[Problem]:
     """Find what is missing for a run over several machines."""
-    if num_machines() == 1 or is_launched():
+    if is_launched():
+        return []
+    given = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
+    unread = [name for name, text in given.items() if text and count_in(text, -1) < 0]
+    if unread:
+        return [Problem(f'{name} must be a whole number. Received: "{given[name]}".') for name in unread]
+    if num_machines() == 1:
         return []
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
