@@ -26,12 +26,18 @@ PLANTED = {
     "objectives/pairs.py": ("options.pref_ftx", "options.pref_fxt"),
     "optim/badam.py": ("options.badam_mode", "options.badam_modus"),
     "report/profile.py": ("options.profile_steps", "options.profiled_steps"),
+    "hf/trainer.py": ("args.full_determinism", "args.ful_determinism"),
+    "hf/training.py": ("args.ignore_data_skip", "args.ignore_data_skips"),
+    "hf/seq2seq.py": ("args.generation_num_beams", "args.generation_num_beam"),
+    "hf/sft/trainer.py": ("args.packing_strategy", "args.packing_strategie"),
+    "hf/arguments/checks.py": ("args.warmup_steps", "args.warmup_step"),
 }
 """File -> what it reads, and the misspelling that stands there in the copy."""
 
 
 def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_runs():
     from burnish.app import options
+    from burnish.hf.arguments import training
     from burnish.infer import options as answers
 
     def bases(file: str, name: str) -> set[str]:
@@ -39,6 +45,7 @@ def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_
         (seen,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
         return {base.id for base in seen.bases}
 
+    assert bases(training.__file__, "Groups") == {group.__name__ for group in training.Groups.__bases__}
     answering = bases(answers.__file__, "AnsweringOptions")
     seen = bases(options.__file__, "RunOptions") - {"AnsweringOptions"} | answering
     joined = {group.__name__ for group in (*options.GROUPS, *options.MEMBER_GROUPS)}

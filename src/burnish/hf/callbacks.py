@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import trainer_callback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -19,6 +19,10 @@ from burnish.core import events
 from burnish.core.events import EVENTS, CallbackHandler, TrainerCallback
 from burnish.core.state import TrainerControl
 from burnish.report.trackers import tracker_callbacks
+
+if TYPE_CHECKING:
+    from burnish.hf.arguments.training import TrainingArguments
+
 
 logger = logging.get_logger("transformers.trainer_callback")  # whose verbosity scripts set
 
@@ -62,7 +66,9 @@ class SaveWhenTold(TrainerCallback):
 class FaceHandler(CallbackHandler):
     """Fires events for the loop (``fire``) and for scripts (``handler.on_log(args, state, control, logs)``)."""
 
-    def __init__(self, callbacks: list[Any], args: Any, state: Any, control: TrainerControl, **parts: Any) -> None:
+    def __init__(
+        self, callbacks: list[Any], args: TrainingArguments, state: Any, control: TrainerControl, **parts: Any
+    ) -> None:
         super().__init__([], args, state, control, **dict.fromkeys(PARTS))
         self.parts |= parts
         for callback in callbacks:
@@ -156,13 +162,13 @@ for _name in EVENTS:
     setattr(FaceHandler, _name, _event(_name))
 
 
-def default_callbacks(args: Any) -> list[Any]:
+def default_callbacks(args: TrainingArguments) -> list[Any]:
     """The callbacks of every Trainer, before the user's own: the flow of log, evaluation and save, and the trackers."""
     told = [SaveWhenTold()] if args.enable_jit_checkpoint else []
     return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *told]
 
 
-def display_callback(args: Any) -> Any:
+def display_callback(args: TrainingArguments) -> Any:
     """transformers' own progress bar, or its lines with ``disable_tqdm``, so that the output is as expected."""
     if args.disable_tqdm:
         return PrinterCallback

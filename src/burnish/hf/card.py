@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary, make_markdown_table
@@ -17,6 +17,10 @@ from burnish.core.patching import summary as patches_in
 from burnish.hf import inspection
 from burnish.hf.arguments.values import plain
 from burnish.report.card import CARD_NAME, CardFacts, card_text
+
+if TYPE_CHECKING:
+    from burnish.hf.arguments.training import TrainingArguments
+
 
 _SAYS_NOTHING = {
     "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "local_rank", "resume",
@@ -73,7 +77,7 @@ def _loader(model: Any) -> str:
     return type(model).__name__ if is_theirs else ""
 
 
-def _arguments(args: Any) -> dict[str, Any]:
+def _arguments(args: TrainingArguments) -> dict[str, Any]:
     """The arguments that are not at their default."""
     values = {name: getattr(args, name) for name in args.declared if name not in _SAYS_NOTHING and "hub" not in name}
     told = {n: plain(v) for n, v in values.items() if v is not None and plain(v) != plain(args.declared[n].default)}

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -42,7 +43,7 @@ def say_what_is_never_called(kind: type) -> None:
         )
 
 
-def own_arguments(args: Any, kind: type[TrainingArguments] = TrainingArguments) -> Any:
+def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:
     """burnish's arguments: as given, made into ``kind`` by their names where they are not, or its defaults."""
     if args is None:
         logger.info(f"No {kind.__name__} were given: output_dir is tmp_trainer.")
@@ -55,9 +56,10 @@ def own_arguments(args: Any, kind: type[TrainingArguments] = TrainingArguments) 
     return kind(**given)
 
 
-def take_accumulation(args: Any) -> None:
+def take_accumulation(args: TrainingArguments) -> None:
     """``num_steps`` of ``accelerator_config`` is another way to write ``gradient_accumulation_steps``."""
-    asked = (args.accelerator_config.gradient_accumulation_kwargs or {}).get("num_steps")
+    settings = cast(AcceleratorConfig, args.accelerator_config)
+    asked = (settings.gradient_accumulation_kwargs or {}).get("num_steps")
     if asked is None or asked == args.gradient_accumulation_steps:
         return
     if args.gradient_accumulation_steps > 1:

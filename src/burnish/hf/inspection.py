@@ -6,7 +6,7 @@ Nothing here calls the model; what only a forward pass can tell is asked in ``mo
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -15,6 +15,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
 from burnish.hf import notes
+
+if TYPE_CHECKING:
+    from burnish.hf.arguments.training import TrainingArguments
 
 
 def base_model(model: Any) -> Any:
@@ -57,7 +60,7 @@ def loss_shifts_labels(model: Any) -> bool:
     return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
-def waits_for_its_device(model: Any, args: Any) -> bool:
+def waits_for_its_device(model: Any, args: TrainingArguments) -> bool:
     """Tell whether it is not moved when the Trainer is made: it lies on several devices, or its dtype comes first."""
     is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     return bool(is_split or args.fp16_full_eval or args.bf16_full_eval)

@@ -7,12 +7,15 @@ subclass overrides a part of transformers' way to an optimizer, it is made that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from burnish.optim.builtin import parameter_groups
+
+if TYPE_CHECKING:
+    from burnish.hf.arguments.training import TrainingArguments
 
 
 def optimizer_of(kind: Any, arguments: dict[str, Any], model: nn.Module, groups: Any) -> Any:
@@ -46,7 +49,7 @@ def decaying_names(model: nn.Module) -> list[str]:
     return [names[id(p)] for p in parameter_groups(model.named_parameters(), model, 1.0)[0]["params"]]
 
 
-def class_of_transformers(args: Any, model: nn.Module | None) -> tuple[Any, dict[str, Any]]:
+def class_of_transformers(args: TrainingArguments, model: nn.Module | None) -> tuple[Any, dict[str, Any]]:
     """The class behind ``args.optim`` and its arguments, from transformers' table."""
     from transformers import Trainer
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun, HPSearchBackend, number_of_arguments
 from transformers.utils import logging
 
 from burnish.core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from burnish.hf.arguments.training import TrainingArguments
+
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
@@ -34,7 +38,7 @@ class Search:
     name_of: Callable[[Any], str] | None = None
     objective: Any = None  # of the trial under way
 
-    def take_values(self, trial: Any, args: Any) -> None:
+    def take_values(self, trial: Any, args: TrainingArguments) -> None:
         """The values of ``trial`` into the arguments, each in the type that it had."""
         for name, value in self.space(trial).items():
             if not hasattr(args, name):

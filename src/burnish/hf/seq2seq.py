@@ -61,6 +61,7 @@ for_argument_parser(Seq2SeqTrainingArguments)
 class Seq2SeqTrainer(Trainer):
     """A ``Trainer`` whose ``evaluate`` and ``predict`` can generate, and take arguments of ``model.generate``."""
 
+    args: Seq2SeqTrainingArguments
     arguments_class = Seq2SeqTrainingArguments
     _gen_kwargs: dict[str, Any] | None = None  # of the current evaluation
 

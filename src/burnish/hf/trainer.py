@@ -107,16 +107,18 @@ class Trainer:
     """True where ``compute_loss`` divides by the items of the whole step itself; see ``loss.py``."""
 
     def __init__(
-        self, model: nn.Module | None = None, args: Any = None, data_collator: Callable[[list[Any]], Any] | None = None,
-        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
-        model_init: Callable[..., nn.Module] | None = None, compute_loss_func: Callable[..., Any] | None = None,
+        self, model: nn.Module | None = None, args: object = None,
+        data_collator: Callable[[list[Any]], Any] | None = None, train_dataset: Any = None, eval_dataset: Any = None,
+        processing_class: Any = None, model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[..., dict[str, Any]] | None = None, callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
         given.say_what_is_never_called(type(self))
-        self.args = args = given.own_arguments(args, self.arguments_class)
+        self.args: TrainingArguments = given.own_arguments(args, self.arguments_class)
+        args = self.args
         set_seed(args.seed, args.full_determinism)
         given.take_accumulation(args)
         self._engine = create_engine(plain_options(args))
@@ -339,7 +341,7 @@ class Trainer:
     def _stream(self, loader: Any, plan: StepPlan) -> LoaderStream:
         main = getattr(self.model, "main_input_name", "input_ids")
         padding = getattr(self.processing_class, "pad_token_id", None)
-        count = self._counter(self.args.include_num_input_tokens_seen, main, padding)
+        count = self._counter(str(self.args.include_num_input_tokens_seen), main, padding)
         total = num_batches(loader) or plan.max_steps * self._accumulation
         return LoaderStream(loader, self._accumulation, total, count, self._stop_empty, self._engine)
 
@@ -674,11 +676,13 @@ class Trainer:
         """Rows of a loader's set; where it cannot say, batches times the micro-batch."""
         return loaders.num_rows_of(dataloader, self.args.per_device_train_batch_size)
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Rows of a step, over its micro-batches and all processes."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size)
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, int, int, int, int, int, int]:
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any
+    ) -> tuple[int, int, int, int, int, int, int]:
         """The numbers of a training over ``dataloader`` (``loaders.numbers_of_training``); nothing is set."""
         plan = training.steps_of_loader(dataloader, self.args, self._accumulation)
         rows = self.get_total_train_batch_size(args)
@@ -738,7 +742,9 @@ class Trainer:
         return optimizer.decaying_names(model)
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """The class behind ``args.optim`` and its arguments, from transformers' table."""
         return optimizer.class_of_transformers(args, model)
 

@@ -192,7 +192,9 @@ def _newest_whole(found: Path, args: TrainingArguments) -> Path:
     return whole
 
 
-def continue_from(folder: Path, run: Run, model: nn.Module, plan: StepPlan, accumulation: int, args: Any) -> None:
+def continue_from(
+    folder: Path, run: Run, model: nn.Module, plan: StepPlan, accumulation: int, args: TrainingArguments
+) -> None:
     """Give every part its state back, then let the arguments have their say."""
     with keeping_plan(run.state):
         if is_foreign(folder):

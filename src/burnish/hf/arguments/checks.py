@@ -6,25 +6,30 @@ transformers does; whole step counts become ``int``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SchedulerType
 
 from burnish.core.options import check_bounds
 from burnish.engine.options import engine_notes
 from burnish.hf import notes
 
+if TYPE_CHECKING:
+    from burnish.hf.arguments.training import TrainingArguments
+
+
 LARGE = 1_000_000  # shares are compared as whole numbers of millionths
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: TrainingArguments) -> None:
     _check_intervals(args)
     _check_best_model(args)
     _check_formats(args)
     if args.warmup_steps < 0:
         raise ValueError(f"Got warmup_steps = {args.warmup_steps}, Expected value warmup_steps >= 0")
     if args.eval_strategy == "no" and args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        raise ValueError(f"lr_scheduler_type {args.lr_scheduler_type.value} requires an eval strategy")
+        raise ValueError(f"lr_scheduler_type {SchedulerType(args.lr_scheduler_type).value} requires an eval strategy")
     if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
         raise ValueError(
             "--dataloader_prefetch_factor can only be set when data is loaded in a different process, i.e."
@@ -38,7 +43,7 @@ def check_arguments(args: Any) -> None:
     check_numbers(args)
 
 
-def check_numbers(args: Any) -> None:
+def check_numbers(args: TrainingArguments) -> None:
     """Refuse numbers that make no sense for a run. Raises ValueError at the first."""
     for name, spec in args.declared.items():
         value = getattr(args, name)
@@ -50,7 +55,7 @@ def check_numbers(args: Any) -> None:
             raise ValueError(f"`{name}` {error}") from None
 
 
-def _asks_for_none(args: Any, name: str) -> bool:
+def _asks_for_none(args: TrainingArguments, name: str) -> bool:
     """Return whether 0 or less is allowed here and means "none": no limit, no clipping, never; or is not read."""
     if name in ("logging_steps", "eval_steps"):
         return bool(getattr(args, name.replace("steps", "strategy")) != "steps")
@@ -59,7 +64,7 @@ def _asks_for_none(args: Any, name: str) -> bool:
     return name in ("save_steps", "save_total_limit", "max_grad_norm", "max_steps")
 
 
-def _check_intervals(args: Any) -> None:
+def _check_intervals(args: TrainingArguments) -> None:
     cache_steps = args.torch_empty_cache_steps
     if cache_steps is not None and not (isinstance(cache_steps, int) and cache_steps > 0):
         raise ValueError(f"`torch_empty_cache_steps` must be an integer bigger than 0, got {cache_steps}.")
@@ -78,7 +83,7 @@ def _check_intervals(args: Any) -> None:
             setattr(args, name, int(value))
 
 
-def _check_best_model(args: Any) -> None:
+def _check_best_model(args: TrainingArguments) -> None:
     """Check that the best weights will be on the disk when they are loaded."""
     if not args.load_best_model_at_end or args.save_strategy == "best":
         return
@@ -90,7 +95,7 @@ def _check_best_model(args: Any) -> None:
         )
     if args.eval_strategy != "steps":
         return
-    save, evaluation = args.save_steps, args.eval_steps
+    save, evaluation = args.save_steps, cast(float, args.eval_steps)  # _check_intervals saw to it
     if (save < 1) != (evaluation < 1):
         raise ValueError(
             "--load_best_model_at_end requires the saving steps to be a multiple of the evaluation steps, which cannot "
@@ -103,24 +108,24 @@ def _check_best_model(args: Any) -> None:
         )
 
 
-def _check_formats(args: Any) -> None:
+def _check_formats(args: TrainingArguments) -> None:
     if args.fp16 and args.bf16:
         raise ValueError("At most one of fp16 and bf16 can be True, but not both")
     if args.fp16_full_eval and args.bf16_full_eval:
         raise ValueError("At most one of fp16 and bf16 can be True for full eval, but not both")
 
 
-def say_what_has_no_effect(args: Any) -> None:
+def say_what_has_no_effect(args: TrainingArguments) -> None:
     """Warn once of each argument that is given and has no effect, or leaves the run without one."""
     for text in _hollow(args):
         notes.warn(text, UserWarning, stacklevel=5)
     for name, (usual, reason) in _NO_EFFECT.items():
         if getattr(args, name) not in usual:
             notes.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
-    for note in engine_notes(args):
+    for note in engine_notes(cast(Any, args)):
         notes.warn(note, UserWarning, stacklevel=5)
     usual = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
-    given = args.accelerator_config.to_dict() | {"gradient_accumulation_kwargs": None}
+    given = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}
     # transformers takes use_configured_state out of a configuration that it has seen.
     idle = [name for name in usual if given.get(name, usual[name]) != usual[name]]
     if idle:
@@ -131,7 +136,7 @@ def say_what_has_no_effect(args: Any) -> None:
         )
 
 
-def _hollow(args: Any) -> list[str]:
+def _hollow(args: TrainingArguments) -> list[str]:
     """Sentences on numbers with which a run trains nothing, or not as a reader would think."""
     found = []
     if args.learning_rate == 0:

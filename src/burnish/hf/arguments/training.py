@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from transformers.debug_utils import DebugOption
@@ -54,17 +54,33 @@ from burnish.hf.arguments.values import (
 )
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 
+if TYPE_CHECKING:
+    from burnish.optim.adam_mini import AdamMiniOptions
+    from burnish.optim.badam import BadamOptions
+    from burnish.optim.low_rank import LowRankOptions
+    from burnish.optim.muon import MuonOptions
+
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
-_Groups: Any = union(
-    "_Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
-    StreamOptions, EngineOptions, PatchOptions, *OPTIMIZERS.option_groups(),
-)  # fmt: skip
+if TYPE_CHECKING:  # it does not see into a union; a test holds the two against each other
+
+    @dataclass
+    class Groups(
+        CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
+        StreamOptions, EngineOptions, PatchOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
+    ):  # fmt: skip
+        pass
+
+else:
+    Groups = union(
+        "Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
+        StreamOptions, EngineOptions, PatchOptions, *OPTIMIZERS.option_groups(),
+    )  # fmt: skip
 
 _LEVELS = (*logging.get_log_levels_dict(), "passive")
 
 
-class _AcceptsOldNames(type):
+class AcceptsOldNames(type):
     """Replaces old names by today's before any ``__init__`` runs, including that of a user's own subclass."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +93,7 @@ class _AcceptsOldNames(type):
 
 
 @dataclass
-class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: ignore[misc]
+class TrainingArguments(Setters, Groups, metaclass=AcceptsOldNames):
     """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
 
     Beyond transformers': ``on_non_finite`` (treatment of a step whose loss or gradient is not finite), ``on_spike`` and
@@ -85,12 +101,9 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     ``save_hf_format``, ``resume``, ``resume_despite_changes``.
     """
 
-    if TYPE_CHECKING:  # fields of the groups that are written here; a type checker does not see into a union
-        output_dir: str | None
-        eval_steps: float | None
-        metric_for_best_model: str | None
-        greater_is_better: bool | None
-        torch_compile_backend: str | None
+    if TYPE_CHECKING:  # as they are after __post_init__
+        output_dir: str = ""
+    declared: ClassVar[dict[str, Any]] = {}
 
     # --- defaults that differ from burnish's own, because a script that only changes its import expects them
     resume: str = option("never", "Continue from output_dir without being told to: auto, never or must.")
@@ -105,15 +118,19 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
 
     # --- types that differ
     lr_scheduler_type: SchedulerType | str = option("linear", "The curve of the learning rate.")
-    lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of that curve.")  # type: ignore[type-arg]
+    lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of that curve.")  # type: ignore[type-arg, assignment]
     default_optim = "adamw_torch_fused"  # no field: scripts read it from the class
     optim: OptimizerNames | str = option(default_optim, "The optimizer.")
     logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
     eval_strategy: IntervalStrategy | str = option("no", "When to evaluate.")
     save_strategy: SaveStrategy | str = option("steps", "When to save a checkpoint.")
     num_processes: str = option("auto", "Read by burnish train; a script is started by torchrun.")
-    gradient_checkpointing: bool | None = option(None, "The older name of activation_checkpointing.")
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "The older name, with _kwargs.")
+    gradient_checkpointing: bool | None = option(  # type: ignore[assignment]
+        None, "The older name of activation_checkpointing."
+    )
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(  # type: ignore[assignment]
+        None, "The older name, with _kwargs."
+    )
     fsdp: str | None = option(None, "Shard the model over processes: full_shard, shard_grad_op.")
     fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or a JSON file; taken with it.")
     deepspeed: dict | str | None = option(None, "ZeRO 1 to 3: a JSON file, or zero2.")  # type: ignore[type-arg]
@@ -184,10 +201,7 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
     local_rank: int = option(-1, "This process on its node; the launcher says it.")
 
     def __post_init__(self) -> None:
-        if self.output_dir is None:
-            self.output_dir = "trainer_output"
-            logger.info("No output_dir was given: trainer_output.")
-        self.output_dir = os.path.expanduser(self.output_dir)
+        self.output_dir = _folder_of(self.output_dir)
         self._read_json_texts()
         take_numbers(self)
         refuse_other_words(self)
@@ -209,12 +223,14 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         if self.use_cpu:
             self.dataloader_pin_memory = False
         self.fsdp = self.fsdp or None
-        raise_if(check_engine(self))
+        raise_if(check_engine(cast(Any, self)))  # some of its types are wider
         say_what_has_no_effect(self)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return values under the names of earlier versions; Python calls it for missing attributes only."""
-        return former_value(self, name)
+    if not TYPE_CHECKING:  # to whom every name would be one
+
+        def __getattr__(self, name: str) -> Any:
+            """Return values under the names of earlier versions; Python calls it for missing attributes only."""
+            return former_value(self, name)
 
     def _read_json_texts(self) -> None:
         for name in _MAY_BE_JSON:
@@ -371,6 +387,13 @@ class TrainingArguments(Setters, _Groups, metaclass=_AcceptsOldNames):  # type: 
         """Every argument as a number or a text, because some trackers store nothing else."""
         values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         return {k: v if type(v) in (bool, int, float, str, torch.Tensor) else str(v) for k, v in values.items()}
+
+
+def _folder_of(output_dir: str | None) -> str:
+    if output_dir is None:
+        logger.info("No output_dir was given: trainer_output.")
+        return "trainer_output"
+    return os.path.expanduser(output_dir)
 
 
 _MAY_BE_JSON = (

@@ -14,11 +14,11 @@ import torch
 from burnish.core.options import option
 from burnish.engine.options import device_of, has_fast_bfloat16
 from burnish.hf import notes
-from burnish.hf.arguments.training import TrainingArguments, for_argument_parser
+from burnish.hf.arguments.training import AcceptsOldNames, TrainingArguments, for_argument_parser
 from burnish.hf.arguments.values import dictionary_of
 
 
-class _AcceptsOldNames(type(TrainingArguments)):  # type: ignore[misc]
+class _AcceptsOldNames(AcceptsOldNames):
     """Replaces old names by today's before any ``__init__`` runs, and refuses those that have no equal today."""
 
     renamed: Mapping[str, str] = {}  # older name of a field -> today's name
@@ -44,7 +44,9 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     # --- defaults that differ from those of TrainingArguments
     logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.", unit="steps", gt=0)
     gradient_checkpointing: bool = option(True, "Keep layer inputs only; compute the rest again backwards.")
-    bf16: bool | None = option(None, "Forward and backward in bfloat16; by default where the device is made for it.")
+    bf16: bool | None = option(  # type: ignore[assignment]
+        None, "Forward and backward in bfloat16; by default where the device is made for it."
+    )
 
     # --- the model
     model_init_kwargs: dict[str, Any] | str | None = option(None, "For from_pretrained, where the model is a name.")

@@ -114,7 +114,7 @@ class PreferenceConfig(TrlArguments):
 
 
 @dataclass
-class _WithReference(PreferenceConfig):
+class WithReference(PreferenceConfig):
     precompute_ref_log_probs: bool = option(False, "Compute the reference's numbers once, before training.")
     precompute_ref_batch_size: int | None = option(None, "Rows at a time for that; as in evaluation by default.", ge=1)
     sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
@@ -127,7 +127,7 @@ class _WithReference(PreferenceConfig):
 
 
 @dataclass
-class DPOConfig(_WithReference):
+class DPOConfig(WithReference):
     """The arguments of a ``DPOTrainer``, as in TRL 1."""
 
     loss_type: list[str] = option(["sigmoid"], "The loss of a pair; several are added.", choices=tuple(PAIR_LOSSES))
@@ -153,7 +153,7 @@ class DPOConfig(_WithReference):
 
 
 @dataclass
-class KTOConfig(_WithReference):
+class KTOConfig(WithReference):
     """The arguments of a ``KTOTrainer``, as in TRL 1."""
 
     led: ClassVar[Mapping[str, str]] = {"loss_type": "kto_loss"}

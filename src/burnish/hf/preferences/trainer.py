@@ -35,6 +35,7 @@ from burnish.hf.preferences.config import (
     ORPOConfig,
     PreferenceConfig,
     RewardConfig,
+    WithReference,
 )
 from burnish.hf.preferences.objective import PreferredObjective, ReadyBatches, Score, fitted, reference_for
 from burnish.hf.preferences.rows import (
@@ -107,7 +108,7 @@ class PreferenceTrainer(TrlTrainer):
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
     def __init__(
-        self, model: Any, ref_model: Any = None, args: Any = None, data_collator: Any = None,
+        self, model: Any, ref_model: Any = None, args: object = None, data_collator: Any = None,
         train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
         compute_metrics: Callable[..., Any] | None = None, callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -149,8 +150,8 @@ class PreferenceTrainer(TrlTrainer):
         self._fit(pad, peft_config)
         self._totals = Totals()
         self._look_at(args)
-        if choices.precompute_ref_log_probs and self._needs_reference:
-            self._ask_beforehand(args)
+        if isinstance(args, WithReference) and args.precompute_ref_log_probs and self._needs_reference:
+            self._ask_beforehand(args.precompute_ref_batch_size or args.eval_batch_size)
         tag: Any = getattr(self.model, "add_model_tags", None)
         if tag is not None:
             tag(self._tag_names)
@@ -207,9 +208,8 @@ class PreferenceTrainer(TrlTrainer):
     def _look_at(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
 
-    def _ask_beforehand(self, args: Any) -> None:
+    def _ask_beforehand(self, size: int) -> None:
         """Put what the reference says of every row beside it, and let a reference go that takes memory."""
-        size = args.precompute_ref_batch_size or args.eval_batch_size
 
         def completed(dataset: Any) -> Any:
             if not is_datasets_set(dataset):
@@ -365,7 +365,7 @@ class RewardTrainer(PreferenceTrainer):
     tag = "reward-trainer"
     kind = "scores"
 
-    def __init__(self, model: Any, args: Any = None, *rest: Any, **given: Any) -> None:
+    def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
         super().__init__(model, None, args, *rest, **given)
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
@@ -377,17 +377,17 @@ class ORPOTrainer(PreferenceTrainer):
     """Learn chosen answers, and by their odds to prefer them, without a reference (ORPO)."""
 
     args: ORPOConfig
-    config_class = ORPOConfig
+    config_class: ClassVar[type[PreferenceConfig]] = ORPOConfig
     objective_class = PairObjective
     tag = "orpo"
 
-    def __init__(self, model: Any, args: Any = None, *rest: Any, **given: Any) -> None:
+    def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
         super().__init__(model, None, args, *rest, **given)
 
 
 class CPOTrainer(ORPOTrainer):
     """Learn to prefer chosen answers without a reference (CPO, SimPO, AlphaPO)."""
 
-    args: CPOConfig
-    config_class = CPOConfig
+    args: CPOConfig  # type: ignore[assignment]
+    config_class: ClassVar[type[PreferenceConfig]] = CPOConfig
     tag = "cpo"

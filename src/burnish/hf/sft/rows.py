@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from transformers.utils import logging
@@ -28,6 +28,10 @@ from burnish.data.templates.bounds import bounded
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.sft.masks import AssistantMasks
 from burnish.hf.sft.remarks import Remarks
+
+if TYPE_CHECKING:
+    from burnish.hf.sft.config import SFTConfig
+
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -52,7 +56,7 @@ class Preparation:
     """
 
     tokenizer: Any
-    args: Any
+    args: SFTConfig
     completion_only: bool
     masks: AssistantMasks | None = None
     formatting_func: Callable[[Any], str] | None = None

@@ -88,7 +88,7 @@ class SFTTrainer(TrlTrainer):
     card_stage = "sft"
 
     def __init__(
-        self, model: Any, args: Any = None, data_collator: Callable[[list[Any]], Any] | None = None,
+        self, model: Any, args: object = None, data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
         compute_loss_func: Callable[..., Any] | None = None, compute_metrics: Callable[..., Any] | None = None,
         callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
