@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import burnish
-from burnish.app.config import read_arguments
-from burnish.core.errors import UserError
 from burnish.report.journal import EVENTS, GIVEN
 from burnish.web.exports import Exports
 from burnish.web.follow import CONSOLE, Place, cursor_text, end_of, news, read_cursor
-from burnish.web.home import safe_name
-from burnish.web.layout import BOXES, DEPENDS, PRESETS, RISKY
+from burnish.web.form import Form, safe_id
 from burnish.web.listing import facts
 from burnish.web.remarks import remarks_on
 from burnish.web.runs import Found, checkpoints, id_of, tail_lines
 from burnish.web.series import series, thinned
-from burnish.web.site import Site
+from burnish.web.site import Answer, Site
 from burnish.web.starting import free_folder
 from burnish.wire.bodies import json_object
 from burnish.wire.errors import Refusal, to_json
@@ -37,8 +33,7 @@ _LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
 _FIGURES = (".png", ".yaml", ".jsonl", ".json", ".log")
 _NOT_OFFERED = ("tokenizer", "config.json", "adapter_config", "generation_config")
 _LOG_BYTES = 256 * 1024
-MOST_STREAMS, MOST_PRESETS = 50, 200
-Answer = Callable[[Request], Awaitable[Any]]
+MOST_STREAMS = 50
 
 
 class Api:
@@ -48,19 +43,10 @@ class Api:
         self.site = site
         self.exports = Exports(site)
         self._num_streams = 0
-        self._form: dict[str, Any] | None = None
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
         """Method, path, and what answers."""
-        yield "GET", "/api/form", self.form
-        yield "POST", "/api/check", self.check
-        yield "POST", "/api/yaml", self.yaml
-        yield "PUT", "/api/presets/{id}", self.keep_preset
-        yield "DELETE", "/api/presets/{id}", self.drop_preset
-        yield "GET", "/api/free", self.free
-        yield "GET", "/api/models", self.models
-        yield "GET", "/api/datasets", self.datasets
-        yield "GET", "/api/datasets/columns", self.columns
+        yield from Form(self.site).routes()
         yield "GET", "/api/runs", self.runs
         yield "POST", "/api/runs", self.begin
         yield "GET", "/api/runs/{id}", self.run
@@ -83,136 +69,6 @@ class Api:
         yield "GET", "/api/exports/{id}", self.export_of
         yield "GET", "/api/stream", self.stream
         yield "GET", "/api/poll", self.poll
-
-    # --- the form -----------------------------------------------------------------------------------------------------
-
-    async def form(self, request: Request) -> Response:
-        """Every option, from the planner, kept as long as burnish's own files are what they were."""
-        if self._form is None:
-            mark = await asyncio.to_thread(_mark_of_source)
-            kept = self.site.home.read("form.json")
-            if not isinstance(kept, dict) or kept.get("mark") != mark:
-                kept = {"mark": mark, **await self.site.planner.whole({"form": True})}
-                self.site.home.write("form.json", json.dumps(kept))
-            self._form = kept
-        allowed = self.site.starter.allow
-        risky = {name: why for name, why in RISKY.items() if name not in allowed}
-        boxes = {name: list(options) for name, options in BOXES.items()}
-        return Json(
-            {"groups": self._form["groups"], "fields": self._form["fields"], "boxes": boxes, "risky": risky,
-             "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
-             "own_presets": await asyncio.to_thread(self._presets)}
-        )  # fmt: skip
-
-    def _presets(self) -> dict[str, dict[str, Any]]:
-        """Name -> values of the presets that were saved here; a file that cannot be read is passed over."""
-        home = self.site.home
-        texts = {name: home.text(f"presets/{name}.yaml") for name in home.names("presets")}
-        read = {name: self._read_yaml(text) for name, text in texts.items() if text}
-        return {name: found["values"] for name, found in read.items() if not found["problems"]}
-
-    async def keep_preset(self, request: Request) -> Response:
-        """Keep the text of a YAML file under a name; it is a file that can be mailed, and run."""
-        text, name = (await json_object(request)).get("text"), _safe(request)
-        found = await asyncio.to_thread(self._read_yaml, text) if isinstance(text, str) else {"problems": ["no text"]}
-        if found["problems"]:
-            raise Refusal(422, "invalid_value", f'"text" must be a YAML file: {found["problems"][0]}')
-        if len(self.site.home.names("presets")) >= MOST_PRESETS:
-            raise Refusal(409, "too_many", f"{MOST_PRESETS} presets are kept; remove some.")
-        self.site.home.write(f"presets/{name}.yaml", str(text))
-        return Json({"status": "kept"})
-
-    async def drop_preset(self, request: Request) -> Response:
-        if not self.site.home.remove(f"presets/{_safe(request)}.yaml"):
-            raise Refusal(404, "no_preset", "There is no such preset.")
-        return Json({"status": "removed"})
-
-    async def check(self, request: Request) -> Any:
-        """Explain what a run would do, part by part as it becomes known: one JSON object per line."""
-        body = await json_object(request)
-        values = body.get("values")
-        if not isinstance(values, dict):
-            raise Refusal(422, "invalid_type", '"values" must be an object.')
-        question = {"values": self.site.starter.checked(values), "rows": 5, "seed": int(body.get("seed") or 0)}
-
-        async def parts() -> AsyncGenerator[bytes, None]:
-            try:
-                async for part in self.site.planner.ask(question, replaces=True):
-                    yield event_text(to_json(part))
-            except Refusal as refusal:
-                problem = {"option": refusal.param or "", "sentence": refusal.message, "remedy": ""}
-                yield event_text(to_json({"problems": [problem], "code": refusal.code, "is_last": True}))
-
-        return EventStream(parts())
-
-    async def free(self, request: Request) -> Response:
-        """A folder beside the one that is named, or that one, which holds nothing yet."""
-        folder = self.site.places.within(request.query_params.get("folder", ""), "folder")
-        return Json({"folder": self.site.places.shown(free_folder(folder))})
-
-    async def yaml(self, request: Request) -> Response:
-        """The values of a YAML text, or what is wrong with it and in which line."""
-        text = (await json_object(request)).get("text")
-        if not isinstance(text, str):
-            raise Refusal(422, "invalid_type", '"text" must be the text of a YAML file.')
-        return Json(await asyncio.to_thread(self._read_yaml, text))
-
-    def _read_yaml(self, text: str) -> dict[str, Any]:
-        """Read by the same function as a file of the command line, with its limits and its sentences."""
-        with tempfile.TemporaryDirectory(dir=self.site.home.folder) as folder:
-            file = Path(folder) / "run.yaml"
-            file.write_text(text, encoding="utf-8", errors="replace")
-            try:
-                given, _ = read_arguments([str(file)])
-            except UserError as error:
-                places = [str(problem).replace(f"{folder}/", "") for problem in error.problems]
-                return {"values": {}, "problems": places}
-        return {"values": {name: item.value for name, item in given.items()}, "problems": []}
-
-    async def models(self, request: Request) -> Response:
-        """Models, adapters and finished runs below the roots."""
-        return Json({"models": await asyncio.to_thread(self._models)})
-
-    def _models(self) -> list[dict[str, str]]:
-        from burnish.web.runs import DEPTH
-
-        found = []
-        for root in self.site.places.roots:
-            for name, kind in (("config.json", "model"), ("adapter_config.json", "adapter")):
-                for depth in range(DEPTH):
-                    for path in root.glob("/".join(["*"] * (depth + 1)) + "/" + name):
-                        if not any(part.startswith(".") for part in path.relative_to(root).parts):
-                            found.append({"path": self.site.places.shown(path.parent), "kind": kind})
-                        if len(found) >= 200:
-                            return found
-        return sorted(found, key=lambda one: one["path"])
-
-    async def datasets(self, request: Request) -> Response:
-        """Names in the ``dataset_info.json`` of folders below the roots."""
-        return Json({"datasets": await asyncio.to_thread(self._datasets)})
-
-    def _datasets(self) -> list[dict[str, str]]:
-        found = []
-        for root in self.site.places.roots:
-            for pattern in ("dataset_info.json", "*/dataset_info.json", "*/*/dataset_info.json"):
-                for path in list(root.glob(pattern))[:20]:
-                    try:
-                        names = list(json.loads(path.read_text(encoding="utf-8")))
-                    except (OSError, ValueError):
-                        continue
-                    folder = self.site.places.shown(path.parent)
-                    found += [{"name": str(name), "folder": folder} for name in names[:200]]
-        return found
-
-    async def columns(self, request: Request) -> Response:
-        """The columns of a file of records below a root, with their first values."""
-        path = self.site.places.within(request.query_params.get("file", ""), "dataset")
-        if not path.is_file():
-            raise Refusal(404, "no_file", "There is no such file.")
-        found = await self.site.planner.whole({"columns_of": str(path)})
-        if found.get("problems"):
-            raise Refusal(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
-        return Json(found)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
@@ -366,13 +222,13 @@ class Api:
         return Json({"chats": self.site.home.names("chats")})
 
     async def chat_of(self, request: Request) -> Response:
-        found = self.site.home.read(f"chats/{_safe(request)}.json")
+        found = self.site.home.read(f"chats/{safe_id(request)}.json")
         if found is None:
             raise Refusal(404, "no_chat", "There is no such conversation.")
         return Json(found)
 
     async def keep_chat(self, request: Request) -> Response:
-        body, name = await json_object(request), _safe(request)
+        body, name = await json_object(request), safe_id(request)
         if len(self.site.home.names("chats")) >= 1000 and not (self.site.home.folder / f"chats/{name}.json").is_file():
             raise Refusal(409, "too_many", "A thousand conversations are kept; remove some.")
         self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
@@ -390,7 +246,7 @@ class Api:
         return Json({"id": self.exports.begin(path, folder, str(body.get("format") or "safetensors"))}, 202)
 
     async def export_of(self, request: Request) -> Response:
-        return Json(self.exports.state(_safe(request)))
+        return Json(self.exports.state(safe_id(request)))
 
     # --- what is new --------------------------------------------------------------------------------------------------
 
@@ -449,16 +305,3 @@ def _files(folder: Path) -> list[dict[str, Any]]:
         if is_offered and path.is_file() and not path.is_symlink() and path.stat().st_size < 64 * 2**20:
             found.append({"name": path.name, "bytes": path.stat().st_size})
     return found
-
-
-def _safe(request: Request) -> str:
-    name = safe_name(request.path_params["id"])
-    if name is None:
-        raise Refusal(404, "no_such_name", "A name has letters, digits, - and _ only.")
-    return name
-
-
-def _mark_of_source() -> str:
-    """Changes when burnish's own files do."""
-    files = Path(burnish.__file__).parent.rglob("*.py")
-    return f"{burnish.__version__} {max(path.stat().st_mtime_ns for path in files)}"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
 
 from burnish.web.engines import Engines
 from burnish.web.home import Home
@@ -16,6 +20,7 @@ from burnish.web.starting import Starter
 from burnish.wire.errors import Refusal
 
 FRESH_S = 1.5
+Answer = Callable[[Request], Awaitable[Any]]
 
 
 class Site:
