@@ -55,6 +55,13 @@ def test_wrong_key_typed_key_and_a_cookie_that_is_gone(visitor, server) -> None:
     visitor.wait_for_url("**/new")
 
 
+def test_the_printed_link_signs_in_where_the_sign_in_is_open_already(visitor, server) -> None:
+    visitor.context.clear_cookies()
+    visitor.goto(f"{server.address}/sign-in")
+    visitor.goto(server.link)  # only what stands behind # is new: the browser loads nothing
+    visitor.wait_for_url("**/runs")
+
+
 def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor, server) -> None:
     page, address = visitor, server.address
     port = int(address.rpartition(":")[2])

@@ -13,5 +13,11 @@ async function enter(key) {
   }
 }
 form.addEventListener("submit", (event) => { event.preventDefault(); void enter($("#key").value); });
-const given = new URLSearchParams(location.hash.slice(1)).get("key");
-if (given) { history.replaceState(null, "", location.pathname + location.search); void ready.then(() => enter(given)); }
+function takeGiven() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (!given) return;
+  history.replaceState(null, "", location.pathname + location.search);
+  void ready.then(() => enter(given));
+}
+addEventListener("hashchange", takeGiven);
+takeGiven();
