@@ -509,3 +509,25 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         for name in ready:
             del left[name]
     assert not left, {name: sorted(needed & left.keys()) for name, needed in left.items()}
+
+
+_NAMED_BY_OTHERS = {"_get_learning_rate", "_setup_devices"}
+"""What transformers, its callbacks and its scripts ask of a Trainer and its arguments."""
+
+
+def test_nothing_is_kept_that_nobody_names() -> None:
+    """A function of a file or a private method that is no part of a register stands somewhere else too."""
+    words: dict[str, int] = defaultdict(int)
+    for file in FILES:
+        for word in re.findall(r"\w+", file.read_text(encoding="utf-8")):
+            words[word] += 1
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    alone = []
+    for file in FILES:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        methods = [one for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for one in node.body]
+        private = [one for one in methods if isinstance(one, kinds) and one.name.startswith("_")]
+        free = [one for one in tree.body if isinstance(one, (*kinds, ast.ClassDef))]
+        alone += [one.name for one in (*free, *private) if words[one.name] == 1 and not one.decorator_list]
+    found_by_name = {name for name in alone if name.startswith(("__", "check_")) or name.endswith("_notes")}
+    assert sorted(set(alone) - _NAMED_BY_OTHERS - found_by_name) == []

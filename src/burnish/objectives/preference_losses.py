@@ -227,11 +227,6 @@ def orpo(pairs: Pairs, shape: Shape) -> Tensor:
     return -pairs.chosen.mean + shape.beta * odds_ratio_loss(pairs)
 
 
-def orpo_ratio(pairs: Pairs, shape: Shape) -> Tensor:
-    """-β ln σ(log odds) alone, beside a language model's loss that is made elsewhere."""
-    return shape.beta * odds_ratio_loss(pairs)
-
-
 def odds_ratio_loss(pairs: Pairs) -> Tensor:
     """(P,) -ln σ(log odds)"""
     return -F.logsigmoid(log_odds(pairs))

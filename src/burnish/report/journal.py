@@ -63,12 +63,6 @@ class Journal(TrainerCallback):
         self._write(LAUNCH, json.dumps(launched(devices), indent=1) + "\n")
         self.event("stage", "loading")
 
-    def forget(self) -> None:
-        """The run begins anew: what an earlier one wrote about its steps goes."""
-        events = self.folder / EVENTS
-        lines = events.read_text(encoding="utf-8").splitlines(keepends=True)[-1:] if events.is_file() else []
-        self._write(EVENTS, "".join(lines))
-
     def event(self, kind: str, text: str, step: int | None = None, **more: Any) -> None:
         now_s = time.time()
         if kind not in _ALWAYS and now_s - self._written_s.get(kind, 0.0) < _NOT_SOONER_S:

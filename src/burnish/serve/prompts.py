@@ -81,10 +81,6 @@ class Prompter:
             raise Refusal(400, "invalid_value", "The last answer is empty.", param="messages")
         return [int(token) for token in row["input_ids"]]
 
-    def _unwritable(self, error: Exception) -> Refusal:
-        message = f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
-        return Refusal(400, "invalid_value", message, param="messages")
-
     def example(self, request: ChatRequest) -> Example:
         """The conversation as a record of training data."""
         messages: Sequence[ChatMessage] = request.messages[: -1 if request.continue_final_message else None]

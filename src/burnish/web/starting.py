@@ -23,7 +23,7 @@ from burnish.web.follow import CONSOLE
 from burnish.web.home import Home
 from burnish.web.layout import PLACES, RISKY
 from burnish.web.places import Places
-from burnish.web.runs import Found, id_of, is_alive, read, read_object
+from burnish.web.runs import Found, is_alive, read_object
 from burnish.wire.child import start, tell
 from burnish.wire.errors import Refusal
 
@@ -218,8 +218,3 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, dict):
         return [text for item in value.values() for text in _texts(item)]
     return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
-
-
-def id_of_folder(folder: Path) -> str:
-    run = read(folder)
-    return run.id if run is not None else id_of(folder)
