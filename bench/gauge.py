@@ -38,7 +38,7 @@ class Gauge:
     def __init__(self, rows_per_step: int = 0) -> None:
         self.rows_per_step = rows_per_step
         self.labels = 0
-        self.steps: list[tuple[float, float, int]] = []  # processor seconds, wall seconds, labels so far
+        self.steps: list[tuple[float, float, int, float]] = []  # processor seconds, wall seconds, labels, waited so far
         self.save_waits_s: list[float] = []
         self.save_waits_cpu_s: list[float] = []  # of the thread that trains
         self.step_ended_cpu_s = 0.0
@@ -64,7 +64,8 @@ class Gauge:
 
     def on_step_end(self) -> None:
         self.labels += self.rows_per_step
-        self.steps.append((time.process_time(), time.perf_counter(), self.labels))
+        self.steps.append((time.process_time(), time.perf_counter(), self.labels, waited_s()))
+        self.more["steps_peak_bytes"] = peak_bytes()
         self.step_ended_cpu_s = time.thread_time()
 
     def on_log(self, logs: dict[str, float]) -> None:
@@ -74,6 +75,7 @@ class Gauge:
 
     def on_train_end(self) -> None:
         self.more["peak_bytes"] = peak_bytes()
+        self.more["ends_s"] = time.perf_counter() - self.steps[-1][1] if self.steps else 0.0
         forget_peak()
         self.trained_cpu_s = time.process_time()
 
@@ -119,9 +121,10 @@ class Gauge:
     def _of_steps(self) -> dict[str, Any]:
         if not self.steps:
             return {}
-        (cpu, wall, labels), (last_cpu, last_wall, last_labels) = self.steps[WARM_UP - 1], self.steps[-1]
+        first, last = self.steps[WARM_UP - 1], self.steps[-1]
+        cpu, wall, labels, waited = (later - sooner for sooner, later in zip(first, last, strict=True))
         return {
-            "labels": last_labels - labels, "cpu_s": last_cpu - cpu, "wall_s": last_wall - wall,
+            "labels": labels, "cpu_s": cpu, "wall_s": wall, "waited_s": waited,
             "steps": len(self.steps) - WARM_UP, "save_waits_s": self.save_waits_s,
             "save_waits_cpu_s": self.save_waits_cpu_s,
         }  # fmt: skip
@@ -168,6 +171,14 @@ def as_callback(gauge: Gauge, base: type, listens: bool = True) -> Any:
             gauge.on_save()
 
     return Callback()
+
+
+def waited_s() -> float:
+    """Seconds in which this thread neither ran nor was ready to run, since its clock began; only differences mean
+    something. In a step of a training it is what is waited for other processes (``run_delay`` in
+    https://docs.kernel.org/scheduler/sched-stats.html)."""
+    ready_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return time.perf_counter() - time.thread_time() - ready_ns / 1e9
 
 
 def peak_bytes() -> int:

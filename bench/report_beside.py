@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from figures import GB, Figures, Round, amount, beside, line, named, peak, ratios, table
+from figures import GB, Cell, Figures, Round, Value, amount, beside, line, named, peak, ratios, speed, table
 from measuring import environment
 from pack import CAPACITIES
 from resume import STEPS
@@ -104,6 +104,45 @@ def checkpoint(rounds: Sequence[Round]) -> str:
         "run. burnish writes while it trains on, and waits for the last one at the end of the run.\n\n"
         f"{lines}\n{line(['burnish to transformers', *shares])}"
     )
+
+
+def processes(rounds: Sequence[Round]) -> str:
+    """One process and two: rate, memory, time in communication, and a checkpoint."""
+
+    def beside_ours(value: Value) -> Cell:
+        return lambda name: "-" if "burnish" in name else ratios(rounds, f"burnish, {_way(name)}", name, value)
+
+    def of_two(name: str) -> str:
+        alone = f"{name.split(', ')[0]}, one process"
+        return "-" if name == alone else ratios(rounds, name, alone, speed)
+
+    lines = table(
+        rounds,
+        {
+            "labels / processor s": amount(rounds, speed, ".0f"),
+            "to one process": of_two,
+            "burnish's rate to it": beside_ours(speed),
+            "peak memory of a process, GB": amount(rounds, "steps_peak_bytes", unit=GB),
+            "burnish's to it": beside_ours(named("steps_peak_bytes")),
+            "with the checkpoint, GB": amount(rounds, peak, unit=GB),
+            "waiting for the other, %": amount(rounds, "waited_share", ".1f", unit=0.01),
+            "loop waits for the checkpoint, s": amount(rounds, lambda f: statistics.median(f["save_waits_s"])),
+            "on the disk after, s": amount(rounds, "ends_s"),
+            "its size, MB": amount(rounds, "checkpoint_bytes", ".0f", unit=1e6),
+        },
+    )
+    return (
+        "Seven steps of the same rows, eight to a step, by one process or four by each of two (gloo, one thread each), "
+        "then a checkpoint; the first step is not counted. The rate is of the labels and processor seconds of both "
+        "processes, the memory of the larger one. Waiting is the share of time in which the thread that trains neither "
+        "runs nor is ready to, in the collectives. The checkpoint is on the disk when the run may end: burnish hashes "
+        "its files and has them flushed by then, the others leave that to the system; while a run goes on, burnish "
+        f"writes beside it.\n\n{lines}"
+    )
+
+
+def _way(name: str) -> str:
+    return name.split(", ", 1)[1]
 
 
 def resume(rounds: Sequence[Round]) -> str:

@@ -185,6 +185,30 @@ CHECKPOINT = (
     training("transformers", "transformers", bf16=True, **_SAVES),
     training("burnish", "burnish", bf16=True, **_SAVES),
 )
+
+
+def by_processes() -> tuple[Setting, ...]:
+    """One process, and two that share each step's eight rows: the same rows for everyone, and a checkpoint at the end.
+
+    TRL as it is fastest in one process; a peer's layers are named for FSDP2, which it does not find by itself.
+    """
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
+    sharded = {"fsdp": "full_shard", "fsdp_config": layers}
+    trl = {"padding_free": True, "max_length": None, "gradient_checkpointing": False}
+    same: dict[str, Any] = {"bf16": True, "max_steps": 7, "save_strategy": "steps", "save_steps": 7}
+    ways = (("one process", 1, {}, {}), ("DDP", 2, {}, {}), ("FSDP2", 2, sharded, {"fsdp": "full_shard"}))
+    found = []
+    for way, count, of_peer, ours in ways:
+        share = same | {"per_device_train_batch_size": ROWS_PER_STEP // count}
+        found += [
+            training(f"transformers, {way}", "transformers", **share, **of_peer),
+            training(f"TRL, {way}", "trl", **share, **trl, **of_peer),
+            training(f"burnish, {way}", "burnish", **share, **ours),
+        ]
+    return tuple(replace(one, words=("processes.py", str(1 + (not one.name.endswith("one process"))), *one.words))
+                 for one in found)  # fmt: skip
+
+
 # What is imported is no way to train: it is what every start stands on.
 START = tuple(
     replace(setting, is_alone=True)

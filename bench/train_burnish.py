@@ -117,7 +117,8 @@ def run(material: Path, output: str, words: list[str]) -> None:
         answer(gauge, made, prepared, planned)
     elif made.eval_sets:
         evaluate_all(made)
-    gauge.report(loop_share=loop_share, plain=plain_parts(made.model.model))
+    plain = plain_parts(made.model.model) if made.engine.world_size == 1 else []
+    gauge.report(loop_share=loop_share, plain=plain)
 
 
 def answer(gauge: Gauge, made: Any, prepared: Any, planned: Any) -> None:

@@ -55,7 +55,9 @@ def trl(material: Path, model: Any, adapter: Any, given: dict[str, Any]) -> tupl
         for row in rows
     ]
     trainer = made_by.SFTTrainer(
-        model, args=made_by.SFTConfig(**{"max_length": facts_of(material)["longest"], **given}),
+        model, args=made_by.SFTConfig(
+            **{"max_length": facts_of(material)["longest"], "completion_only_loss": True, **given}  # not by itself
+        ),
         train_dataset=Dataset.from_list(encoded), processing_class=AutoTokenizer.from_pretrained(material / "model"),
         peft_config=adapter, callbacks=[as_callback(gauge, TrainerCallback, listens)],
     )  # fmt: skip

@@ -46,10 +46,11 @@ def make_model(
     )
     fast.save_pretrained(folder)
     torch.manual_seed(seed)
+    shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
     config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, attention_dropout=dropout,
-        eos_token_id=fast.eos_token_id, pad_token_id=0, bos_token_id=None, **changes,
+        **{**shape, **changes}, attention_dropout=dropout, eos_token_id=fast.eos_token_id, pad_token_id=0,
+        bos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import time
 from pathlib import Path
 
 import document
@@ -9,6 +11,7 @@ import figures
 import gauge
 import material
 import pack
+import processes
 import pytest
 import resume
 import run
@@ -216,3 +219,23 @@ def _loss(folder, options):
     given = make_user(folder, max_steps=3, template="qwen", **options)
     made = plan({name: Given(value, "the command line") for name, value in given.items()})
     return build.train_run(made).output.training_loss
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_two_processes_are_those_of_one_training():
+    rank = {"labels": 10, "cpu_s": 2.0, "process_cpu_s": 3.0, "peak_bytes": 5, "steps_peak_bytes": 4, "ends_s": 0.5,
+            "wall_s": 4.0, "waited_s": 1.0, "save_waits_s": [0.1], "loss": 7.0}  # fmt: skip
+    other = {**rank, "labels": 20, "peak_bytes": 9, "waited_s": 0.0, "save_waits_s": [0.3]}
+    found = processes.joined([rank, other])
+    assert (found["labels"], found["cpu_s"], found["peak_bytes"], found["save_waits_s"]) == (30, 4.0, 9, [0.3])
+    assert found["waited_share"] == pytest.approx(1 / 8)
+
+
+def test_a_process_that_fails_ends_the_others_and_its_words_are_kept():
+    script = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no rows'); time.sleep(60)"
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1: no rows"):
+        processes.outputs(2, [sys.executable, "-c", script])
+    assert time.monotonic() - began < 30

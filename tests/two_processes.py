@@ -18,16 +18,23 @@ function = getattr(importlib.import_module(module), name)
 torch.set_num_threads(1)
 
 def run(rank):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="{count}")
     function(*given)
 
 # Forked, so that the libraries are imported once.
-torch.multiprocessing.start_processes(run, nprocs=2, start_method="fork")
+torch.multiprocessing.start_processes(run, nprocs={count}, start_method="fork")
 """
 
 
 def in_two_processes(function: Callable[..., None], *given: Any, environment: dict[str, str] | None = None) -> None:
-    """Call ``function`` in each of two processes, which learn their rank from the environment.
+    """Call ``function`` in each of two processes, which learn their rank from the environment."""
+    in_processes(2, function, *given, environment=environment)
+
+
+def in_processes(
+    count: int, function: Callable[..., None], *given: Any, environment: dict[str, str] | None = None
+) -> None:
+    """Call ``function`` in each of ``count`` processes.
 
     Args:
         given: its arguments, as JSON can hold them.
@@ -38,7 +45,7 @@ def in_two_processes(function: Callable[..., None], *given: Any, environment: di
         port = free.getsockname()[1]
     here = Path(__file__).parent
     beside = Path(function.__code__.co_filename).parent
-    script = _LAUNCHER.format(paths=[str(beside), str(here), str(here.parent / "src")])
+    script = _LAUNCHER.format(count=count, paths=[str(beside), str(here), str(here.parent / "src")])
     place = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     called = json.dumps([function.__module__, function.__name__, given])
     subprocess.run([sys.executable, "-c", script, called], env=place, check=True, timeout=300)

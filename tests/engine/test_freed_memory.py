@@ -84,3 +84,28 @@ print(used[1] - used[0])
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
 def test_kernels_of_shapes_that_are_gone_are_not_kept_without_bound() -> None:
     assert _printed(_GROWTH.format(bounds=True)) < 2**20
+
+
+_HELD = """
+import torch
+from burnish.engine.memory import keep_freed_memory
+
+def held():
+    return next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+assert keep_freed_memory({is_sharded})
+torch.ones(8)
+before, layers, between = held(), [], []
+for _ in range(8):
+    layers.append(torch.ones(2**22))
+    between.append(torch.ones(2**16))
+layers.clear()
+print(held() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is told, and this is another")
+def test_a_sharded_run_gives_back_a_layer_that_was_gathered_between_activations() -> None:
+    whole, sharded = (_printed(_HELD.format(is_sharded=is_sharded)) for is_sharded in (False, True))
+    assert whole >= 8 * 16  # MiB of layers
+    assert sharded < 16

@@ -35,9 +35,17 @@ def test_each_stage_shares_one_thing_more():
     assert not {"weights", "gradients", "optimizer"} & away.keys()
 
 
-def test_zero_in_half_precision_keeps_float32_copies_apart():
+def test_zero_updates_float32_copies_of_weights_and_gradients():
     found = parts(Sharing("deepspeed", 4, 2), BF16)
-    assert (found["weights"], found["gradients"], found["float32 copies"]) == (200, 50, 100)
+    assert (found["weights"], found["gradients"], found["float32 copies"]) == (200, 50, 200)
+    assert parts(Sharing("deepspeed", 4, 2))["float32 copies"] == 200
+
+
+def test_zero_sends_gradients_in_buffers_and_its_third_stage_keeps_what_it_uses_again():
+    assert parts(Sharing("deepspeed", 4, 2, bucket=5000), BF16)["buckets"] == 10_000
+    assert parts(Sharing("deepspeed", 4, 2, bucket=5000, is_on_cpu=True), BF16)["buckets"] == 200
+    assert parts(Sharing("deepspeed", 4, 2, bucket=None), BF16)["buckets"] == 2 * SHAPE.hidden**2
+    assert parts(Sharing("deepspeed", 4, 3, live=10**9), BF16)["gathered"] >= 200
 
 
 @pytest.mark.parametrize(
@@ -46,8 +54,8 @@ def test_zero_in_half_precision_keeps_float32_copies_apart():
         ({}, Sharing("ddp", 8)),
         ({"fsdp": "full_shard"}, Sharing("fsdp", 8, 3)),
         ({"fsdp": "shard_grad_op"}, Sharing("fsdp", 8, 3, keeps_gathered=True)),
-        ({"deepspeed": "zero2"}, Sharing("deepspeed", 8, 2)),
-        ({"deepspeed": "zero3_offload"}, Sharing("deepspeed", 8, 3, False, True, True)),
+        ({"deepspeed": "zero2"}, Sharing("deepspeed", 8, 2, bucket=5 * 10**8, is_on_cpu=True)),
+        ({"deepspeed": "zero3_offload"}, Sharing("deepspeed", 8, 3, False, True, True, 10**9, None, True)),
     ],
 )
 def test_the_options_say_how_memory_is_shared(given, expected):

@@ -14,7 +14,7 @@ from typing import Any
 from burnish.app.build import wants_padding_free, wants_prefix_sharing
 from burnish.app.callbacks import listeners_of
 from burnish.app.checks import evaluates, trains
-from burnish.app.estimate import Shape, shown_bytes
+from burnish.app.estimate import Shape, Term, shown_bytes
 from burnish.app.explain_model import model_section
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
@@ -349,19 +349,25 @@ def _options(plan: Plan) -> Section:
     return Section("Options that are not at their default", lines)
 
 
-def _resources(plan: Plan, prepared: Prepared) -> Section:
+def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
+    """Memory of the run on each device, term by term."""
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
-    sharing = sharing_of(options, plan.world_size)
     shape, trained = Shape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
     terms = memory_of(options, prepared.config, sizes, formats, tokens)
-    terms = shared(terms, sharing, shape, formats, sizes.total, trained)
+    return shared(terms, sharing_of(options, plan.world_size), shape, formats, sizes.total, trained)
+
+
+def _resources(plan: Plan, prepared: Prepared) -> Section:
+    options, sizes, formats = plan.options, prepared.sizes, prepared.formats
+    terms, trained = memory_terms_of(plan, prepared), sizes.active if trains(options) else 0
     total, free = sum(term.num_bytes for term in terms), available_memory(options)
     lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
     where = device_of(options) if plan.world_size == 1 else f"{device_of(options)}, for each of {plan.world_size}"
     lines.append(Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {where}"))
     if plan.world_size > 1 and trained:
-        at_times = peaks(sharing, sizes.total, trained, formats, loaded_dtype(prepared.config).itemsize)
+        sharing, loaded = sharing_of(options, plan.world_size), loaded_dtype(prepared.config).itemsize
+        at_times = peaks(sharing, sizes.total, trained, formats, loaded)
         lines += [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in at_times]
     if needed := disk_of(options, prepared.config, sizes, formats, prepared.steps):
         there = f"in {options.output_dir}; {shown_bytes(free_disk(output_folder(options)))} are free"

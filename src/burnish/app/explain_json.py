@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from burnish.app.checks import problems_in_files, trains
 from burnish.app.columns import columns_of_file
-from burnish.app.explain import LOOKED_AT, sections
+from burnish.app.explain import memory_terms_of, sections
 from burnish.app.form import form
 from burnish.app.held_out import held_out
 from burnish.app.options import RunOptions
@@ -31,8 +31,6 @@ from burnish.app.resources import (
     available_memory,
     disk_of,
     free_disk,
-    memory_of,
-    tokens_of_largest_batch,
 )
 from burnish.core.checkpoint import output_folder
 from burnish.core.errors import Problem, UserError
@@ -115,9 +113,7 @@ def _steps(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
 
 def _resources(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
     options, sizes, formats = chosen.options, prepared.sizes, prepared.formats
-    looked_at = [prepared.sample[place] for place in range(min(len(prepared.sample), LOOKED_AT))]
-    tokens = tokens_of_largest_batch(looked_at, options) if looked_at else 0
-    terms = memory_of(options, prepared.config, sizes, formats, tokens)
+    terms = memory_terms_of(chosen, prepared)
     return {
         "memory": {
             "terms": [{"name": term.name, "bytes": term.num_bytes, "why": term.reason} for term in terms],

@@ -2,21 +2,21 @@
 
 In: the parts of the memory of a run on one device (``estimate``), and how they are shared. Out: the same parts for one
 device of several, what an engine needs beside them, and the peaks while a model is loaded and while a checkpoint is
-written. Nothing of it has been measured on a GPU; on CPUs it is held against the counts of a run by a test.
+written. Nothing of it has been measured on several GPUs; on CPUs a test holds it beside the peak of each process.
 """
 
 # N processes that share, P parameters, L layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from burnish.app.estimate import Formats, Shape, Term
 from burnish.app.options import RunOptions
 from burnish.engine.deepspeed_settings import raw_settings, zero_stage
 from burnish.engine.fsdp_settings import fsdp_settings
-from burnish.engine.options import engine_name
+from burnish.engine.options import device_of, engine_name
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Sharing:
         stage: of ZeRO: 1 shares optimizer states, 2 gradients too, 3 weights too. FSDP is 3.
         keeps_gathered: weights that were gathered for a forward pass stay for the backward pass.
         offloads_states, offloads_weights: they lie in the memory of the machine.
+        live: weights that ZeRO-3 keeps whole in a step, as it will soon use them again.
+        bucket: numbers in the buffers in which gradients are sent; None for the square of the hidden size. Under ZeRO
+            they are there from the start on a GPU; on a CPU as far as gradients fill them.
     """
 
     engine: str = "single"
@@ -37,6 +40,13 @@ class Sharing:
     keeps_gathered: bool = False
     offloads_states: bool = False
     offloads_weights: bool = False
+    live: int = 0
+    bucket: int | None = 0
+    is_on_cpu: bool = False
+
+
+# DeepSpeed's defaults (runtime/zero/config.py).
+_LIVE, _BUCKET = 10**9, 5 * 10**8
 
 
 def sharing_of(options: RunOptions, world_size: int) -> Sharing:
@@ -53,8 +63,18 @@ def sharing_of(options: RunOptions, world_size: int) -> Sharing:
         states, weights = (
             (zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param")
         )
-        return Sharing(name, world_size, zero_stage(options), False, states, weights)
+        stage, on_cpu = zero_stage(options), device_of(options).type == "cpu"
+        live = min(_number(zero, name, _LIVE) for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"))
+        bucket = None if zero.get("reduce_bucket_size") == "auto" else _number(zero, "reduce_bucket_size", _BUCKET)
+        if stage in (1, 2) and bucket is not None and zero.get("overlap_comm") and not on_cpu:
+            bucket *= 2
+        return Sharing(name, world_size, stage, False, states, weights, live if stage == 3 else 0, bucket, on_cpu)
     return Sharing(name, world_size)
+
+
+def _number(settings: Mapping[str, object], name: str, usual: int) -> int:
+    given = settings.get(name, usual)
+    return int(given) if isinstance(given, int | float) else usual
 
 
 def shared(
@@ -68,11 +88,17 @@ def shared(
     if sharing.stage == 0:
         return list(terms)
     found = [_shared(term, sharing) for term in terms if term.name != "cast weights"]
-    if sharing.engine == "deepspeed" and trained and formats.compute < 4:
-        # Weights and gradients are in half precision there, and the float32 copies are a part of the optimizer's.
+    if sharing.engine == "deepspeed" and trained:
+        # Weights and gradients are in the format of the forward pass there; ZeRO updates copies in float32, float32
+        # ones too, from copies of their gradients.
         found = [_halved(term, formats) for term in found]
-        copies = Term("float32 copies", trained * 4, f"{trained:,} x 4 bytes")
-        found.insert(2, _shared(replace(copies, name="optimizer"), sharing, "float32 copies"))
+        copies = Term("optimizer", 2 * trained * 4, f"{trained:,} weights and their gradients x 4 bytes")
+        found = [
+            *found[:2],
+            _shared(copies, sharing, "float32 copies"),
+            *found[2:],
+            _bucket(sharing, shape, formats, trained),
+        ]
     if sharing.stage == 3:
         found.insert(1, _gathered(sharing, shape, formats, params, trained))
     return [term for term in found if term.num_bytes]
@@ -108,9 +134,21 @@ def _gathered(sharing: Sharing, shape: Shape, formats: Formats, params: int, tra
     layer = (params - ends) // max(1, shape.layers)
     layers = shape.layers if sharing.keeps_gathered else min(2, shape.layers)
     gradient = round(layer * trained / max(1, params)) * (formats.compute + 4)
+    if sharing.live:
+        live = min(params, max(sharing.live, ends + layers * layer))
+        reason = f"{live:,} x {formats.compute} bytes: stage3_max_live_parameters, or all; one gradient"
+        return Term("gathered", live * formats.compute + gradient, reason)
     num_bytes = (ends + layers * layer) * formats.compute + gradient
     what = "all layers" if sharing.keeps_gathered else f"{layers} of {shape.layers} layers"
     return Term("gathered", num_bytes, f"embeddings, head and {what} whole, in {formats.compute} bytes; one gradient")
+
+
+def _bucket(sharing: Sharing, shape: Shape, formats: Formats, trained: int) -> Term:
+    numbers = shape.hidden**2 if sharing.bucket is None else sharing.bucket
+    filled = min(numbers, trained) if sharing.is_on_cpu else numbers
+    return Term(
+        "buckets", filled * formats.compute, f"{filled:,} gradients x {formats.compute} bytes: reduce_bucket_size"
+    )
 
 
 def peaks(sharing: Sharing, params: int, trained: int, formats: Formats, loaded_bytes: int) -> list[Term]:

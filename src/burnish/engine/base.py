@@ -63,7 +63,7 @@ class SingleEngine:
         """Put the model on the device, with checkpointing and compilation if asked; returns it and the optimizer."""
         self.optimizer = optimizer
         if self.device.type == "cpu" and optimizer is not None:
-            keep_freed_memory()
+            keep_freed_memory(self.is_sharded)
         self.settle(model)
         if self.options.gradient_checkpointing or self.checkpoints_layers:
             checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)

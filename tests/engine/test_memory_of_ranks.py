@@ -1,0 +1,80 @@
+"""Estimates of ``explain`` for one of several processes, beside the peak of each process in real steps.
+
+A process's peak holds what no estimate counts: gloo's copies of what it sends, and holes that its allocator leaves. The
+model is as small as a test can afford, and these are up to a fifth of it.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from small_run import make_model, records
+from two_processes import in_processes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.run]
+
+SHAPE = {"vocab_size": 2000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
+         "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
+THIRD = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+         "stage3_param_persistence_threshold": 0}  # fmt: skip
+ENGINES = {
+    "one": (1, {}), "ddp": (2, {}), "fsdp": (2, {"fsdp": "full_shard"}), "zero2": (2, {"deepspeed": "zero2"}),
+    "zero3": (2, {"deepspeed": json.dumps({"zero_optimization": THIRD})}),
+}  # fmt: skip
+LORA = {"finetuning_type": "lora", "lora_rank": 16}
+
+
+def resident(which):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
+
+
+def measure(words, place):
+    """Train, and write this rank's peak above what it held before the model, beside what was foretold."""
+    from burnish.app.build import build_run
+    from burnish.app.config import merge, read_arguments
+    from burnish.app.explain import memory_terms_of
+    from burnish.app.plan import aliases, plan
+    from burnish.app.prepare import prepare
+    from burnish.core.loop import train
+    from burnish.engine.create import create_engine
+
+    planned = plan(merge(*read_arguments(words), aliases()))
+    prepared, engine = prepare(planned), create_engine(planned.options)
+    before = resident("VmRSS")
+    with prepared.rows.going_ahead():
+        made = build_run(planned, prepared, engine, None)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+        train(made, planned.options)
+    foretold = sum(term.num_bytes for term in memory_terms_of(planned, prepared))
+    Path(f"{place}.{engine.rank}").write_text(json.dumps([resident("VmHWM") - before, foretold]))
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    make_model(folder / "model", **SHAPE)
+    rows = [{**record, "output": " ".join([record["output"]] * 12)} for record in records(16)]
+    (folder / "data.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_takes_the_memory_that_explain_foretold(engine, kind, user, tmp_path):
+    if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    count, options = ENGINES[engine]
+    given = {
+        "model_name_or_path": user / "model", "dataset": user / "data.json", "template": "qwen", "use_cpu": "true",
+        "output_dir": tmp_path / "out", "per_device_train_batch_size": 4, "max_steps": 3, "save_strategy": "no",
+        "logging_steps": 3, "report_to": "none", "finetuning_type": "full", **options,
+    }  # fmt: skip
+    given |= LORA if kind == "lora" else {}
+    words = [f"{name}={value}" for name, value in given.items()]
+    in_processes(count, measure, words, str(tmp_path / "rank"), environment={"BURNISH_CACHE": str(tmp_path / "cache")})
+    for rank in range(count):
+        taken, foretold = json.loads((tmp_path / f"rank.{rank}").read_text())
+        assert 0.8 * foretold < taken < 1.2 * foretold, (taken, foretold)
