@@ -185,6 +185,8 @@ def test_a_run_of_two_processes_is_one_program(tmp_path):
     assert done.stdout.count("Training for 2 steps") == 1
     assert "x 2 processes" in done.stdout
     assert done.stdout.count("Trained 2 steps") == 1
+    rows = [json.loads(line) for line in next(tmp_path.rglob("trainer_log.jsonl")).read_text().splitlines()]
+    assert all(0 <= row["waiting"] < 1 for row in rows if row.get("loss") is not None)
     refused = subprocess.run(
         [*command, "template=no such"], capture_output=True, text=True, env=environment, timeout=200
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from burnish.core.metrics import Metrics
 from burnish.core.state import TrainerState
 from burnish.core.types import Engine, Loss, Metric
+from burnish.core.waiting import Waiting
 
 
 class Meter:
@@ -45,6 +46,7 @@ class Meter:
         self.rows_here = 0
         self.run_non_finite = 0
         self.started_s = time.perf_counter()
+        self.waiting = Waiting()
 
     def add_step(
         self, loss: Tensor, weight: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float,
@@ -74,13 +76,14 @@ class Meter:
         """Return the means since the last log, add counts to ``state``, and start the sums again. One device read.
 
         Returns:
-            loss, grad_norm and one mean per metric; empty where no step was taken.
+            loss, grad_norm and one mean per metric; of several processes on CPUs also the share of their time that they
+            waited; empty where no step was taken.
         """
-        over_ranks = engine.sum(self._vector())
+        over_ranks = engine.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.lap())]))
         extremes = self.metrics.extremes(engine, over_ranks.dtype)
         everywhere = [self.weight.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
         numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
-        loss, non_finite, tokens, rows, *addends = numbers[: len(over_ranks)]
+        loss, non_finite, tokens, rows, *addends, waited_s, passed_s = numbers[: len(over_ranks)]
         weight, norm, *ends = numbers[len(over_ranks) :]
         means = {}
         if self.steps:
@@ -88,6 +91,8 @@ class Meter:
             if self.grad_norm is not None:
                 means["grad_norm"] = norm
             means.update(self.metrics.means(addends, ends, max(weight, 1.0), engine.world_size))
+            if engine.world_size > 1 and self.device.type == "cpu":
+                means["waiting"] = waited_s / max(passed_s, 1e-9)
         self.run_loss += loss
         self.rows_here += int(rows)
         self.run_non_finite += int(non_finite) // engine.world_size
@@ -139,6 +144,7 @@ class Meter:
         """Start the clock of the rates in the summary; ``train()`` calls it first."""
         self.started_s = time.perf_counter()
         self.rows_here = self.steps_here = 0
+        self.waiting.lap()
 
     # A checkpoint between two logs carries the open sums, so that the next log of a continued run is the same number.
 

@@ -7,7 +7,7 @@ on each rank, and are averaged in the backward pass of the last micro-batch of a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,9 +36,20 @@ class DdpEngine(ParallelEngine):
     def wrapped(self, model: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # it has nothing to train, and torch refuses to wrap it
+        frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+        if frozen and self._are_same_everywhere(frozen.values()):
+            leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+            leave_out(model, list(frozen))
         return DistributedDataParallel(
             model, device_ids=None if self.device.type == "cpu" else [self.device], **syncing_arguments(self.options)
         )
+
+    def _are_same_everywhere(self, weights: Iterable[Tensor]) -> bool:
+        """Return whether all ranks have these weights, by their sums. If so, none is sent: torch would send all of them
+        once, and what is a view of a file would become a copy in each process."""
+        sums = torch.stack([weight.detach().sum(dtype=torch.float64).to(self.device) for weight in weights])
+        of_ranks = self.gather(sums[None])
+        return bool((of_ranks == of_ranks[:1]).all())
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         if self.averages_itself:

@@ -80,7 +80,7 @@ class JsonlCallback(TrainerCallback):
             found["step_seconds"] = round((now_s - self._row_s) / (step - self._row_step), 4)
         self._row_s, self._row_step = now_s, step
         found["memory_bytes"] = memory_bytes()
-        return found if logs.get("grad_norm") is None else {**found, "grad_norm": logs["grad_norm"]}
+        return found | {name: logs[name] for name in ("grad_norm", "waiting") if logs.get(name) is not None}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._is_training = False

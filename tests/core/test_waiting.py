@@ -1,0 +1,24 @@
+"""The share of time in which the thread that trains waits."""
+
+import time
+
+from burnish.core.waiting import Waiting
+
+
+def test_a_thread_that_sleeps_waits_and_one_that_computes_does_not():
+    clock = Waiting()
+    time.sleep(0.2)
+    waited, passed = clock.lap()
+    assert 0.15 < waited <= passed
+    until = time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+    waited, passed = clock.lap()  # however long others held the processor in between
+    assert waited < 0.1 < passed
+
+
+def test_a_lap_takes_less_time_than_a_thousandth_of_a_short_step():
+    clock, began = Waiting(), time.thread_time()
+    for _ in range(100):
+        clock.lap()
+    assert (time.thread_time() - began) / 100 < 0.001

@@ -1,0 +1,36 @@
+"""Frozen weights under DDP: sent between processes only where they differ."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from two_processes import in_two_processes
+
+pytestmark = pytest.mark.run
+
+
+def wrap(place):
+    """Write, for each rank, the frozen weights behind DDP, and whether they were in reach of it."""
+    from burnish.app.plan import RunOptions
+    from burnish.engine.ddp import DdpEngine
+
+    engine, found = DdpEngine(RunOptions(use_cpu=True, ddp_backend="gloo")), {}
+    for name, first in (("same", 1.0), ("apart", 1.0 + engine.rank)):
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        model[0].weight.requires_grad_(False).fill_(first)
+        model[1].weight.data.fill_(float(engine.rank))
+        wrapped = engine.wrapped(model)
+        weights = [weight.detach()[0, 0].item() for weight in wrapped.parameters()]
+        found[name] = [bool(wrapped.parameters_to_ignore), *weights]
+    Path(f"{place}.{engine.rank}").write_text(json.dumps(found))
+    engine.leave()
+
+
+def test_what_all_processes_have_is_not_sent_and_what_differs_is_the_first_ones(tmp_path):
+    in_two_processes(wrap, str(tmp_path / "rank"))
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank.{rank}").read_text())
+        assert found["same"] == [True, 1.0, 0.0]
+        assert found["apart"] == [False, 1.0, 0.0]
