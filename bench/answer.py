@@ -1,98 +1,160 @@
-"""How fast answers are made over seats, and by transformers' own ways: one child process, all ways by turns.
+"""How fast answers are made over seats and by transformers' own ways: one process, all ways by turns.
 
-In: the number of rounds. Out: a line of JSON per round: way -> new tokens per second of the process's own time, for 8
-answers of 48 tokens at once (even) and for 32 answers whose lengths vary tenfold (uneven); and the tokens that differ.
+In: nothing, or "engine" for what ``ask_server.py`` is compared with. Out: a line of JSON: way -> kind of work -> ids,
+and the seconds that the process took. What is there before the first request, seats and a continuous batch, is made
+outside of the clock.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from answer_material import EVEN, SEATS, STOP, Work, model_of, work
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from burnish.infer.batch import answer_many
+from burnish.infer.forward import STEP
 from burnish.infer.seats import SeatLimits, SeatLoop
-from burnish.infer.types import Ask
+from burnish.infer.types import Ask, Sampling
 from burnish.models.generate import generate
 
-SEATS, EVEN, UNEVEN = 8, 48, 32
-VOCABULARY = 8192
-_NEVER = VOCABULARY - 1
+Way = Callable[[Work], list[list[int]]]
 
 
-def model_of() -> LlamaForCausalLM:
-    """A random Llama of 31 million weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=1024,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+def over_seats(ends: ExitStack) -> Way:
+    loop = SeatLoop(model_of(), SeatLimits(SEATS, 1024))
+
+    def answered(asked: Work) -> list[list[int]]:
+        each = zip(asked.prompts, asked.lengths, asked.settings, strict=True)
+        asks = [Ask(ids, length, sampling=_sampling(settings)) for ids, length, settings in each]
+        return [found.ids for found in answer_many(loop, asks)]
+
+    return answered
 
 
-def work() -> dict[str, tuple[list[list[int]], list[int]]]:
-    """Prompts, and how long each answer is."""
-    drawn = random.Random(0)
-    prompts = [[drawn.randrange(3, _NEVER) for _ in range(drawn.randint(5, 90))] for _ in range(UNEVEN)]
-    lengths = [int(6 * 10 ** drawn.random()) for _ in prompts]
-    return {"even": (prompts[:SEATS], [EVEN] * SEATS), "uneven": (prompts, lengths)}
+def _sampling(settings: dict[str, float] | None) -> Sampling:
+    if settings is None:
+        return Sampling(temperature=0)
+    return Sampling(settings["temperature"], int(settings["top_k"]), settings["top_p"], seed=1)
 
 
-def over_seats(model: LlamaForCausalLM, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    asks = [Ask(ids, length) for ids, length in zip(prompts, lengths, strict=True)]
-    return [found.ids for found in answer_many(SeatLoop(model, SeatLimits(SEATS, 1024)), asks)]
-
-
-def config_of(length: int) -> GenerationConfig:
+def config_of(length: int, settings: dict[str, float] | None = None) -> GenerationConfig:
     return GenerationConfig(
-        max_new_tokens=length, do_sample=False, eos_token_id=[_NEVER], pad_token_id=0, use_cache=True
-    )
+        max_new_tokens=length, do_sample=settings is not None, eos_token_id=[STOP], pad_token_id=0, use_cache=True,
+        **(settings or {}),
+    )  # fmt: skip
 
 
-def one_by_one(model: LlamaForCausalLM, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    pairs = zip(prompts, lengths, strict=True)
-    return [generate(model, [ids], config_of(length))[0] for ids, length in pairs]
+def one_by_one(ends: ExitStack) -> Way:
+    model = model_of()
+
+    def answered(asked: Work) -> list[list[int]]:
+        each = zip(asked.prompts, asked.lengths, asked.settings, strict=True)
+        return [generate(model, [ids], config_of(length, settings))[0] for ids, length, settings in each]
+
+    return answered
 
 
-def in_batches(model: LlamaForCausalLM, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """Prompts of like length together, each batch as long as its longest answer."""
-    order = sorted(range(len(prompts)), key=lambda at: -len(prompts[at]))
-    found: dict[int, list[int]] = {}
-    for start in range(0, len(order), SEATS):
-        batch = order[start : start + SEATS]
-        made = generate(model, [prompts[at] for at in batch], config_of(max(lengths[at] for at in batch)))
-        found |= {at: ids[: lengths[at]] for at, ids in zip(batch, made, strict=True)}
-    return [found[at] for at in range(len(prompts))]
+def in_batches(ends: ExitStack) -> Way:
+    """Prompts of like length together, each batch as long as its longest answer, all with one setting."""
+    model = model_of()
+
+    def answered(asked: Work) -> list[list[int]]:
+        order = sorted(range(len(asked.prompts)), key=lambda at: -len(asked.prompts[at]))
+        found: dict[int, list[int]] = {}
+        for start in range(0, len(order), SEATS):
+            batch = order[start : start + SEATS]
+            config = config_of(max(asked.lengths[at] for at in batch), asked.settings[0])
+            made = generate(model, [asked.prompts[at] for at in batch], config)
+            found |= {at: ids[: asked.lengths[at]] for at, ids in zip(batch, made, strict=True)}
+        return [found[at] for at in range(len(order))]
+
+    return answered
 
 
-WAYS: dict[str, Callable[..., list[list[int]]]] = {
+def continuously(ends: ExitStack) -> Way:
+    """transformers' continuous batching, as large as what is asked for: its defaults take most of the memory."""
+    managers: dict[bool, object] = {}
+
+    def manager(draws: bool):
+        if draws not in managers:
+            # Per-request settings act only where the manager's own differ from those that change nothing.
+            settings = {"temperature": 0.9, "top_k": 40, "top_p": 0.95} if draws else None
+            size = ContinuousBatchingConfig(
+                num_blocks=160, page_size=64, max_batch_tokens=512, max_requests_per_batch=SEATS,
+                per_request_processors=draws,
+            )  # fmt: skip
+            made = model_of().init_continuous_batching(config_of(64, settings), size)
+            made.warmup()
+            made.start()
+            managers[draws] = made
+        return managers[draws]
+
+    for draws in (False, True):
+        ends.callback(manager(draws).stop, block=True, timeout=5)
+
+    def answered(asked: Work) -> list[list[int]]:
+        batch, found = manager(asked.settings[0] is not None), {}
+        numbers = {}
+        for at, ids in enumerate(asked.prompts):
+            numbers[batch.add_request(ids, max_new_tokens=asked.lengths[at], **(asked.settings[at] or {}))] = at
+        while len(found) < len(numbers):
+            result = batch.get_result(timeout=60)
+            if result is None or result.error:
+                raise RuntimeError(f"continuous batching: {result and result.error}")
+            if result.is_finished():
+                found[numbers[result.request_id]] = result.generated_tokens
+        return [found[at] for at in range(len(numbers))]
+
+    return answered
+
+
+WAYS: dict[str, Callable[[ExitStack], Way]] = {
     "burnish, over seats": over_seats,
-    "generate, in batches": in_batches,
-    "generate, one by one": one_by_one,
+    "transformers, generate in batches": in_batches,
+    "transformers, generate one by one": one_by_one,
+    "transformers, continuous batching": continuously,
 }
 
 
-def main(rounds: int) -> None:
-    model = model_of()
-    for _ in range(rounds):
-        found: dict[str, dict[str, float]] = {}
-        for name, (prompts, lengths) in work().items():
-            answers = {}
-            for way, run in WAYS.items():
+def engine_alone() -> dict[str, float]:
+    """What the engine takes without a server: seconds of a step of eight on the small model; bytes of a seat."""
+    prompts, length = work()["even"].prompts, 4 * EVEN
+    loop, taken = SeatLoop(model_of(is_small=True), SeatLimits(SEATS, 1024)), []
+    for turn in range(8):
+        begin = time.monotonic()
+        answer_many(loop, [Ask([number + turn for number in ids], length) for ids in prompts])
+        taken.append((time.monotonic() - begin) / length)
+    large = SeatLoop(model_of(), SeatLimits(SEATS, 1024))
+    answer_many(large, [Ask([5, 6, 7], 2)])
+    return {"small_token_s": min(taken), "seat_bytes_per_token": large.way.cache_bytes / SEATS / STEP}
+
+
+def main() -> None:
+    found: dict[str, dict[str, object]] = {}
+    ways: dict[str, Way] = {}
+    with ExitStack() as ends:
+        for name, way in WAYS.items():
+            try:
+                ways[name] = way(ends)
+            except Exception as error:  # whatever a peer fails with is its figure
+                found[name] = {"failed": f"{type(error).__name__}: {error}"}
+        for kind, asked in work().items():
+            for name, way in ways.items():
                 begin = time.process_time()
-                answers[way] = run(model, prompts, lengths)
-                found.setdefault(way, {})[name] = sum(lengths) / (time.process_time() - begin)
-            alone = answers["generate, one by one"]
-            for way, ids in answers.items():
-                found[way][f"{name}, same ids"] = sum(a == b for a, b in zip(ids, alone, strict=True)) / len(ids)
-        print(json.dumps(found), flush=True)
+                ids = way(asked)
+                found.setdefault(name, {})[kind] = {"ids": ids, "cpu_s": time.process_time() - begin}
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]))
+    if sys.argv[1:] == ["engine"]:
+        print("\n" + json.dumps(engine_alone()))
+    else:
+        main()

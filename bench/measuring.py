@@ -58,6 +58,19 @@ class Bench:
             if isinstance(host, Host):
                 host.close()
 
+    def python(self, library: str) -> str | None:
+        """The Python that has a library; None where it is not to be had."""
+        self._interpreters |= interpreters({library} - set(self._interpreters))
+        found = self._interpreters[library]
+        return str(found) if isinstance(found, Path) else None
+
+    def versions(self, library: str) -> dict[str, str]:
+        """Of what is measured and of what it is built on."""
+        words = "from gauge import versions; import json; print(json.dumps(versions()))"
+        told = environment(library) | {"PYTHONPATH": f"{HERE}:{ROOT / 'src' if library == 'burnish' else ''}"}
+        done = subprocess.run([self._interpreters[library], "-c", words], env=told, capture_output=True, text=True)
+        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+
     def rounds(
         self, settings: Sequence[Setting], material: Path, count: int, at_once: int | None = None
     ) -> list[Round]:

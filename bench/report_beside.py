@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from figures import GB, Cell, Figures, Round, Value, amount, beside, line, named, peak, ratios, speed, table
 from measuring import environment
@@ -198,27 +199,64 @@ def generation(rounds: Sequence[Round]) -> str:
     )
 
 
-def answers(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
-    """How fast answers are made at once; the ratio is of one round, and shown from the lowest to the highest."""
-    first = next(iter(rounds[0]))
-
-    def cells(way: str, kind: str) -> list[str]:
-        rates = sorted(found[way][kind] for found in rounds)
-        ratios = sorted(found[first][kind] / found[way][kind] for found in rounds)
-        beside = "1" if way == first else f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        same = min(found[way][f"{kind}, same ids"] for found in rounds)
-        return [f"{rates[len(rates) // 2]:.0f}", beside, f"{100 * same:.0f} %"]
-
-    columns = [
-        f"{kind}: {name}" for kind in ("even", "uneven") for name in ("tokens / s", "burnish's rate", "same ids")
-    ]
-    lines = [f"| | {' | '.join(columns)} |", "|---" * 7 + "|"]
-    lines += [f"| {way} | {' | '.join([*cells(way, 'even'), *cells(way, 'uneven')])} |" for way in rounds[0]]
-    table_ = "\n".join(lines)
+def answers(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
+    """How fast answers are made at once; a ratio is of one round."""
+    alone = "transformers, generate one by one"
+    found: list[Round] = []
+    for answered in rounds:
+        found.append({})
+        for way, kinds in answered.items():
+            found[-1][way] = {"failed": kinds["failed"]} if "failed" in kinds else {
+                kind: sum(map(len, each["ids"])) / each["cpu_s"] for kind, each in kinds.items()
+            }  # fmt: skip
+            if "failed" in kinds:
+                continue
+            likeliest = [(kinds[kind]["ids"], answered[alone][kind]["ids"]) for kind in ("even", "uneven")]
+            pairs = [pair for ours, theirs in likeliest for pair in zip(ours, theirs, strict=True)]
+            found[-1][way]["same"] = 100 * sum(a == b for a, b in pairs) / len(pairs)
+    columns: dict[str, Cell] = {}
+    for kind in ("even", "uneven", "drawn"):
+        columns[f"{kind}: tokens / s"] = amount(found, kind, ".0f")
+        columns["burnish's rate to it" + " " * len(columns)] = beside(found, OURS_OVER_SEATS, named(kind))
+    lines = table(found, {**columns, "same ids, %": amount(found, "same", ".0f")})
+    failed = {way: kinds["failed"] for way, kinds in rounds[0].items() if "failed" in kinds}
+    said = "".join(f"\n{way} failed: {why}" for way, why in failed.items())
     return (
-        "A random Llama of 31 million weights in float32, one thread, 8 at once, the likeliest token. Even: 8 answers "
-        "of 48 tokens. Uneven: 32 answers whose lengths vary tenfold. Rates are of processor seconds, and the ratio is "
-        f"burnish's to that way; ids are held against each prompt alone.\n\n{table_}"
+        "A random Llama of 31 million weights in float32, one thread, 8 at once. Even: 8 answers of 48 tokens, the "
+        "likeliest. Uneven: 32 whose lengths vary tenfold. Drawn: 8 of 48, each with its own temperature, top_k and "
+        "top_p, but in `generate`'s batch, which has one setting for all. Rates are of processor seconds; ids of the "
+        "first two are held against each prompt alone. LLaMA-Factory's engine, in its own process, answers one request "
+        f"at a time.\n\n{lines}{said}"
+    )
+
+
+OURS_OVER_SEATS = "burnish, over seats"
+
+
+def serve(rounds: Sequence[Round], alone: Figures) -> str:
+    """What a server costs, and what it adds to the engine's step."""
+    lines = table(
+        rounds,
+        {
+            "socket open, s": amount(rounds, "open_s", ".1f"),
+            "first answer, s": amount(rounds, "ready_s", ".1f"),
+            "memory then, GB": amount(rounds, "loaded_bytes", unit=GB),
+            "tokens / s of 8 streams": amount(rounds, "tokens_per_s", ".0f"),
+            "first token beside a prompt of 4,000, s": amount(rounds, "first_s"),
+            "in pieces of 512": amount(rounds, "pieces", ".1f"),
+            "small model: ms a step of 8 streams": amount(rounds, "small_token_s", ".1f", 1e-3),
+            "memory after 1,000 requests, MB more": amount(rounds, "grown_bytes", ".1f", 1e6),
+        },
+    )
+    added = statistics.median(found["burnish api"]["small_token_s"] for found in rounds) - alone["small_token_s"]
+    failed = {name: figures["failed"] for name, figures in rounds[0].items() if "failed" in figures}
+    said = "".join(f"\n\n`{name}` failed: {why.strip().splitlines()[-1]}" for name, why in failed.items())
+    return (
+        "The same model behind `POST /v1/chat/completions`, one thread, greedy, by the clock. A step is one token of "
+        "each of eight streams; on a model whose pass takes next to nothing it is what a server needs by itself. "
+        f"burnish's engine alone takes {1e3 * alone['small_token_s']:.1f} ms for that step, so the server adds "
+        f"{1e3 * added:.1f} ms. A seat takes {alone['seat_bytes_per_token'] / 1024:.0f} KiB a token of this "
+        f"model.\n\n{lines}{said}"
     )
 
 

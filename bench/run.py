@@ -25,14 +25,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import report_beside
 import report_training
+from answer_material import folder_in
 from document import where, write
 from figures import Figures, Round
 from gauge import PREFERENCES
 from material import Material, add_flags, asked_for, facts_of, make, many
-from measuring import SCRATCH, Bench
+from measuring import SCRATCH, TIMEOUT_S, Bench, environment
 from settings import (
     BASE,
     BATCHING,
@@ -44,6 +46,7 @@ from settings import (
     PACKING,
     RESUME,
     SCRIPTS,
+    SERVERS,
     START,
     USUAL,
     WIDE,
@@ -163,10 +166,42 @@ def beside(report: Callable[[Sequence[Round]], str], settings: Sequence[Setting]
 
 
 def answers(asked: Asked) -> str:
-    """A child of its own measures all ways by turns, in one process and on one thread."""
-    words = [sys.executable, str(Path(__file__).parent / "answer.py"), str(asked.count)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return report_beside.answers([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+    """burnish's and transformers' ways by turns in one process, LLaMA-Factory's engine in one of its own."""
+    folder, found = folder_in(SCRATCH / "material"), []
+    for _ in range(asked.count):
+        found.append(said(asked, "burnish", "answer.py"))
+        found[-1]["LLaMA-Factory, ChatModel"] = said(
+            asked, "llamafactory", "answer_llamafactory.py", str(folder), "even", "uneven", "drawn"
+        )
+    return report_beside.answers(found)
+
+
+def serve(asked: Asked) -> str:
+    places = SCRATCH / "material"
+    folders = [str(folder_in(places, is_small)) for is_small in (False, True)]
+    rounds = [
+        {
+            name: said(asked, "burnish", "ask_server.py", *folders, *words(asked.bench.python(library)))
+            for name, (library, words) in SERVERS.items()
+        }
+        for _ in range(asked.count)
+    ]
+    return report_beside.serve(rounds, said(asked, "burnish", "answer.py", "engine"))
+
+
+def said(asked: Asked, library: str, script: str, *words: str) -> Any:
+    """What a script prints in its last line, or how it failed."""
+    python = asked.bench.python(library)
+    if python is None:
+        return {"failed": f"{library} is not to be had."}
+    done = subprocess.run(
+        [str(python), str(Path(__file__).parent / script), *words],
+        capture_output=True, text=True, check=False, env=environment(library), timeout=TIMEOUT_S,
+    )  # fmt: skip
+    if done.returncode:
+        return {"failed": done.stderr[-2000:]}
+    asked.found.append({script: {"versions": asked.bench.versions(library)}})
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 PARTS = {
@@ -188,6 +223,7 @@ PARTS = {
     "resume": Part(beside(report_beside.resume, RESUME)),
     "evaluation": Part(beside(report_beside.evaluation, EVALUATION), FEWER),
     "answers": Part(answers, rounds=3),
+    "serve": Part(serve),
     "generation": Part(beside(report_beside.generation, GENERATION), SHORT, rounds=3),  # a second or two each
 }
 

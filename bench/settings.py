@@ -9,6 +9,7 @@ goes over the rows twice, so that there is enough to measure.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -264,3 +265,40 @@ def starts_again(many: Path, count: int) -> tuple[Setting, ...]:
             (f"{count:,} rows, encoded while it trains", (f"dataset={many}", "encode_ahead=true")),
         )
     )
+
+
+# How each server of answers is started, in the environment of its library; ``ask_server.py`` says folder and port.
+SERVERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
+    "burnish api": ("burnish", lambda python: [python, "-m", "burnish", "api", "MODEL", "api_port=PORT"]),
+    "LLaMA-Factory api": (
+        "llamafactory",
+        lambda python: [
+            python,
+            str(Path(__file__).parent / "serve_llamafactory.py"),
+            "api",
+            "--model_name_or_path",
+            "MODEL",
+            "--template",
+            "empty",
+            "--infer_dtype",
+            "float32",
+        ],
+    ),
+    "transformers serve": (
+        "transformers serve",
+        lambda python: [python, "-m", "transformers.cli.transformers", "serve", "MODEL", "--port", "PORT"],
+    ),
+    "transformers serve, continuous batching": (
+        "transformers serve",
+        lambda python: [
+            python,
+            "-m",
+            "transformers.cli.transformers",
+            "serve",
+            "MODEL",
+            "--port",
+            "PORT",
+            "--continuous-batching",
+        ],
+    ),
+}

@@ -1,5 +1,7 @@
 """Seq2SeqTrainer: evaluation and prediction on what the model writes, beside transformers' own."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import GenerationConfig
 import burnish
 from burnish import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, UserError
 from hf_toy import gpt2, parity
+from tiny_models import tiny_model
 
 pytestmark = pytest.mark.run
 
@@ -145,6 +148,57 @@ def test_a_decoder_alone_writes_behind_its_prompt_and_needs_to_know_its_padding(
     predictions = trainer.predict(rows, max_length=6).predictions
     assert predictions[:, :4].tolist() == [[5, 6, 7, 8]] * 2
     assert predictions[:, 6:].tolist() == [[3] * 14] * 2
+
+
+def left_padded(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = [[PADDING] * (longest - len(row["input_ids"])) + row["input_ids"] for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": (torch.tensor(ids) != PADDING).long()}
+
+
+def decoder(folder, library=burnish, **call):
+    """The predictions of a decoder alone for prompts of different lengths, and how often generate was called."""
+    torch.manual_seed(0)
+    model, calls = tiny_model("llama"), []
+    model.generation_config.update(pad_token_id=PADDING, eos_token_id=list(range(END, 60, 7)))
+    model.forward = counted(model.forward, calls)
+    arguments = library.Seq2SeqTrainingArguments(
+        str(folder), use_cpu=True, disable_tqdm=True, report_to="none", per_device_eval_batch_size=3,
+        predict_with_generate=True, remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = library.Seq2SeqTrainer(model, arguments, data_collator=left_padded, processing_class=Tokenizer())
+    rows = [{"input_ids": [2 + (3 * at + 5 * i) % 30 for i in range(2 + at % 6)]} for at in range(50)]
+    return trainer.predict(rows, **call).predictions, len(calls)
+
+
+def counted(forward, calls):
+    @functools.wraps(forward)
+    def count(*args, **given):
+        calls.append(1)
+        return forward(*args, **given)
+
+    return count
+
+
+@pytest.mark.parametrize(
+    "call", [{"max_new_tokens": 24}, {"max_length": 12}, {"max_new_tokens": 9, "min_new_tokens": 5}]
+)
+def test_a_decoder_alone_answers_over_seats_with_the_ids_of_generate(tmp_path, call):
+    ours, passes = decoder(tmp_path, **call)
+    theirs, passes_of_theirs = decoder(tmp_path, transformers, **call)
+    assert np.array_equal(ours, theirs)
+    if call == {"max_new_tokens": 24}:  # long enough that answers end at different times
+        assert passes < 0.8 * passes_of_theirs
+
+
+@pytest.mark.parametrize(
+    "call", [{"max_new_tokens": 6, "num_beams": 2}, {"max_new_tokens": 6, "no_repeat_ngram_size": 2}]
+)
+def test_what_seats_do_not_do_is_left_to_generate(tmp_path, call):
+    ours, passes = decoder(tmp_path, **call)
+    theirs, passes_of_theirs = decoder(tmp_path, transformers, **call)
+    assert np.array_equal(ours, theirs)
+    assert passes == passes_of_theirs
 
 
 def test_sortish_sampler_says_that_it_has_no_effect(tmp_path):

@@ -90,3 +90,14 @@ def test_what_cannot_be_held_to_is_refused_in_the_librarys_words(grammars: Gramm
         grammars.json_schema({"not": {"type": "string"}})
     with pytest.raises(UserError, match="cannot be required"):
         grammars.calls("lfm2", {"f": {}})
+
+
+def test_a_tokenizer_that_the_library_does_not_know_is_refused_in_words() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    with pytest.raises(UserError, match="does not know this kind of tokenizer"):
+        Grammars(tokenizer, [1], 3)

@@ -29,6 +29,13 @@ def expected(sampling: Sampling) -> list[float]:
     return [weights[token] / whole if token in kept else 0.0 for token in weights]
 
 
+def of_all(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """(V,) probabilities, 0 of what a draw never takes."""
+    tokens, chances = probabilities(logits, sampling)
+    assert tokens.tolist() == sorted(tokens.tolist())
+    return torch.zeros(len(logits)).index_add_(0, tokens, chances)
+
+
 SETTINGS = [
     Sampling(),
     Sampling(temperature=0.5),
@@ -43,7 +50,7 @@ SETTINGS = [
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_draws_come_as_often_as_their_probabilities_say(sampling: Sampling) -> None:
     number, chances = 20_000, expected(sampling)
-    assert probabilities(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
+    assert of_all(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
     if sampling.temperature != 1.3 and sampling != SETTINGS[0]:
         number = 2_000
     drawn = Counter(draw(LOGITS, sampling, [], [], seed=5, request=at) for at in range(number))
@@ -57,6 +64,18 @@ def test_temperature_0_takes_the_likeliest_after_penalties() -> None:
     assert draw(LOGITS, Sampling(temperature=0, presence_penalty=1.5), [], [0], 1, 0) == 1
     assert draw(LOGITS, Sampling(temperature=0, bias={5: 100.0}), [], [], 1, 0) == 5
     assert draw(LOGITS, Sampling(temperature=0), [], [], 1, 0, barred=[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1e-320), Sampling(top_p=1e-320), Sampling(temperature=5e-324, top_k=3, top_p=1e-320),
+        Sampling(temperature=1e-320, repetition_penalty=1e-320), Sampling(temperature=1e-320, min_p=1.0),
+    ],
+)  # fmt: skip
+def test_settings_at_the_edge_of_numbers_still_draw_a_likeliest_token(sampling: Sampling) -> None:
+    answer = [0] if sampling.repetition_penalty != 1 else []
+    assert draw(LOGITS, sampling, [], answer, 1, 0) == 0
 
 
 def test_penalties_are_those_of_a_plain_reference() -> None:
@@ -88,7 +107,16 @@ def test_the_nucleus_is_that_of_transformers() -> None:
     logits = LOGITS + torch.arange(8) / 100  # two that are the same are cut in no order
     for top_p in (0.1, 0.5, 0.9, 0.99):
         theirs = TopPLogitsWarper(top_p)(torch.tensor([[0]]), logits[None].clone())[0].softmax(-1)
-        assert probabilities(logits, Sampling(top_p=top_p)).tolist() == pytest.approx(theirs.tolist(), abs=1e-6)
+        assert of_all(logits, Sampling(top_p=top_p)).tolist() == pytest.approx(theirs.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("width", [0.01, 1.0, 4.0])  # nearly all tokens are in the nucleus, many, a few
+def test_the_nucleus_of_a_large_vocabulary_is_that_of_transformers(width: float) -> None:
+    from transformers import TopPLogitsWarper
+
+    logits = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * width
+    theirs = TopPLogitsWarper(0.9)(torch.tensor([[0]]), logits[None].clone())[0].softmax(-1)
+    assert torch.allclose(of_all(logits, Sampling(top_p=0.9)), theirs, rtol=1e-3)
 
 
 def test_a_draw_is_decided_by_seed_request_and_position_alone() -> None:

@@ -11,10 +11,11 @@ transformers could not save with the model.
 # B rows of a batch, T tokens
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from burnish.core.options import option
 from burnish.hf import notes
 from burnish.hf.arguments.training import TrainingArguments, for_argument_parser
 from burnish.hf.trainer import Trainer
+from burnish.hf.written import Writing, writing_of, written
 
+_AHEAD = 16
+"""Batches that are answered at once."""
 USUAL_MAX_LENGTH = 20
 """``max_length`` of a generation config that names none (transformers, ``GenerationConfig``)."""
 
@@ -67,6 +71,7 @@ class Seq2SeqTrainer(Trainer):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
+        self._written: dict[int, Tensor] = {}  # by the identity of a batch, the answers that were made ahead
         if self.args.generation_config is not None:
             self.model.generation_config = self.load_generation_config(self.args.generation_config)
 
@@ -136,15 +141,35 @@ class Seq2SeqTrainer(Trainer):
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        ids = self._written.pop(id(inputs), None)
         inputs = self._prepare_inputs(inputs)
-        if self._gen_kwargs is not None and not gen_kwargs:
-            gen_kwargs = self._gen_kwargs
-        ids = self._generate(inputs, self._with_usual(gen_kwargs))
+        if ids is None:
+            ids = self._generate(inputs, self._with_usual(gen_kwargs or self._gen_kwargs or {}))
         labels = inputs.get("labels")
         loss = None if labels is None else super().prediction_step(model, inputs, True, ignore_keys)[0]
         if self.args.prediction_loss_only:
             return loss, None, None
         return loss, self._padded(ids), None if labels is None else self._padded(labels)
+
+    def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
+        """The batches of an evaluation; where seats can, the answers of several are made at once (``written.py``)."""
+        batches, how = iter(dataloader), None if only_loss else self._writing()
+        while how is not None and (some := list(islice(batches, _AHEAD))):
+            ids = written(self.model, [self._prepare_inputs(one) for one in some], how, self.args.eval_batch_size)
+            if ids is None:
+                how = None
+            else:
+                self._written |= {id(one): made for one, made in zip(some, ids, strict=True)}
+            yield from some
+        yield from batches
+
+    def _writing(self) -> Writing | None:
+        """The way of writing over seats in this evaluation; None where ``generate`` writes."""
+        is_ours = type(self).prediction_step is Seq2SeqTrainer.prediction_step
+        is_whole = self._engine.world_size == 1 and not self._engine.is_sharded
+        if not (is_ours and is_whole and self.args.predict_with_generate):
+            return None
+        return writing_of(self.model, self._with_usual(self._gen_kwargs or {}))
 
     def _generate(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
         """Generate (B, T) ids. The inputs of the decoder are left out where the collator made them from the labels."""

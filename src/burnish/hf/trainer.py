@@ -8,7 +8,7 @@ loss, evaluation, data, optimizer, files, words, hub, search.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -558,7 +558,7 @@ class Trainer:
         keeps = description == "Prediction"
         gathered = evaluation.Gathered(args, self._engine, self.accelerator.gather, self.compute_metrics, keeps)
         main = getattr(self.model, "main_input_name", "input_ids")
-        for inputs, is_own, is_last in with_last(in_step(dataloader, self._engine)):
+        for inputs, is_own, is_last in with_last(in_step(self._read_ahead(dataloader, only_loss), self._engine)):
             weight = self._weight(self._prepare_input(inputs))
             loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
             shown = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None
@@ -569,6 +569,10 @@ class Trainer:
         return gathered.output(dataloader, metric_key_prefix)
 
     prediction_loop = evaluation_loop
+
+    def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
+        """The batches of an evaluation; a subclass may see several before the first of them is predicted."""
+        yield from dataloader
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

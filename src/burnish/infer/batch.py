@@ -22,6 +22,7 @@ class Finished:
         ids: without a token that ended it.
         logprobs: of its tokens, where asked for, the ending one included.
         prompt_logprobs: of the prompt's tokens, where asked for.
+        stop: the token that ended it, if one did.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -29,6 +30,7 @@ class Finished:
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     reason: Reason | None = None
     error: Problem | None = None
+    stop: int | None = None
 
     def take(self, made: Made, stop_ids: frozenset[int]) -> None:
         self.ids += (token for token in made.ids if made.reason != "stop" or token not in stop_ids)
@@ -36,6 +38,8 @@ class Finished:
         if made.filled is not None:
             self.prompt_logprobs += made.filled.logprobs
         self.reason, self.error = made.reason, made.error
+        if made.reason == "stop":
+            self.stop = made.ids[-1]
 
 
 def answer_many(

@@ -40,6 +40,8 @@ class Grammars:
     Args:
         stop_ids: tokens that may end an answer which is whole.
         vocabulary: V, the logits of the model; more than tokens where its head was padded.
+    Raises:
+        UserError: where the library is missing, or does not know the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> None:
@@ -49,7 +51,11 @@ class Grammars:
             raise MissingExtraError("llguidance", "An answer that is held to a grammar", EXTRA) from None
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self._ends = list(stop_ids)
-        self._inner = hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=self._ends)
+        try:
+            self._inner = hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=self._ends)
+        except ValueError as error:
+            what = f"llguidance does not know this kind of tokenizer ({error})."
+            raise UserError(Problem(what, remedy="Ask for the format in words.")) from error
 
     def json_object(self, waits_for: str = "") -> Matched:
         """Any JSON object."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from burnish.core.patching import Reason, hooked
 
-REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NotImplementedError)
+REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
 """Errors that models raise for inputs they do not support; they count as a result of the probe."""
 
 _NEIGHBOUR, _LENGTH = 9, 13

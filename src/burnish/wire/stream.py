@@ -13,6 +13,7 @@ Source of the format: https://html.spec.whatwg.org/multipage/server-sent-events.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ HEADERS = {
     "x-accel-buffering": "no",  # nginx would hold the events back
 }
 ALIVE = b": alive\n\n"
+_LEAST_S = 0.05
+"""A client that reads so slowly that an event is still being sent is looked at again after so long."""
 
 
 def event_text(data: bytes, name: str = "", cursor: str = "") -> bytes:
@@ -51,6 +54,7 @@ class EventStream:
         over: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.events, self.headers, self.alive_s, self.over = events, {**HEADERS, **(headers or {})}, alive_s, over
+        self._is_sending, self._last_s = False, time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
@@ -66,22 +70,26 @@ class EventStream:
             await self.events.aclose()
 
     async def _pump(self, send: Send, gone: asyncio.Future[None]) -> None:
-        coming = asyncio.ensure_future(anext(self.events, None))
+        """Send all events. One task sends and this one watches: an event costs no task and no timer of its own."""
+        sending = asyncio.ensure_future(self._send_all(send))
         try:
-            while not gone.done():
-                both: set[asyncio.Future[Any]] = {coming, gone}
-                await asyncio.wait(both, timeout=self.alive_s, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    return
-                if not coming.done():
+            while not (sending.done() or gone.done()):
+                left = self.alive_s - (time.monotonic() - self._last_s)
+                if left <= 0 and not self._is_sending:
+                    self._last_s = time.monotonic()
                     await send({"type": "http.response.body", "body": ALIVE, "more_body": True})
                     continue
-                text = coming.result()
-                if text is None:
-                    return
-                await send({"type": "http.response.body", "body": text, "more_body": True})
-                coming = asyncio.ensure_future(anext(self.events, None))
+                both: set[asyncio.Future[Any]] = {sending, gone}
+                await asyncio.wait(both, timeout=max(left, _LEAST_S), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
         finally:
-            if not coming.done():
-                coming.cancel()
-                await asyncio.wait({coming})
+            if not sending.done():
+                sending.cancel()
+                await asyncio.wait({sending})
+
+    async def _send_all(self, send: Send) -> None:
+        async for text in self.events:
+            self._is_sending = True
+            await send({"type": "http.response.body", "body": text, "more_body": True})
+            self._is_sending, self._last_s = False, time.monotonic()
