@@ -1,26 +1,39 @@
 """Preferences where each process holds a part of the weights: the losses of one process, or a refusal by name."""
 
+import importlib.util
 import json
+import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.engine.base import SingleEngine
 from burnish.engine.options import EngineOptions
-from burnish.objectives.reference import refuse_pieces
 from burnish.objectives.sequence_logps import mean_row
-from pair_runs import given, losses, make_workplace
+from pair_runs import given, losses, make_workplace, run_of
 from two_processes import in_two_processes
 
 KINDS = {
+    "the start": {},
     "dpo, lora": {"finetuning_type": "lora"},
     "a second model": {"ref_model": "other"},
     "asked beforehand": {"precompute_ref_log_probs": True},
+    "kto": {"stage": "kto"},
     "kto, lora": {"stage": "kto", "finetuning_type": "lora"},
     "orpo": {"pref_loss": "orpo"},
+    "rm": {"stage": "rm"},
+    "rm, lora": {"stage": "rm", "finetuning_type": "lora"},
 }
+THIRD = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}}
+ENGINES = [
+    pytest.param({"fsdp": "full_shard"}, marks=pytest.mark.slow),
+    pytest.param({"deepspeed": json.dumps(THIRD)}, marks=[pytest.mark.distributed, pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -32,28 +45,47 @@ def run(words):
     assert main(words) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_sharded_over_two_processes_the_losses_are_those_of_one(workplace, monkeypatch, name):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sharded_over_two_processes_the_run_is_that_of_one_and_goes_on_alone(workplace, monkeypatch, name, engine):
     one = losses(workplace, monkeypatch, **KINDS[name])
-    made = given(workplace, **KINDS[name], fsdp="full_shard", ddp_backend="gloo", per_device_train_batch_size=1,
-                 output_dir=str(workplace / "two"))  # fmt: skip
-    in_two_processes(run, ["train", *(f"{option}={value.value}" for option, value in made.items())])
-    history = json.loads((workplace / "two" / "trainer_state.json").read_text())["log_history"]
-    assert [log["loss"] for log in history if "loss" in log] == pytest.approx(one, rel=1e-5)
+    made = given(workplace, **KINDS[name], **engine, ddp_backend="gloo", per_device_train_batch_size=1,
+                 output_dir=str(workplace / "two"), save_strategy="steps", save_steps=2)  # fmt: skip
+    in_two_processes(run, ["train", *(f"{option}={value.value}" for option, value in made.items())],
+                     environment={"DS_ACCELERATOR": "cpu"})  # fmt: skip
+    assert _losses(workplace / "two") == pytest.approx(one, rel=1e-5)
+    assert_same_files(workplace / "two", workplace / "out")
+    shutil.copytree(workplace / "two" / "checkpoint-2", workplace / "then one" / "checkpoint-2")
+    run_of(workplace, monkeypatch, **KINDS[name], output_dir=str(workplace / "then one"), overwrite_output_dir=False)
+    assert _losses(workplace / "then one") == pytest.approx(one, rel=1e-5)
+    assert_same_files(workplace / "then one", workplace / "out")
 
 
-def test_the_start_of_a_run_in_pieces_is_no_reference():
-    engine = SingleEngine(EngineOptions(use_cpu=True))
-    refuse_pieces(engine)
-    engine.splits_weights = True
-    with pytest.raises(UserError, match="precompute_ref_log_probs"):
-        refuse_pieces(engine)
-    assert mean_row(None, engine) is None
+def _losses(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [log["loss"] for log in history if "loss" in log]
 
 
-@pytest.mark.parametrize(("change", "words"), [({}, "each process holds a part"), ({"stage": "rm"}, "writes its head")])
+def assert_same_files(ours, theirs):
+    """The weights of every file, the reward head's too; sums over ranks are added in another order."""
+    names = sorted(file.name for file in theirs.glob("*.safetensors"))
+    assert names == sorted(file.name for file in ours.glob("*.safetensors"))
+    for name in names:
+        for key, weight in load_file(theirs / name).items():
+            torch.testing.assert_close(load_file(ours / name)[key], weight, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"sync_ref_model": True}, "moves whole weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
+)
 def test_what_needs_whole_weights_is_refused_by_name(workplace, monkeypatch, change, words):
     monkeypatch.setattr(SingleEngine, "splits_weights", True)
     with pytest.raises(UserError, match=words):
         losses(workplace, monkeypatch, **change)
+
+
+def test_a_mean_row_of_no_head_is_none():
+    engine = SingleEngine(EngineOptions(use_cpu=True))
+    engine.splits_weights = True
+    assert mean_row(None, engine) is None

@@ -49,8 +49,8 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
                 stop_token_ids=prepared.template.stop_token_ids(),
                 whole=run.engine.whole if run.engine.is_sharded else None, writes=is_first,
             )  # fmt: skip
-            if is_first:
-                save_head(run.objective, model, prepared.tokenizer, folder, is_adapter=not adapter.saves_whole_model)
+            is_adapter = not adapter.saves_whole_model
+            save_head(run.objective, model, prepared.tokenizer, folder, is_adapter=is_adapter, engine=run.engine)
     if output is not None and is_first:
         results |= {**output.metrics, "epoch": run.state.epoch}
         if counts_tokens(options):

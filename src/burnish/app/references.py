@@ -45,6 +45,7 @@ from burnish.objectives.reference import (
     Following,
     Reference,
     SecondModel,
+    StartInPieces,
     StartOfRun,
     refuse_pieces,
 )
@@ -61,9 +62,6 @@ def reference_of(
     """
     if not needs_reference(objective):
         return None, []
-    if isinstance(objective, KtoObjective) and options.deepspeed and engine.splits_weights:
-        what = "KTO asks model and reference in turns within a step, which DeepSpeed's ZeRO-3 cannot follow."
-        raise UserError(Problem(what, remedy="Set fsdp: full_shard in its place, or deepspeed: zero2."))
     if options.ref_model is not None:
         second = SecondModel(_second(objective, model, engine, options, is_padding_free))
         sentence = f"The reference is {options.ref_model}, a second model in memory."
@@ -75,15 +73,14 @@ def reference_of(
         return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
     if options.precompute_ref_log_probs:
         return AsItIs(), ["The reference is the start of this run, asked about every row before the first step."]
-    refuse_pieces(engine)
-    start = StartOfRun(model)
     what = "the adapter's" if not adapter.saves_whole_model else "the model's"
     sentence = f"The reference is {what} weights at the start of this run, of which a copy is kept."
     if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
         sentence += " For the model without the adapter (as in LLaMA-Factory) name it: ref_model."
     if not options.sync_ref_model:
-        return start, [sentence]
-    return _following(start, sentence, options)
+        return StartInPieces(engine) if engine.splits_weights else StartOfRun(model), [sentence]
+    refuse_pieces(engine)
+    return _following(StartOfRun(model), sentence, options)
 
 
 def _following(start: StartOfRun | SecondModel, sentence: str, options: RunOptions) -> tuple[Following, list[str]]:

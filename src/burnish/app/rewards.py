@@ -31,9 +31,6 @@ def begin_head(objective: Any, options: RunOptions, engine: Engine) -> list[str]
     """Give the objective the head that the run begins with; what a person should know of it."""
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
         return []
-    if engine.splits_weights:
-        what = "stage: rm writes its head as one file, and each process holds a part of it (FSDP, ZeRO-3)."
-        raise UserError(Problem(what, remedy="Train on one process, under DDP, or with ZeRO-1 or ZeRO-2."))
     found = read_head(head_folders(options))
     if found is None and not trains(options):
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
@@ -44,13 +41,26 @@ def begin_head(objective: Any, options: RunOptions, engine: Engine) -> list[str]
             )
         )
     if found is None:
+        _refuse_classifier(objective, options, engine)
         return ["The reward head is new: random weights, bias 0."]
     weights, file = found
     objective.came_as_score = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
     if objective.came_as_score and objective.options.reward_head is None:
         objective.head.summary.register_parameter("bias", None)  # a classifier, as which it is saved again, has none
     objective.head.take(weights)
+    _refuse_classifier(objective, options, engine)
     return [f"The reward head is that of {file}."]
+
+
+def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: Engine) -> None:
+    if engine.splits_weights and trains(options) and saved_head(objective) == "score":
+        what = "A sequence classifier is written by one process, and each holds a part of the weights (FSDP, ZeRO-3)."
+        raise UserError(Problem(what, remedy="Set reward_head: value_head, or use DDP, ZeRO-1 or ZeRO-2."))
+
+
+def saved_head(objective: RewardObjective) -> str:
+    """Return the form in which the head is saved: value_head or score."""
+    return objective.options.reward_head or ("score" if objective.came_as_score else "value_head")
 
 
 def head_folders(options: RunOptions) -> list[Path]:
@@ -62,12 +72,16 @@ def head_folders(options: RunOptions) -> list[Path]:
     return [*([model] if model is not None else []), *adapter_folders(options)]
 
 
-def save_head(objective: Any, model: nn.Module, tokenizer: Any, folder: Path, is_adapter: bool) -> None:
-    """Write the head of what was saved in ``folder``, so that its owner's readers find it."""
+def save_head(
+    objective: Any, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
+) -> None:
+    """Write the head of what was saved in ``folder``, so that its owner's readers find it. All ranks call it."""
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
         return
-    weights = {name: value.detach().cpu() for name, value in objective.head.weights().items()}
-    asked = objective.options.reward_head or ("score" if objective.came_as_score else "value_head")
+    weights = {name: engine.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
+    if engine.rank > 0:
+        return
+    asked = saved_head(objective)
     has_bias = BIAS in weights and bool(weights[BIAS].any())
     if asked == "value_head" or has_bias:  # a classifier has no place for a bias
         write_value_head(folder, weights)

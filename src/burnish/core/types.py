@@ -260,6 +260,19 @@ class Engine(Protocol):
         """A weight as one tensor, where each rank holds a part. All ranks ask for the same ones in the same order."""
         ...
 
+    def pieces(self, model: nn.Module) -> list[Tensor]:
+        """This rank's tensors from which weights that train are gathered: what is written to them is in the next pass,
+        behind ``drop_gathered``. Called where ``splits_weights``."""
+        ...
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        """Let go of weights that were gathered for a pass."""
+        ...
+
+    def other_modules(self) -> AbstractContextManager[None]:
+        """The context of passes that call other modules than a pass of training does, as where an adapter is off."""
+        ...
+
     def generating(self, model: nn.Module) -> AbstractContextManager[None]:
         """The context of answers that the bare model gives, outside of the module that ``prepare`` returned."""
         ...

@@ -110,6 +110,15 @@ class SingleEngine:
         """The parts of a run for a checkpoint, where each rank holds a piece of their tensors."""
         return dict(parts)
 
+    def pieces(self, model: nn.Module) -> list[Tensor]:
+        return [weight.data for weight in model.parameters() if weight.requires_grad]
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        return None
+
+    def other_modules(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def whole(self, tensor: Tensor) -> Tensor:
         """A whole weight, where each rank holds a part. All ranks must ask for the same weights in the same order."""
         return tensor

@@ -41,7 +41,7 @@ from burnish.core.types import Loss, Stateful
 from burnish.engine.base import set_precision
 from burnish.engine.choices import EngineChoices
 from burnish.engine.deepspeed_settings import filled, zero_stage
-from burnish.engine.parallel import ParallelEngine
+from burnish.engine.parallel import ParallelEngine, with_weights
 
 TESTED = "0.19"
 
@@ -150,7 +150,34 @@ class DeepSpeedEngine(ParallelEngine):
         found["model"] = replace(parts["model"], shards=weights, is_collective=is_adapter)
         if "optimizer" in parts:
             found["optimizer"] = replace(parts["optimizer"], shards=StateShards(self))
+        for name in with_weights(parts):
+            of_part: Any = parts[name].held
+            shards = AdapterShards(self, list(of_part.parameters()))
+            found[name] = replace(parts[name], shards=shards, is_collective=True)
         return found
+
+    def pieces(self, model: nn.Module) -> list[Tensor]:
+        trained: list[Any] = [weight for weight in model.parameters() if weight.requires_grad]
+        return [weight.ds_tensor.data for weight in trained]
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        self.runner.empty_partition_cache()
+
+    @contextmanager
+    def other_modules(self) -> Iterator[None]:
+        """ZeRO-3 learns the order in which modules are called, to fetch their weights ahead, and takes another one for
+        an error where an adapter is off: it learns anew at both ends."""
+        self._forget_order()
+        try:
+            yield
+        finally:
+            self._forget_order()
+
+    def _forget_order(self) -> None:
+        if self.stage == 3 and self.runner is not None:
+            coordinator = self.runner.optimizer.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
 
     def place_of(self, weight: nn.Parameter) -> Place | None:
         """This rank's stretch of a weight that trains, in the vector in which ZeRO keeps it; None where it has none."""
@@ -236,10 +263,14 @@ class WeightShards:
 
 
 class AdapterShards:
-    """An adapter, which is small: gathered to be written, and loaded whole on every rank."""
+    """An adapter, which is small: gathered to be written, and loaded whole on every rank.
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.engine = engine
+    Args:
+        weights: that are gathered, all that train if not given.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, weights: Sequence[nn.Parameter] | None = None) -> None:
+        self.engine, self.weights = engine, weights
 
     def state_dict(self, held: Stateful) -> dict[str, Any]:
         with self._whole():
@@ -252,14 +283,15 @@ class AdapterShards:
     @contextmanager
     def _whole(self, writes: bool = False) -> Iterator[None]:
         """Inside it the weights that train are whole and float32; what was written to them is taken over."""
-        engine, before = self.engine, [weight.data for weight in self.engine.weights]
+        engine, weights = self.engine, self.engine.weights if self.weights is None else self.weights
+        before = [weight.data for weight in weights]
         get, put = engine.deepspeed.utils.safe_get_full_fp32_param, engine.deepspeed.utils.safe_set_full_fp32_param
-        for weight in engine.weights:
+        for weight in weights:
             weight.data = get(weight).reshape(getattr(weight, "ds_shape", weight.shape))
         try:
             yield
         finally:
-            for weight, data in zip(engine.weights, before, strict=True):
+            for weight, data in zip(weights, before, strict=True):
                 given, weight.data = weight.data, data
                 if writes:
                     put(weight, given)

@@ -36,7 +36,7 @@ from burnish.core.types import Loss, Stateful
 from burnish.engine.choices import EngineChoices
 from burnish.engine.fsdp_settings import FsdpSettings, fsdp_settings
 from burnish.engine.layers import layers_of
-from burnish.engine.parallel import ParallelEngine
+from burnish.engine.parallel import ParallelEngine, with_weights
 
 # fully_shard looks for tensors in what a module returns, to know when the backward pass reaches it.
 register_pytree_node(
@@ -140,7 +140,17 @@ class FsdpEngine(ParallelEngine):
         found["model"] = replace(parts["model"], shards=ModelShards(is_adapter), is_collective=is_adapter)
         if "optimizer" in parts:
             found["optimizer"] = replace(parts["optimizer"], shards=OptimizerShards())
+        for name in with_weights(parts):
+            found[name] = replace(parts[name], shards=ModelShards(gathers=True), is_collective=True)
         return found
+
+    def pieces(self, model: nn.Module) -> list[Tensor]:
+        return [local(weight.detach()) for weight in model.parameters() if weight.requires_grad]
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def whole(self, tensor: Tensor) -> Tensor:
         gathered: Tensor = _gathered(tensor)

@@ -13,7 +13,7 @@ weights to the bit. Tested on gloo and CPUs; nothing here is specific to them, b
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from burnish.core.parts import Part
 from burnish.core.types import IGNORE_INDEX
 from burnish.engine.base import SingleEngine
 from burnish.engine.choices import EngineChoices
@@ -103,6 +104,12 @@ class ParallelEngine(SingleEngine):
         dist.all_gather(found, mine)
         shapes: list[list[int]] = torch.stack(found).tolist()
         return shapes
+
+
+def with_weights(parts: Mapping[str, Part]) -> list[str]:
+    """Names of the parts, besides model and optimizer, that hold weights of their own: the head of a reward model."""
+    return [name for name, part in parts.items()
+            if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip
 
 
 def _widths(shapes: Sequence[Sequence[int]]) -> list[int]:

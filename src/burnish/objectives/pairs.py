@@ -169,7 +169,7 @@ class AnswersObjective(StageObjective):
         if self.reference is None:
             what = "The reference's numbers were computed before training, and these rows were not among them."
             raise UserError(Problem(what, remedy="Give them as an evaluation set from the start."))
-        with self.reference.answering(module) as answering, asking(answering, engine):
+        with self.reference.answering(module) as answering, engine.other_modules(), asking(answering, engine):
             return [answering(batch).logps for batch in batches]
 
 

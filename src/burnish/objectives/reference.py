@@ -28,11 +28,10 @@ class Reference(Protocol):
 
 
 def refuse_pieces(engine: Engine) -> None:
-    """Refuse to keep the weights at the start where each process holds a part of each. Raises UserError."""
+    """Refuse a reference that moves where each process holds a part of each weight. Raises UserError."""
     if engine.splits_weights:
-        what = "The reference is the start of this run, and each process holds a part of the weights (FSDP, ZeRO-3)."
-        remedy = "Set precompute_ref_log_probs: true, name a ref_model that does not move, or train a new LoRA adapter."
-        raise UserError(Problem(what, remedy=remedy))
+        what = '"sync_ref_model" moves whole weights, and each process holds a part of each (FSDP, ZeRO-3).'
+        raise UserError(Problem(what, remedy="Leave it out, or use DDP, ZeRO-1 or ZeRO-2."))
 
 
 def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -97,6 +96,43 @@ class StartOfRun:
     def values(self) -> Mapping[str, tuple[nn.Parameter, Tensor]]:
         """Name -> (the policy's, the reference's)."""
         return self.held
+
+
+class StartInPieces:
+    """The same where each rank holds a part of every weight (FSDP, ZeRO-3): it keeps a copy of its parts, and exchanges
+    the numbers of both for the time of the reference's passes.
+
+    ``begin`` is called when the engine has sharded the model, before a checkpoint is loaded.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.held: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, module: nn.Module) -> None:
+        """Keep the weights as they are now, unless it did. Args: module: the policy, as the engine has it."""
+        if self.held:
+            return
+        self.engine.drop_gathered(module)
+        self.held = [(piece, piece.clone()) for piece in self.engine.pieces(module)]
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        self._exchange(module)
+        try:
+            yield module
+        finally:
+            self._exchange(module)
+
+    def _exchange(self, module: nn.Module) -> None:
+        self.engine.drop_gathered(module)
+        with torch.no_grad():
+            for piece, other in self.held:
+                kept = piece.clone()
+                piece.copy_(other)
+                other.copy_(kept)
 
 
 class SecondModel:

@@ -68,9 +68,9 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(N, H) -> (N,) float32."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            scores: Tensor = self.summary(hidden.float()).squeeze(-1)
-        return scores
+        with torch.autocast(hidden.device.type, enabled=False):  # FSDP and ZeRO may have made it bfloat16
+            scores: Tensor = self.summary(hidden.to(self.summary.weight.dtype)).squeeze(-1)
+        return scores.float()
 
     def weights(self) -> dict[str, Tensor]:
         """The weights of the head, by their names in its file."""
@@ -242,6 +242,10 @@ class HeadState:
 
     def __init__(self, head: ValueHead) -> None:
         self.head = head
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The weights in it that train, for an engine that shards them."""
+        return self.head.parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.head.weights()

@@ -37,6 +37,7 @@ from burnish.objectives.reference import (
     Following,
     Reference,
     SecondModel,
+    StartInPieces,
     StartOfRun,
     refuse_pieces,
 )
@@ -207,9 +208,10 @@ def reference_for(
         return AdapterOff(adapter, model)
     if options.precompute_ref_log_probs:
         return AsItIs()
-    refuse_pieces(engine)
-    start = StartOfRun(model)
-    return _following(start, options) if options.sync_ref_model else start
+    if options.sync_ref_model:
+        refuse_pieces(engine)
+        return _following(StartOfRun(model), options)
+    return StartInPieces(engine) if engine.splits_weights else StartOfRun(model)
 
 
 def _following(start: StartOfRun | SecondModel, options: ReferenceOptions) -> Following:
