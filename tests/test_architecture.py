@@ -306,10 +306,11 @@ def test_every_group_of_options_belongs_to_the_run() -> None:
     own, which no run reads."""
     from burnish.app.options import GROUPS, MEMBER_GROUPS
     from burnish.serve.evaluate.command import EvalOptions
+    from burnish.serve.evaluate.dataset import PredictOptions
     from burnish.serve.options import ApiOptions
     from burnish.web.options import WebOptions
 
-    own = (ApiOptions, EvalOptions, WebOptions)
+    own = (ApiOptions, EvalOptions, PredictOptions, WebOptions)
     joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS, *own) for base in group.__mro__}
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -218,6 +218,19 @@ def _eval(words: Arguments) -> int:
     return evaluate(words)
 
 
+def _predict(words: Arguments) -> int:
+    if _wants_help(words):
+        from burnish.core.options import union
+        from burnish.data.options import DataOptions
+        from burnish.models.generate import GenerationOptions
+        from burnish.serve.evaluate.dataset import PredictOptions
+
+        return _list_options("predict", words, union("Options", PredictOptions, DataOptions, GenerationOptions))
+    from burnish.serve.evaluate.dataset import predict
+
+    return predict(words)
+
+
 def _demo(words: Arguments) -> int:
     if _wants_help(words):
         return _list_options("demo", words)
@@ -286,6 +299,11 @@ COMMANDS: dict[str, Command] = {
         "PATH [--adapter name=folder] [--once TEXT] [key=value ...]", "talk to a model at a terminal", _chat
     ),
     "eval": Command("PATH [PATH ...] task=mmlu_test [key=value ...]", "measure models on a task or a data set", _eval),
+    "predict": Command(
+        "PATH [PATH ...] [eval_dataset=heldout] [key=value ...]",
+        "write a model's answers, or a reward model's scores, to a data set",
+        _predict,
+    ),
     "demo": Command(
         "[dpo] [key=value ...] [--key value ...]",
         "fine-tune the small model that burnish carries, in two minutes; dpo: from pairs of answers",
@@ -294,15 +312,13 @@ COMMANDS: dict[str, Command] = {
     "env": Command("[--health]", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),
 }
-# Commands of similar tools that burnish does not have yet -> a replacement.
-_NOT_YET = {
-    "webchat": "Load output_dir with transformers' AutoModelForCausalLM and call generate().",
-}
+# Commands of similar tools that burnish does not have -> a replacement.
+_NOT_HERE = {"webchat": "A page to talk to models is in burnish webui (Talk); in a terminal: burnish chat PATH."}
 
 
 def _unknown(name: str) -> Problem:
-    if name in _NOT_YET:
-        return Problem(f'burnish has no command "{name}" yet.', remedy=_NOT_YET[name])
+    if name in _NOT_HERE:
+        return Problem(f'burnish has no command "{name}".', remedy=_NOT_HERE[name])
     if name.endswith((".yaml", ".yml", ".json")):
         return Problem(f'"{name}" is a file, not a command.', remedy=f"Try: burnish train {name}")
     if name.startswith("--") or "=" in name:

@@ -184,6 +184,10 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
         2,
     ),
     "eval": (["eval", "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=measured"], 0),
+    "predict": (
+        ["predict", "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=predicted"],
+        0,
+    ),
     "demo": (["demo", "max_steps=1", "warmup_steps=0"], 0),
     "api with a wrong option": (["api", "model", "api_port=none"], 2),
     "webui with a wrong option": (["webui", "web_port=none"], 2),

@@ -21,11 +21,15 @@ from burnish.app.options import RunOptions
 from burnish.app.plan import aliases, provenance_of
 from burnish.core.checkpoint import Checkpoints
 from burnish.core.errors import Problem, UserError
+from burnish.core.json_files import read_object
 from burnish.core.options import Given, build, raise_if, specs
-from burnish.data.templates.choose import check_template
+from burnish.data.options import DataOptions
+from burnish.data.templates.choose import TemplateOptions, check_template
+from burnish.data.templates.truncate import EncodingOptions
 from burnish.infer.loading import writes_answers
 from burnish.infer.options import check_infer, infer_notes
 from burnish.models.check import check_model
+from burnish.report.journal import GIVEN, LAUNCH
 
 ADAPTER, MODEL = "adapter_config.json", "config.json"
 
@@ -49,11 +53,12 @@ class Serving:
     rest: Mapping[str, Given]
 
 
-def serving_of(words: Sequence[str], own: Sequence[str] = ()) -> Serving:
+def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> Serving:
     """Read a command's words.
 
     Args:
         own: keys that are the command's and not a run's; they come back unread.
+        with_data: of a run's folder, its data too, as far as the words name no other.
     Raises:
         UserError: with everything that the options alone can show.
     """
@@ -62,7 +67,7 @@ def serving_of(words: Sequence[str], own: Sequence[str] = ()) -> Serving:
     given = merge(file, flags, aliases())
     rest = {key: given.pop(key) for key in list(given) if key in own}
     if path and not _is_config(path):
-        given = {**found_in(path, given), **given}
+        given = {**(data_of_run(path, given) if with_data else {}), **found_in(path, given), **given}
     elif trained := _trained_by(given):
         given = {**{k: v for k, v in given.items() if k not in _NAMES}, **found_in(trained, {})}
     name = Path(path or str(_value(given, "adapter_name_or_path") or _value(given, "model_name_or_path") or "")).stem
@@ -79,6 +84,16 @@ def _checked(given: Mapping[str, Given], rest: Mapping[str, Given], name: str) -
     problems += [] if problems else check_model(options, needs_head=writes_answers(options))
     raise_if(problems)
     return Serving(options, name, tuple(infer_notes(options)), provenance_of(present), rest)
+
+
+def paths_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The models, and the words that belong to options. A YAML file is a model's too."""
+    found: list[str] = []
+    for at, word in enumerate(words):
+        if word.startswith("-") or "=" in word:
+            return found, list(words[at:])
+        found.append(word)
+    return found, []
 
 
 def _path_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -115,6 +130,27 @@ def found_in(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
     if (folder / ADAPTER).is_file():
         return _of_adapter(folder, given)
     return {"model_name_or_path": Given(str(folder), where)}
+
+
+def data_of_run(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
+    """Sets, template and lengths of the run that made a folder or checkpoint, as its ``run.yaml`` has them.
+
+    Args:
+        given: the words; where they name a set, the run's own sets are left out.
+    """
+    places = (Path(path).expanduser(), Path(path).expanduser().parent)
+    folder = next((place for place in places if (place / GIVEN).is_file()), None)
+    if folder is None:
+        return {}
+    file, _ = read_arguments([str(folder / GIVEN)])
+    names = {*specs(DataOptions), *specs(TemplateOptions), *specs(EncodingOptions), "stage", "seed"}
+    found = {name: item for name, item in file.items() if name in names}
+    begun = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
+    if isinstance(begun, str):  # relative paths in the file begin there
+        place = Path(begun) / str(_value(found, "dataset_dir") or DataOptions.dataset_dir)
+        found |= {"dataset_dir": Given(str(place), str(folder / GIVEN))} if place.is_dir() else {}
+    own_sets = ("dataset", "eval_dataset", "val_size") if "eval_dataset" in given or "val_size" in given else ()
+    return {name: item for name, item in found.items() if name not in own_sets}
 
 
 def _newest_checkpoint(folder: Path) -> Path:

@@ -359,7 +359,7 @@ def writes_answers(options: AnsweringOptions) -> bool:
 def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> ValueHead | None:
     head = reward_head(options, adapters)
     if head is not None and not may_score:
-        remedy = "Its scores: burnish api, POST /v1/score/evaluation; or stage: rm with do_predict: true."
+        remedy = "Its scores: burnish predict writes a file; burnish api answers at POST /v1/score/evaluation."
         raise UserError(Problem(NO_ANSWERS, where=str(options.model_name_or_path), remedy=remedy))
     return None if head is None else head.to(device_of(options))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from burnish import __version__
-from burnish.app.serving import Serving, serving_of
+from burnish.app.serving import Serving, paths_of, serving_of
 from burnish.core.errors import Problem, UserError
 from burnish.core.json_files import read_object
 from burnish.core.options import build, option, raise_if
@@ -59,7 +59,7 @@ def evaluate(words: Sequence[str]) -> int:
     Raises:
         UserError: for what the user gave.
     """
-    paths, others = _paths(words)
+    paths, others = paths_of(words)
     servings = [serving_of([*path, *others], OWN) for path in ([[path] for path in paths] or [[]])]
     options, wrong = build(EvalOptions, servings[0].rest)
     raise_if([*wrong, *_problems(options, servings[0])])
@@ -77,16 +77,6 @@ def evaluate(words: Sequence[str]) -> int:
         for line in compared([serving.name for serving in servings], subjects, done):
             note(line)
     return 0
-
-
-def _paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The models, and the words that belong to options. A YAML file is a model's too."""
-    found: list[str] = []
-    for at, word in enumerate(words):
-        if word.startswith("-") or "=" in word:
-            return found, list(words[at:])
-        found.append(word)
-    return found, []
 
 
 def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:

@@ -1,43 +1,82 @@
-"""A data set under one or several models: its loss, and with ``predict_with_generate`` its answers.
+"""A data set under one or several models: its loss, its answers, or the scores of a reward model.
 
 It is the run that ``burnish train`` would do with ``do_train: false``: the same functions, files and names.
+``burnish eval PATH eval_dataset=...`` measures; ``burnish predict PATH`` writes, and knows the data of a run's folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.app.build import train_run
 from burnish.app.plan import placing, plan
-from burnish.app.serving import Serving
+from burnish.app.serving import Serving, paths_of, serving_of
 from burnish.core.errors import Problem, UserError
 from burnish.core.json_files import read_object
-from burnish.core.options import Given, changed
+from burnish.core.options import Given, build, changed, option, raise_if
 from burnish.data.templates.choose import RECORDED
+from burnish.infer.loading import writes_answers
 from burnish.report.console import note
 
 if TYPE_CHECKING:
+    from burnish.app.options import RunOptions
     from burnish.infer.options import AnsweringOptions
 
-HERE = "burnish eval"
+HERE, _BESIDE = "burnish eval", "predictions"
 
 
-def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None) -> int:
-    """Each model in turn. Returns the exit status."""
+@dataclass
+class PredictOptions:
+    """Options of ``burnish predict`` besides those of data and of answers."""
+
+    save_dir: str | None = option(None, "The folder for what is written; predictions in the run's folder by default.")
+
+
+def predict(words: Sequence[str]) -> int:
+    """Write answers or scores to the evaluation sets of runs, or of ``eval_dataset``. Returns the exit status."""
+    paths, others = paths_of(words)
+    own = [field.name for field in fields(PredictOptions)]
+    servings = [serving_of([*path, *others], own, with_data=True) for path in ([[path] for path in paths] or [[]])]
+    options, wrong = build(PredictOptions, servings[0].rest)
+    raise_if(wrong)
+    if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
+        what = "there is nothing to predict: eval_dataset is missing, and no run.yaml beside the model names a set."
+        raise UserError(Problem(what, remedy="Name a set: eval_dataset=heldout"))
+    folder = Path(paths[0]).expanduser() if paths else Path()
+    beside = str(folder / _BESIDE) if len(paths) == 1 and folder.is_dir() else None
+    return evaluate_dataset(servings, options.save_dir or beside, predicts=True)
+
+
+def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts: bool = False) -> int:
+    """Each model in turn. Returns the exit status.
+
+    Args:
+        predicts: write answers or scores, also where ``predict_with_generate`` does not ask for them.
+    """
     if not save_dir and not servings[0].options.output_dir:
         what = "save_dir is missing: results and answers are files."
         raise UserError(Problem(what, remedy="Name a folder: save_dir=saves/evaluation"))
     rows: list[tuple[str, dict[str, float]]] = []
     for serving in servings:
-        folder = Path(save_dir or serving.options.output_dir or "") / (serving.name if len(servings) > 1 else "")
+        folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
         given = {name: Given(value, HERE) for name, value in changed(serving.options).items()}
-        generates = serving.options.predict_with_generate
+        writes, stage = writes_answers(serving.options), serving.options.stage
+        if not writes or (predicts and stage in ("dpo", "kto", "rm")):
+            stage = "sft" if writes else "rm"
+        generates = writes and (predicts or serving.options.predict_with_generate)
         given |= {
-            "do_train": Given(False, HERE), "do_eval": Given(not generates, HERE), "do_predict": Given(generates, HERE),
-            "output_dir": Given(str(folder), HERE), "dataset": Given(None, HERE), **_recorded(serving.options),
+            "stage": Given(stage, HERE), "predict_with_generate": Given(generates, HERE),
+            "do_train": Given(False, HERE), "do_eval": Given(not generates, HERE),
+            "do_predict": Given(generates or predicts, HERE),
+            "output_dir": Given(str(folder), HERE), **_recorded(serving.options),
         }  # fmt: skip
+        if predicts and "predict_metrics" not in serving.provenance:
+            given["predict_metrics"] = Given(["exact_match"], HERE)  # the others need libraries
+        if not serving.options.val_size:
+            given["dataset"] = Given(None, HERE)
         made = plan({name: item for name, item in given.items() if item.value is not None})
         with placing(serving.provenance):
             result = train_run(made)
@@ -46,6 +85,12 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None) -> int:
         for line in _table(rows):
             note(line)
     return 0
+
+
+def _apart(options: RunOptions) -> Path:
+    """``output_dir``; below it where it is the folder of the model itself, whose run's files would be written over."""
+    folder, models = Path(options.output_dir or ""), (options.model_name_or_path, *(options.adapter_name_or_path or ()))
+    return folder / _BESIDE if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
 
 
 def _recorded(options: AnsweringOptions) -> dict[str, Given]:

@@ -1,0 +1,89 @@
+"""``burnish predict``: answers or scores for the held-out rows of a run, or for a set that is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.cli import main
+
+DEMO = Path(burnish.__file__).parent / "demo"
+pytestmark = pytest.mark.run
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data, and two runs that were started in it: answers and scores."""
+    place = tmp_path_factory.mktemp("predict")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("BURNISH_CACHE", str(place / "cache"))
+        (place / "data").symlink_to(DEMO / "data")
+        usual = [
+            f"model_name_or_path={DEMO / 'model'}",
+            "max_steps=1",
+            "use_cpu=true",
+            "do_train=true",
+            "cutoff_len=64",
+        ]
+        words = ["dataset=demo_train", "val_size=3", "finetuning_type=full", "output_dir=writes"]
+        assert main(["train", *usual, *words]) == 0
+        words = ["stage=rm", "dataset=demo_pairs", "val_size=4", "output_dir=scores", "save_steps=1"]
+        assert main(["train", *usual, *words]) == 0
+    return place
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_run_answers_what_it_did_not_learn_and_its_own_files_stay(place: Path) -> None:
+    given = (place / "writes/run.yaml").read_text()
+    assert main(["predict", str(place / "writes"), "max_new_tokens=3"]) == 0
+    found = lines(place / "writes/predictions/generated_predictions.jsonl")
+    assert [set(line) for line in found] == [{"prompt", "predict", "label"}] * 3
+    assert "predict_exact_match" in json.loads((place / "writes/predictions/predict_results.json").read_text())
+    assert (place / "writes/run.yaml").read_text() == given
+
+
+def test_a_reward_model_scores_its_held_out_pairs(place: Path) -> None:
+    for folder in ("scores", "scores/checkpoint-1"):
+        assert main(["predict", str(place / folder)]) == 0
+        found = lines(place / folder / "predictions/generated_predictions.jsonl")
+        assert [line["record"] for line in found] == [1, 2, 3, 4]
+        assert all(isinstance(line["chosen"], float) for line in found)
+
+
+def test_a_set_that_is_named_is_the_one_that_is_answered(place: Path, tmp_path: Path) -> None:
+    rows = [{"instruction": "Say red", "output": "red"}, {"instruction": "Say blue", "output": "blue"}]
+    (tmp_path / "mine.json").write_text(json.dumps(rows))
+    words = ["eval_dataset=mine.json", "max_new_tokens=2", "save_dir=out"]
+    assert main(["predict", str(place / "writes"), *words]) == 0
+    assert [line["label"] for line in lines(tmp_path / "out/generated_predictions.jsonl")] == ["red", "blue"]
+
+
+def test_a_training_file_stands_for_what_it_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    given = (place / "writes/run.yaml").read_text()
+    (place / "run.yaml").write_text(given)
+    assert main(["predict", "run.yaml", "max_new_tokens=2", "seed=5"]) == 0
+    assert (place / "writes/run.yaml").read_text() == given
+    assert len(lines(place / "writes/predictions/generated_predictions.jsonl")) == 3
+
+
+def test_a_reward_model_is_measured_as_one_without_being_told(place: Path) -> None:
+    words = [f"dataset_dir={place / 'data'}", "eval_dataset=demo_pairs", "max_samples=5", "save_dir=measured"]
+    assert main(["eval", str(place / "scores"), *words]) == 0
+    assert "eval_accuracy" in json.loads(Path("measured/eval_results.json").read_text())
+
+
+def test_nothing_to_predict_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(DEMO / "model")]) == 2
+    assert "eval_dataset is missing" in capsys.readouterr().err
