@@ -221,6 +221,10 @@ SEEN: dict[str, Row] = {
         False, "answers", lambda before, after: "more" not in before[0]["label"] and "more" in after[0]["label"],
         {**PREDICTED, "dataset": "marked.json", "add_special_tokens": ["<|more|>"]},
     ),
+    "samples": Row(
+        2, "answers", lambda before, after: "samples" not in before[0] and len(after[0]["samples"]) == 2,
+        {**PREDICTED, "do_sample": True},
+    ),
     "do_sample": Row(True, "generation", sets("do_sample", True), PREDICTED),
     "temperature": Row(0.5, "generation", sets("temperature", 0.5)),
     "top_p": Row(0.5, "generation", sets("top_p", 0.5)),

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from burnish.app import predict
 from burnish.app.build import build_run
 from burnish.app.metrics import METRICS, check_metrics, scores
+from burnish.app.options import RunOptions
 from burnish.app.plan import plan
-from burnish.app.predict import answer_all, bare_model, predict_all, questions_of
+from burnish.app.predict import _scores, answer_all, bare_model, predict_all, questions_of
 from burnish.app.prepare import prepare
 from burnish.core.errors import UserError
 from burnish.core.options import Given
@@ -33,8 +34,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 def run_of(tmp_path, **given):
     given = make_user(
-        tmp_path, val_size=6, do_predict=True, template="qwen", max_new_tokens=6, do_sample=False,
-        **{"do_train": False, "predict_metrics": "exact_match", "per_device_eval_batch_size": 4, **given},
+        tmp_path, val_size=6, do_predict=True, template="qwen", max_new_tokens=6,
+        **{"do_sample": False, "do_train": False, "predict_metrics": "exact_match", "per_device_eval_batch_size": 4,
+           **given},
     )  # fmt: skip
     made = plan({name: Given(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
@@ -58,6 +60,33 @@ def test_every_record_is_answered_in_the_order_of_the_data(tmp_path):
     assert metrics["predict_exact_match"] == 0.0
     written = json.loads((tmp_path / "out" / "predict_results.json").read_text())
     assert {"predict_exact_match", "predict_runtime", "predict_samples_per_second"} <= written.keys()
+
+
+def test_several_answers_to_each_question_are_drawn_with_their_likelihoods(tmp_path):
+    drawn = {"predict_with_generate": True, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    made, prepared, run = run_of(tmp_path / "one", **drawn)
+    predict_all(run, prepared, made)
+    alone = lines(tmp_path / "one" / "out" / "generated_predictions.jsonl")
+    made, prepared, run = run_of(tmp_path / "three", **drawn, samples=3)
+    metrics = predict_all(run, prepared, made)
+    rows = lines(tmp_path / "three" / "out" / "generated_predictions.jsonl")
+    assert [row["predict"] for row in rows] == [row["predict"] for row in alone]
+    assert all(len(row["samples"]) == 3 and row["samples"][0]["text"] == row["predict"] for row in rows)
+    assert len({sample["text"] for row in rows for sample in row["samples"]}) > 12
+    assert all(sample["logprob"] < 0 for row in rows for sample in row["samples"])
+    assert metrics["predict_exact_match_standard_error"] == 0.0
+
+
+def test_the_standard_error_of_several_answers_counts_questions_and_not_answers(tmp_path):
+    options = RunOptions(predict_metrics=["exact_match"], samples=2)
+    found = _scores(["a", "b", "x", "b"], ["a", "b"], options)  # "a" is right once in two, "b" twice
+    assert found == {"exact_match": 0.75, "exact_match_standard_error": pytest.approx(0.25)}
+
+
+@pytest.mark.parametrize("given", [{"do_sample": False}, {"num_beams": 2}])
+def test_several_answers_that_would_all_be_one_are_refused(given):
+    (problem,) = check_generation(RunOptions(samples=4, **given))
+    assert '"samples" 4' in problem.what
 
 
 def test_without_generation_the_loss_is_measured(tmp_path):
@@ -283,7 +312,7 @@ def test_a_metric_that_does_not_exist_is_refused_with_the_nearest(tmp_path):
 
 
 def test_generation_without_prompts_or_without_prediction_is_said():
-    options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False, max_length=1024)
+    options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False, max_length=1024, samples=1)
     assert "stage: pt" in check_generation(options)[0].what
     assert "do_predict" in generation_notes(options)[0]
 

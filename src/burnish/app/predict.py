@@ -11,9 +11,11 @@ prompt are left out and counted.
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -96,19 +98,38 @@ def predict(
     config = generation_config(bare_model(run), tokenizer, stops, options)
     stem = f"{ANSWERS_NAME}{f'_{name}' if name else ''}"
     partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
-    answers = answer_all(run, questions, config, options, partial)
+    likelihoods: dict[int, float] = {}
+    answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
     given = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **given) for ids in answers]
     labels = [tokenizer.decode(question.label, **given) for question in questions]
     prefix = f"predict_{name}" if name else "predict"
-    found = {f"{prefix}_{metric}": round(value, 4) for metric, value in scores(texts, labels, options).items()}
+    found = {f"{prefix}_{metric}": round(value, 4) for metric, value in _scores(texts, labels, options).items()}
     if run.engine.rank == 0:
         path = folder / f"{stem}.jsonl"
         prompts = [tokenizer.decode(question.prompt, skip_special_tokens=False) for question in questions]
-        write_answers(path, prompts, texts, labels)
+        drawn = [[(texts[at], likelihoods.get(at)) for at in range(first, len(texts), len(labels))]
+                 for first in range(len(labels))]  # fmt: skip
+        write_answers(path, prompts, texts[: len(labels)], labels, drawn if options.samples > 1 else None)
         note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return found | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
+
+
+def _scores(texts: Sequence[str], labels: Sequence[str], options: RunOptions) -> dict[str, float]:
+    """All metrics. With several answers to each question the mean of the questions' own means, and its standard error:
+    answers to one question are no independent observations."""
+    if options.samples == 1 or not labels:
+        return scores(texts, labels, options)
+    number = len(labels)
+    each = [scores(texts[at::number], [labels[at]] * options.samples, options) for at in range(number)]
+    found: dict[str, float] = {}
+    for name in each[0]:
+        values = [one[name] for one in each]
+        found[name] = statistics.fmean(values)
+        if number > 1:
+            found[f"{name}_standard_error"] = statistics.stdev(values) / math.sqrt(number)
+    return found
 
 
 def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
@@ -131,7 +152,8 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
 
 
 def answer_all(
-    run: Run, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None
+    run: Run, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None,
+    likelihoods: dict[int, float] | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """The answers, in the order of the questions, on every rank.
 
@@ -140,18 +162,24 @@ def answer_all(
 
     Args:
         partial: a file for answers as they come, from which the same command goes on.
+        likelihoods: filled with the log-probability of each answer, where seats make several to a question.
     """
+    likely: dict[int, float] = {}
     if not is_plain(config):
         return _through_generate(run, questions, config, options)
     model, engine = bare_model(run), run.engine
     context = context_length(model.config) or LONGEST
-    asks = {at: _ask(at, question, config, options.seed) for at, question in enumerate(questions)}
+    top = 0 if options.samples > 1 else None
+    asks = {
+        at: replace(_ask(at, question, config, options.seed), top_logprobs=top) for at, question in enumerate(questions)
+    }
     mine = [at for at in asks if at % engine.world_size == engine.rank]
     open_ = [at for at in mine if asks[at].max_new_tokens > 0 and len(asks[at].ids) < context]
     answers: dict[int, list[int]] = {at: [] for at in mine}
     with ExitStack() as stack:
         kept = stack.enter_context(Partial(partial, _key_of(run, asks.values()))) if partial else None
         answers |= {at: ids for at, ids in (kept.answers if kept else {}).items() if at in answers}
+        likely |= kept.likelihoods if kept else {}
         open_ = [at for at in open_ if not (kept and at in kept.answers)]
         seats = options.infer_seats or options.per_device_eval_batch_size
         loop = SeatLoop(model, SeatLimits(seats, context, exact=options.infer_exact), precision=engine.precision)
@@ -160,13 +188,19 @@ def answer_all(
 
         def done(number: int, finished: Finished) -> None:
             advance(1)
-            answers[open_[number]] = finished.ids
+            at = open_[number]
+            answers[at] = finished.ids
+            if finished.logprobs:
+                likely[at] = math.fsum(one.logprob for one in finished.logprobs)
             if kept:
-                kept.add(open_[number], finished.ids)
+                kept.add(at, finished.ids, likely.get(at))
             if (number + 1) % seats == 0:
                 run.callbacks.fire("on_prediction_step")
 
         answer_many(loop, [asks[at] for at in open_], done)
+    if likelihoods is not None and options.samples > 1:
+        for part in engine.gather_objects(likely):
+            likelihoods |= part
     return _of_all_ranks(run, answers, len(questions))
 
 
@@ -202,7 +236,9 @@ def _key_of(run: Run, asks: Iterable[Ask]) -> str:
     """A hash of everything that answers depend on: the prompts, the sampling, and the step of the model."""
     hashed = sha256(str(run.state.global_step).encode())
     for ask in asks:
-        hashed.update(repr((ask.ids, ask.max_new_tokens, ask.sampling, sorted(ask.stop_ids))).encode())
+        hashed.update(
+            repr((ask.ids, ask.max_new_tokens, ask.sampling, sorted(ask.stop_ids), ask.top_logprobs)).encode()
+        )
     return hashed.hexdigest()
 
 
@@ -216,6 +252,7 @@ class Partial:
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
         self.answers: dict[int, list[int]] = {}
+        self.likelihoods: dict[int, float] = {}
 
     def __enter__(self) -> Partial:
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
@@ -224,10 +261,12 @@ class Partial:
                 for line in lines[1:]:
                     record = json.loads(line)
                     self.answers[record["index"]] = record["ids"]
+                    if "logprob" in record:
+                        self.likelihoods[record["index"]] = record["logprob"]
         self._file = self.path.open("w", encoding="utf-8")
         self._write({"of": self.key})
         for index, ids in self.answers.items():
-            self._write({"index": index, "ids": ids})
+            self.add(index, ids, self.likelihoods.get(index))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -235,8 +274,8 @@ class Partial:
         if error[0] is None:
             self.path.unlink()
 
-    def add(self, index: int, ids: Sequence[int]) -> None:
-        self._write({"index": index, "ids": list(ids)})
+    def add(self, index: int, ids: Sequence[int], likelihood: float | None = None) -> None:
+        self._write({"index": index, "ids": list(ids), **({} if likelihood is None else {"logprob": likelihood})})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -292,9 +331,18 @@ def bare_model(run: Run) -> Any:
     return state.model if isinstance(state, ModelState) else run.engine.unwrap(run.model)
 
 
-def write_answers(path: Path, prompts: Sequence[str], answers: Sequence[str], labels: Sequence[str]) -> None:
-    """Write a line of JSON per question: ``prompt``, ``predict``, ``label``."""
+def write_answers(
+    path: Path, prompts: Sequence[str], answers: Sequence[str], labels: Sequence[str],
+    drawn: Sequence[Sequence[tuple[str, float | None]]] | None = None,
+) -> None:  # fmt: skip
+    """Write a line of JSON per question: ``prompt``, ``predict``, ``label``.
+
+    Args:
+        drawn: all answers to each question with their log-probabilities in nats, the first is ``predict``.
+    """
     with path.open("w", encoding="utf-8") as file:
-        for prompt, predicted, label in zip(prompts, answers, labels, strict=True):
-            line = {"prompt": prompt, "predict": predicted, "label": label}
+        for at, (prompt, predicted, label) in enumerate(zip(prompts, answers, labels, strict=True)):
+            line: dict[str, Any] = {"prompt": prompt, "predict": predicted, "label": label}
+            if drawn is not None:
+                line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in drawn[at]]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -47,6 +47,7 @@ class GenerationOptions:
         choices=("dynamic", "static"),
     )  # fmt: skip
     skip_special_tokens: bool = option(True, "Leave control tokens out of the text of answers.")
+    samples: int = option(1, "Answers drawn to each question of predict_with_generate, each with its likelihood.", ge=1)
 
 
 class AnswerChoices(Protocol):
@@ -56,22 +57,29 @@ class AnswerChoices(Protocol):
     do_predict: bool
     predict_with_generate: bool
     max_length: int
+    samples: int
+    do_sample: bool
+    num_beams: int
 
 
 def check_generation(options: AnswerChoices) -> list[Problem]:
-    if not options.predict_with_generate or options.stage != "pt":
-        return []
-    return [
-        Problem(
-            f'"predict_with_generate" answers prompts, and stage: {options.stage} has none.',
-            remedy="Set stage: sft, or leave predict_with_generate out to measure the loss.",
+    problems = []
+    if options.samples > 1 and not (options.do_sample and options.num_beams == 1):
+        what = (
+            f'"samples" {options.samples} draws several answers, and without do_sample or with num_beams all are one.'
         )
-    ]
+        problems.append(Problem(what, remedy="Set do_sample: true and num_beams: 1, or leave samples out."))
+    if options.predict_with_generate and options.stage == "pt":
+        what = f'"predict_with_generate" answers prompts, and stage: {options.stage} has none.'
+        problems.append(Problem(what, remedy="Set stage: sft, or leave predict_with_generate out to measure the loss."))
+    return problems
 
 
 def generation_notes(options: AnswerChoices) -> list[str]:
     if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
         return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']
+    if options.samples > 1 and not options.predict_with_generate:
+        return ['"samples" is of generated answers, and there are none without predict_with_generate.']
     if options.predict_with_generate and not options.do_predict:
         return ['"predict_with_generate" has no effect without do_predict: an evaluation measures the loss.']
     return []
