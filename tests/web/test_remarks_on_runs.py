@@ -44,6 +44,12 @@ def test_skipped_steps_a_rate_of_zero_and_a_full_disk_are_said() -> None:
     assert list(remarks(columns, (), 8, 5.0)) == []  # a schedule ends at 0 with its run
 
 
+def test_rows_that_were_dropped_are_counted() -> None:
+    found = list(remarks(columns_of([]), rows={"seen": 1000, "dropped": 2}))
+    assert [one.text("en") for one in found] == ["Rows that were dropped: 2 of 1000; the log names them and says why."]
+    assert list(remarks(columns_of([]), rows={"seen": 1000, "dropped": 0})) == []
+
+
 def test_the_room_for_checkpoints_is_measured_by_the_newest(tmp_path) -> None:
     assert room_for_checkpoints(tmp_path) is None
     (tmp_path / "checkpoint-2").mkdir()

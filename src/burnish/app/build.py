@@ -50,6 +50,7 @@ from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
 from burnish.data.origins import in_words
+from burnish.data.tally import Tally
 from burnish.engine.base import set_seed
 from burnish.engine.create import create_engine
 from burnish.engine.options import local_rank
@@ -119,7 +120,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
         if start.done:
             return Result(None, folder)
         found = start.checkpoint
-        journal = journal_of(plan, engine) if engine.rank == 0 else None
+        journal = journal_of(plan, engine, prepared.tally) if engine.rank == 0 else None
         replaces = engine.rank == 0 and found is None and options.overwrite_output_dir and trains(options)
         with journal or nullcontext(), SetAside(folder) if replaces else nullcontext() as earlier:
             if engine.rank == 0:
@@ -149,12 +150,13 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
                 return Result(output, folder, metrics, exit_code=status_of(run.checkpoints))
 
 
-def journal_of(plan: Plan, engine: Engine) -> Journal:
+def journal_of(plan: Plan, engine: Engine, tally: Tally) -> Journal:
     """Facts about the run for other readers, begun: who runs it, and what was given."""
     folder = output_folder(plan.options)
     journal = Journal(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
-    journal.begin(given_yaml(given, plan.provenance), [str(engine.device)])
+    rows = {"seen": tally.seen, "dropped": sum(count for reason, count in tally if reason.startswith("dropped"))}
+    journal.begin(given_yaml(given, plan.provenance), [str(engine.device)], rows)
     return journal
 
 

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from burnish.core.errors import Problem, skipped_sentence
@@ -51,16 +51,17 @@ class Journal(TrainerCallback):
         self._best: float | None = None
         self._ending: dict[str, Any] | None = None
 
-    def begin(self, given: str, devices: Iterable[str]) -> None:
+    def begin(self, given: str, devices: Iterable[str], rows: Mapping[str, int] = MappingProxyType({})) -> None:
         """Before the model is loaded.
 
         Args:
             given: the text of ``run.yaml``.
             devices: that the run uses.
+            rows: how many were "seen" and "dropped".
         """
         (self.folder / OUTCOME).unlink(missing_ok=True)
         self._write(GIVEN, given)
-        self._write(LAUNCH, json.dumps(launched(devices), indent=1) + "\n")
+        self._write(LAUNCH, json.dumps({**launched(devices), "rows": dict(rows)}, indent=1) + "\n")
         self.event("stage", "loading")
 
     def event(self, kind: str, text: str, step: int | None = None, **more: Any) -> None:

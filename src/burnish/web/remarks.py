@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from burnish.report.journal import EVENTS
@@ -38,11 +39,17 @@ class Remark:
 def remarks_on(run: Found, columns: Columns) -> list[Remark]:
     """All remarks on a run as its files are now."""
     room = room_for_checkpoints(run.folder) if run.is_alive else None
-    return list(remarks(columns, tail_lines(run.folder / EVENTS), run.total, room))
+    rows = run.launch.get("rows")
+    counts = rows if isinstance(rows, dict) and all(isinstance(one, int) for one in rows.values()) else {}
+    return list(remarks(columns, tail_lines(run.folder / EVENTS), run.total, room, counts))
 
 
 def remarks(
-    columns: Columns, events: Sequence[Mapping[str, Any]] = (), total: int = 0, room: float | None = None
+    columns: Columns,
+    events: Sequence[Mapping[str, Any]] = (),
+    total: int = 0,
+    room: float | None = None,
+    rows: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Remark]:
     """Say what the curves show.
 
@@ -51,7 +58,10 @@ def remarks(
         events: of ``events.jsonl``.
         total: steps of the whole run; 0 where nobody knows.
         room: number of further checkpoints that the disk holds.
+        rows: how many were "seen" and "dropped" when the data was read.
     """
+    if rows.get("dropped"):
+        yield Remark("remark_dropped", {"count": rows["dropped"], "seen": rows.get("seen", 0)})
     yield from _evaluation(_points(columns, "eval_loss"))
     odd = [step for name in ("loss", "eval_loss") for step in _odd(columns, name)]
     if odd:
