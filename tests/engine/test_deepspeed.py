@@ -83,6 +83,15 @@ def test_settings_that_would_change_the_numbers_are_refused(tmp_path):
     assert "two ways to shard" in problems(deepspeed="zero2", fsdp=True)[0]
 
 
+def test_monitors_and_comments_are_left_out_and_monitors_said_to_have_no_effect():
+    given = {**named("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
+    asked = RunOptions(use_cpu=True, deepspeed=given)
+    assert not problems(deepspeed=given)
+    assert not {"_comment", "monitor_config", "comms_config"} & filled(asked, 64, 2).keys()
+    assert [note.split('"')[1] for note in engine_notes(asked)] == ["comms_config", "monitor_config"]
+    assert '"tensor_parallel"' in problems(deepspeed={**given, "tensor_parallel": {"autotp_size": 2}})[0]
+
+
 def test_what_accelerate_was_told_is_taken(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")

@@ -39,6 +39,8 @@ _OF_THE_MACHINE = {
     "comms_logger", "aio", "checkpoint", "torch_autocast", "bfloat16",
 }  # fmt: skip
 """Settings of memory, communication and printing; the size of a step follows from the options."""
+_OBSERVING = {"comms_config", "monitor_config", "tensorboard", "wandb", "csv_monitor", "comet"}
+"""Settings of DeepSpeed's monitors, which move no number; they are left out."""
 _OWN = {
     "optimizer": "optim, learning_rate and weight_decay take its place",
     "scheduler": "lr_scheduler_type and warmup_steps take its place",
@@ -70,7 +72,7 @@ def zero_stage(options: DeepspeedChoices) -> int:
 
 
 def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
-    """As they were given.
+    """As they were given, without comments: keys that begin with an underscore.
 
     Raises:
         ValueError: a half sentence, where a file cannot be read or holds no object.
@@ -91,7 +93,7 @@ def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
             raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(source, Mapping):
         raise ValueError(f"holds no object. Received: {source!r}")
-    return copy.deepcopy(dict(source))
+    return copy.deepcopy({key: value for key, value in source.items() if not str(key).startswith("_")})
 
 
 def named(name: str) -> dict[str, Any]:
@@ -119,8 +121,8 @@ def filled(options: DeepspeedChoices, hidden_size: int, world_size: int, on_cpu:
         on_cpu: page-locked memory and overlapping streams are a GPU's.
     """
     settings = raw_settings(options)
-    settings.pop("optimizer", None)
-    settings.pop("scheduler", None)
+    for name in ("optimizer", "scheduler", *_OBSERVING):
+        settings.pop(name, None)
     settings["train_micro_batch_size_per_gpu"] = options.per_device_train_batch_size
     # burnish says at each micro-batch whether the step ends with it; a step may have fewer at the end of an epoch.
     settings["gradient_accumulation_steps"] = 1
@@ -173,7 +175,7 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
             yield from _difference(where, key, value, options)
         elif key in _OWN:
             yield from _own_section(where, key, value)
-        elif key not in _OF_THE_MACHINE:
+        elif key not in _OF_THE_MACHINE | _OBSERVING:
             yield Problem(
                 f'"{key}" of DeepSpeed\'s settings is not part of burnish.', where, remedy="Take it out of the file."
             )
@@ -185,6 +187,8 @@ def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
         return
     if zero_stage(options) == 0:
         yield '"deepspeed": stage 0 of ZeRO spreads nothing, so torch\'s data parallelism takes its place.'
+    for key in sorted(_OBSERVING & raw_settings(options).keys()):
+        yield f'"{key}" of DeepSpeed\'s settings has no effect: burnish logs by itself (report_to).'
     yield from (
         f'"{key}" of DeepSpeed\'s settings is "auto": {_OWN[key]}.' for key in _OWN if key in raw_settings(options)
     )
