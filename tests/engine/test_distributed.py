@@ -27,6 +27,7 @@ THIRD = {"overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 
          "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": 0,
          "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
          "stage3_gather_16bit_weights_on_model_save": True}  # fmt: skip
+AWAY = {"device": "cpu", "pin_memory": True}
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
@@ -49,6 +50,7 @@ ENGINES = {
     "offload": {"fsdp": "full_shard offload"},
     "zero1": {"deepspeed": "zero1"},
     "zero2": {"deepspeed": json.dumps(settings_of({"stage": 2, **BUCKETS}))},
+    "zero2 offload": {"deepspeed": json.dumps(settings_of({"stage": 2, **BUCKETS, "offload_optimizer": AWAY}))},
     "zero3": {"deepspeed": json.dumps(settings_of({"stage": 3, **THIRD}))},
     "zero3 offload": {"deepspeed": "zero3_offload"},
 }

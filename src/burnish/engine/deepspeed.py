@@ -59,6 +59,7 @@ class DeepSpeedEngine(ParallelEngine):
         self.runner: Any = None
         self.weights: list[nn.Parameter] = []  # that train, in the order of the optimizer's groups
         self.empty_groups: dict[int, dict[str, Any]] = {}  # number -> a group without weights, which DeepSpeed drops
+        self.offloaded: list[tuple[Tensor, Tensor | None]] = []  # weights of which the machine's memory has gradients
         self.stage = zero_stage(options)
         self.splits_weights = self.frees_weights = self.stage == 3
 
@@ -84,6 +85,8 @@ class DeepSpeedEngine(ParallelEngine):
             model=_AsTuple(model) if gives_loss else model, optimizer=optimizer, config=settings,
             dist_init_required=False,
         )  # fmt: skip
+        if self.stage in (1, 2) and getattr(self.runner.optimizer, "cpu_offload", False):
+            self.offloaded = [(part, part.grad) for part in self.runner.optimizer.single_partition_of_fp32_groups]
         if self.stage in (1, 2) and getattr(self.runner.optimizer, "round_robin_gradients", False):
             _link_as_laid(self.runner.optimizer)
         return (_FromTuple(self.runner, model) if gives_loss else self.runner), optimizer
@@ -91,6 +94,8 @@ class DeepSpeedEngine(ParallelEngine):
     @contextmanager
     def microbatch(self, model: nn.Module, last: bool) -> Iterator[None]:
         if self.runner is not None and model.training:
+            for part, gradient in self.offloaded:
+                part.grad = gradient  # which the optimizer's zero_grad took away, and ZeRO copies gradients into
             self.runner.set_gradient_accumulation_boundary(last)
         yield
 
