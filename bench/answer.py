@@ -19,7 +19,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from burnish.infer.batch import answer_many
 from burnish.infer.forward import STEP
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask, Sampling
 from burnish.models.generate import generate
 

@@ -532,3 +532,9 @@ def test_nothing_is_kept_that_nobody_names() -> None:
         alone += [one.name for one in (*free, *private) if words[one.name] == 1 and not one.decorator_list]
     found_by_name = {name for name in alone if name.startswith(("__", "check_")) or name.endswith("_notes")}
     assert sorted(set(alone) - _NAMED_BY_OTHERS - found_by_name) == []
+
+
+@pytest.mark.parametrize("room", ["infer", "serve", "wire"])
+def test_a_file_that_answers_is_read_in_one_sitting(room: str) -> None:
+    lengths = {name_of(f): len(f.read_text(encoding="utf-8").splitlines()) for f in (SOURCE / room).rglob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}

@@ -13,7 +13,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask, Logprob, Made, Reason
 from tiny_models import _COMMON, _LLAMA, CONFIGS, VOCABULARY
 

@@ -7,7 +7,7 @@ import pytest
 from answering import Answer, alone, model_of, prompts
 
 from burnish.infer.engine import SeatEngine
-from burnish.infer.seats import SeatLimits
+from burnish.infer.seating import SeatLimits
 from burnish.infer.types import Ask, Closed
 
 pytestmark = pytest.mark.run

@@ -9,7 +9,8 @@ from burnish.app.plan import RunOptions
 from burnish.core.errors import UserError
 from burnish.infer.loading import load_answerer
 from burnish.infer.replies import read_whole
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask, Sampling
 from small_run import make_model
 

@@ -15,7 +15,8 @@ from burnish.core.errors import UserError
 from burnish.core.types import Example, Message
 from burnish.data.templates.choose import RECORDED
 from burnish.infer.loading import load_answerer, seat_engine
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import BASE, Ask
 from burnish.models.load import load_model
 from small_run import make_model

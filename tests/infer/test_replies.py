@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from burnish.data.templates.table import table
 from burnish.data.templates.tool_calls import Call
 from burnish.data.templates.tools import TOOL_FORMATS
-from burnish.infer.replies import Reply, ReplyForm, Whole, form_of, opens_thought, read_whole
+from burnish.infer.replies import Reply, Whole, read_whole
+from burnish.infer.reply_forms import ReplyForm, form_of, opens_thought
 
 SPECIAL = ["<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "<|tool_call>", "<tool_call|>", "<|tool>", "<tool|>"]
 SCRIPTS = [

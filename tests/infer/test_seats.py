@@ -8,7 +8,8 @@ from answering import SHAPES, Answer, alone, answers, loop_of, model_of, prompts
 
 from burnish.core.errors import UserError
 from burnish.infer import seats
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask, Full, Sampling
 from tiny_models import tiny_model
 

@@ -12,7 +12,8 @@ from burnish.app.plan import RunOptions
 from burnish.cli import main
 from burnish.core.errors import UserError
 from burnish.infer.loading import load_answerer
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.serve.evaluate import command
 from burnish.serve.evaluate.choices import Chooser, Chosen
 from burnish.serve.evaluate.harness import EngineModel

@@ -36,7 +36,8 @@ from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from burnish.data.templates.rows import Template
 from burnish.infer.batch import Finished, answer_many
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask, Sampling
 from burnish.models.generate import generate, generation_config, until_stop
 from burnish.models.load import context_length

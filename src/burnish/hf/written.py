@@ -23,7 +23,8 @@ from transformers import GenerationConfig, GenerationMixin
 
 from burnish.app.predict import is_plain
 from burnish.infer.batch import Finished, answer_many
-from burnish.infer.seats import SeatLimits, SeatLoop
+from burnish.infer.seating import SeatLimits
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask
 
 _INPUTS = {"input_ids", "attention_mask", "labels"}

@@ -17,7 +17,8 @@ from torch import nn
 
 from burnish.core.errors import Problem
 from burnish.infer.forward import Precision
-from burnish.infer.seats import Deliver, SeatLimits, SeatLoop, Through
+from burnish.infer.seating import Deliver, SeatLimits, Through
+from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask, Closed, EngineFacts, Sink, Ticket
 
 _IDLE_S = 0.5

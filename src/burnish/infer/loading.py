@@ -36,9 +36,9 @@ from burnish.data.templates.rows import Template
 from burnish.engine.options import device_of
 from burnish.infer.engine import SeatEngine
 from burnish.infer.options import is_remote
-from burnish.infer.replies import ReplyForm, form_of
+from burnish.infer.reply_forms import ReplyForm, form_of
 from burnish.infer.scoring import NO_ANSWERS, ScoreEngine
-from burnish.infer.seats import Deliver, SeatLimits, Through
+from burnish.infer.seating import Deliver, SeatLimits, Through
 from burnish.infer.types import BASE, Engine, Sampling
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite

@@ -19,71 +19,35 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from itertools import count
 from secrets import randbits
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError, is_out_of_memory
+from burnish.core.errors import Problem, is_out_of_memory
 from burnish.infer.forward import NewTokens, Precision
 from burnish.infer.probe import choose
 from burnish.infer.sampling import draw, log_probabilities
-from burnish.infer.types import BASE, Ask, EngineFacts, Filled, Full, Logprob, Made, Reason, Sink, Ticket
+from burnish.infer.seating import (
+    Deliver,
+    Job,
+    Pace,
+    Seat,
+    SeatLimits,
+    Through,
+    common_length,
+    deliver_each,
+    refuse,
+    takes_likeliest,
+)
+from burnish.infer.types import Ask, EngineFacts, Filled, Full, Logprob, Made, Reason, Sink, Ticket
 
 PIECE = 512
 """Tokens of prompts that are read in one turn."""
 WORTH_WAITING = 32
 """An ask waits for another one's prompt where so many more tokens of its own would be read by it."""
-
-Through = Callable[[Sequence[str]], AbstractContextManager[Any]]
-"""Names of adapters, one per row -> a context in which each row goes through its own."""
-Deliver = Callable[[Sequence[tuple[Sink, Made]]], None]
-
-
-@dataclass(frozen=True)
-class SeatLimits:
-    """Limits of what is answered at once.
-
-    Args:
-        seats: asks at once.
-        context: the longest prompt and answer together.
-        waiting: asks that may wait; None for any number.
-        exact: each ask alone in its forward passes, so that no sum depends on neighbours to the last bit.
-    """
-
-    seats: int
-    context: int
-    waiting: int | None = None
-    exact: bool = False
-
-
-@dataclass(eq=False)
-class _Job:
-    """An ask on its way."""
-
-    ask: Ask
-    sink: Sink
-    ticket: Ticket
-    limit: int  # tokens that the answer may have
-    seed: int
-    answer: list[int] = field(default_factory=list)
-    cached: int = 0
-    is_over: bool = False  # its sink has heard a reason
-    prompt_logprobs: list[Logprob] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Seat:
-    """A row of the cache, and whose tokens it holds."""
-
-    ids: list[int] = field(default_factory=list)
-    adapter: str = BASE
-    job: _Job | None = None
-    used: int = 0  # the turn in which it was used last
 
 
 class SeatLoop:
@@ -105,31 +69,31 @@ class SeatLoop:
         self.way, self.note = choose(model, limits.seats, precision)
         self.limits = limits if self.way.batches else SeatLimits(1, limits.context, limits.waiting, limits.exact)
         self._through = through or (lambda names: nullcontext())
-        self._deliver = deliver or _each
-        self._seats = [_Seat() for _ in range(self.limits.seats)]
+        self._deliver = deliver or deliver_each
+        self._seats = [Seat() for _ in range(self.limits.seats)]
         self._answering = self._reading = 0  # how many seats the first two stretches have
-        self._arrived: deque[_Job] = deque()  # filled by other threads
-        self._waiting: deque[_Job] = deque()
+        self._arrived: deque[Job] = deque()  # filled by other threads
+        self._waiting: deque[Job] = deque()
         self._cancelled: set[int] = set()
         self._numbers = count(1)
         self._turn = 0
         self._lacks_memory = self._cancels_all = False
         self._made: list[tuple[Sink, Made]] = []
-        self._rates: deque[tuple[float, int]] = deque(maxlen=64)
+        self._pace = Pace()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
     # --- for everyone -------------------------------------------------------------------------------------------------
 
     def submit(self, ask: Ask, sink: Sink) -> Ticket:
         """As ``types.Engine`` has it; from any thread."""
-        self._refuse(ask)
+        refuse(ask, self.limits, self.adapters)
         waiting = self.num_waiting
         if self.limits.waiting is not None and waiting >= self.limits.waiting:
-            raise Full(waiting, self._patience())
+            raise Full(waiting, self._pace.patience([*self._arrived, *self._waiting]))
         ticket = Ticket(next(self._numbers))
         limit = min(ask.max_new_tokens, self.limits.context - len(ask.ids))
         seed = randbits(63) if ask.sampling.seed is None else ask.sampling.seed
-        self._arrived.append(_Job(ask, sink, ticket, limit, seed))
+        self._arrived.append(Job(ask, sink, ticket, limit, seed))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -154,7 +118,8 @@ class SeatLoop:
         return EngineFacts(
             self.way.name, len(self._seats), self._answering + self._reading,
             self.num_waiting, self.limits.context, self.adapters, memory,
-            self._sums["prompt_tokens"], self._sums["cached_prompt_tokens"], self._sums["new_tokens"], self._rate(),
+            self._sums["prompt_tokens"], self._sums["cached_prompt_tokens"], self._sums["new_tokens"],
+            self._pace.rate(),
         )  # fmt: skip
 
     def turn(self) -> bool:
@@ -175,7 +140,7 @@ class SeatLoop:
             self._give_memory_back()
         made, self._made = self._made, []
         if made:
-            self._rates.append((time.monotonic(), sum(len(each.ids) for _, each in made)))
+            self._pace.add(sum(len(each.ids) for _, each in made))
             self._deliver(made)
         return is_busy or bool(made)
 
@@ -209,7 +174,7 @@ class SeatLoop:
             self._waiting.popleft()
             self._seat(job, source, common)
 
-    def _best_beginning(self, job: _Job) -> tuple[int, int]:
+    def _best_beginning(self, job: Job) -> tuple[int, int]:
         """The seat that holds the longest beginning of an ask's prompt, and its length."""
         ids, most = job.ask.ids, len(job.ask.ids) - 1  # at least one token is read, for its logits
         if job.ask.prompt_logprobs_from is not None:
@@ -221,12 +186,12 @@ class SeatLoop:
         best = max(range(len(held)), key=lambda at: (held[at], at))
         return best, held[best]
 
-    def _is_read_right_now(self, job: _Job, common: int) -> bool:
+    def _is_read_right_now(self, job: Job, common: int) -> bool:
         others = (seat.job.ask for seat in self._stretch(self._answering, self._reading) if seat.job)
         alike = (common_length(o.ids, job.ask.ids, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
         return self.way.goes_back and max(alike, default=0) >= common + WORTH_WAITING
 
-    def _seat(self, job: _Job, source: int, common: int) -> None:
+    def _seat(self, job: Job, source: int, common: int) -> None:
         """Give an ask a seat: the one that holds its beginning where that is free and mostly that, else the one that
         was free longest, with a copy of the beginning."""
         first_free = self._answering + self._reading
@@ -237,7 +202,7 @@ class SeatLoop:
         else:
             target = source
         self._exchange(first_free, target)
-        self._seats[first_free] = _Seat(job.ask.ids[:common], job.ask.adapter, job, self._turn)
+        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.adapter, job, self._turn)
         self._reading += 1
         job.cached = common
         self._sums["prompt_tokens"] += len(job.ask.ids)
@@ -282,10 +247,10 @@ class SeatLoop:
                 number += 1
         return self._answering + lead, number
 
-    def _left_to_read(self, seat: _Seat) -> int:
+    def _left_to_read(self, seat: Seat) -> int:
         return len(self._ask(seat).ids) - len(seat.ids)
 
-    def _rest(self, seat: _Seat) -> list[int]:
+    def _rest(self, seat: Seat) -> list[int]:
         """The tokens of a prompt that are read next."""
         assert seat.job is not None
         begin = len(seat.ids)
@@ -308,7 +273,7 @@ class SeatLoop:
             if len(seat.ids) == len(self._ask(seat).ids):
                 self._begin_answer(self._seats.index(seat), found)
 
-    def _score_prompt(self, seat: _Seat, row: NewTokens, logits: Tensor) -> None:
+    def _score_prompt(self, seat: Seat, row: NewTokens, logits: Tensor) -> None:
         """Log-probabilities of the prompt's own tokens, where asked for: position p predicts token p + 1."""
         job = seat.job
         assert job is not None
@@ -343,7 +308,7 @@ class SeatLoop:
             seat.ids += row.ids
         self._draw(seats, torch.cat(logits))
 
-    def _draw(self, seats: Sequence[_Seat], logits: Tensor) -> None:
+    def _draw(self, seats: Sequence[Seat], logits: Tensor) -> None:
         """The next token of each seat, from one row of logits each."""
         largest = logits.amax(-1)
         finite = torch.isfinite(largest).tolist()
@@ -353,14 +318,14 @@ class SeatLoop:
             if not is_finite:
                 self._end(job, "failed", Problem("non_finite_logits: the model's logits are not finite numbers."))
                 continue
-            if not _takes_likeliest(job):
+            if not takes_likeliest(job):
                 barred = job.ask.stop_ids if len(job.answer) < job.ask.min_new_tokens else ()
                 token = draw(
                     row, job.ask.sampling, job.ask.ids, job.answer, job.seed, job.ask.request, job.ask.grammar, barred
                 )
             self._add(job, token, row)
 
-    def _add(self, job: _Job, token: int, logits: Tensor) -> None:
+    def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask
         job.answer.append(token)
         self._sums["new_tokens"] += 1
@@ -411,72 +376,22 @@ class SeatLoop:
         made, self._made = self._made, []
         self._deliver(made)
 
-    def _end(self, job: _Job, reason: Reason, error: Problem | None = None) -> None:
+    def _end(self, job: Job, reason: Reason, error: Problem | None = None) -> None:
         if not job.is_over:
             self._say(job, Made(reason=reason, error=error))
             job.is_over = True
 
-    def _say(self, job: _Job, made: Made) -> None:
+    def _say(self, job: Job, made: Made) -> None:
         self._made.append((job.sink, made))
 
     # --- small things -------------------------------------------------------------------------------------------------
 
-    def _stretch(self, first: int, number: int) -> list[_Seat]:
+    def _stretch(self, first: int, number: int) -> list[Seat]:
         return self._seats[first : first + number]
 
-    def _job(self, seat: _Seat) -> _Job:
+    def _job(self, seat: Seat) -> Job:
         assert seat.job is not None
         return seat.job
 
-    def _ask(self, seat: _Seat) -> Ask:
+    def _ask(self, seat: Seat) -> Ask:
         return self._job(seat).ask
-
-    def _refuse(self, ask: Ask) -> None:
-        """Raises UserError for an ask that can never be answered."""
-        context, problems = self.limits.context, []
-        if not ask.ids:
-            problems.append(Problem("a prompt has at least one token. Received: none."))
-        if len(ask.ids) + min(1, ask.max_new_tokens) > context:
-            what = f"the prompt has {len(ask.ids)} tokens, and {context} is the most that prompt and answer may have."
-            problems.append(Problem(what, remedy="Shorten the prompt, or raise infer_context."))
-        if ask.max_new_tokens < (ask.prompt_logprobs_from is None):
-            problems.append(Problem(f"max_new_tokens must be at least 1. Received: {ask.max_new_tokens}."))
-        if ask.adapter != BASE and ask.adapter not in self.adapters:
-            known = ", ".join((BASE, *self.adapters))
-            problems.append(Problem(f'there is no adapter "{ask.adapter}".', remedy=f"Known: {known}."))
-        if problems:
-            raise UserError(problems)
-
-    def _rate(self) -> float:
-        """New tokens per second over the last turns that made any."""
-        if len(self._rates) < 2 or self._rates[-1][0] <= self._rates[0][0]:
-            return 0.0
-        return sum(number for _, number in list(self._rates)[1:]) / (self._rates[-1][0] - self._rates[0][0])
-
-    def _patience(self) -> float:
-        """Seconds until the asks that wait are likely to be answered, in [1, 60]."""
-        waiting = sum(job.limit for job in [*self._arrived, *self._waiting])
-        return min(60.0, max(1.0, waiting / max(self._rate(), 1.0)))
-
-
-def _each(made: Sequence[tuple[Sink, Made]]) -> None:
-    for sink, each in made:
-        sink(each)
-
-
-def _takes_likeliest(job: _Job) -> bool:
-    """Return whether the model's own logits alone decide the next token."""
-    sampling, ask = job.ask.sampling, job.ask
-    is_changed = sampling.bias or sampling.presence_penalty or sampling.frequency_penalty
-    is_early = ask.stop_ids and len(job.answer) < ask.min_new_tokens
-    return not (
-        sampling.temperature or is_changed or sampling.repetition_penalty != 1 or ask.grammar is not None or is_early
-    )
-
-
-def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
-    """Length of the common prefix of two texts, in tokens, up to ``most``."""
-    most = min(most, len(a), len(b))
-    if list(a[:most]) == list(b[:most]):
-        return most
-    return next(at for at in range(most) if a[at] != b[at])

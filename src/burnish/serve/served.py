@@ -19,7 +19,8 @@ from typing import Any, Literal
 from burnish.core.errors import UserError
 from burnish.infer.grammar import Grammars
 from burnish.infer.loading import Answerer
-from burnish.infer.replies import Piece, Reply, ReplyForm, opens_thought, schemas_of
+from burnish.infer.replies import Piece, Reply
+from burnish.infer.reply_forms import ReplyForm, opens_thought, schemas_of
 from burnish.infer.scoring import ScoreEngine
 from burnish.infer.types import BASE, Engine, Grammar, Sampling
 from burnish.serve.answering import AnswerCall, Delta

@@ -15,7 +15,8 @@ from burnish.core.errors import MissingExtraError
 from burnish.core.types import Example, Message
 from burnish.data.templates.rows import Template
 from burnish.infer.batch import answer_many
-from burnish.infer.replies import ReplyForm, read_whole
+from burnish.infer.replies import read_whole
+from burnish.infer.reply_forms import ReplyForm
 from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask, Sampling
 

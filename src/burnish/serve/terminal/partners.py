@@ -123,7 +123,8 @@ class LocalPartner:
         return {**values, "max_new_tokens": self.answerer.max_new_tokens, "do_sample": sampling.temperature > 0}
 
     def answer(self, request: Request) -> Iterator[Event]:
-        from burnish.infer.replies import Reply, opens_thought, schemas_of
+        from burnish.infer.replies import Reply
+        from burnish.infer.reply_forms import opens_thought, schemas_of
 
         answerer = self.answerer
         ids, began = self._prompt(request), time.monotonic()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from burnish.core.conversion import as_type
 from burnish.core.errors import UserError, did_you_mean
 from burnish.serve.terminal.partners import ChatSettings, Ended, Message, Partner, Request
+from burnish.serve.terminal.records import read_record
 from burnish.serve.terminal.screen import Screen
 
 _TYPES: dict[str, Any] = {f.name: float for f in fields(ChatSettings)} | {
@@ -260,7 +261,7 @@ class Talk:
         if text == "off":
             self.tools = []
         elif text:
-            listed = _read_json(Path(text))
+            listed = read_record(Path(text))
             if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
                 raise UserError(f"{text}: a JSON list of tools is expected.")
             self.tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
@@ -376,7 +377,7 @@ class Talk:
         self.screen.say(f"Written: {path}", "dim")
 
     def _load(self, text: str) -> None:
-        record = _read_json(Path(text).expanduser())
+        record = read_record(Path(text).expanduser())
         messages = record.get("messages") if isinstance(record, dict) else None
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise UserError(f'{text}: a record with "messages" is expected.')
@@ -393,17 +394,3 @@ def _call(call: Mapping[str, str], place: int, number: int) -> dict[str, Any]:
 
 def _colour_of(chance: float) -> str:
     return "green" if chance > 0.5 else "" if chance > 0.1 else "red"
-
-
-def _read_json(path: Path) -> Any:
-    """The JSON of a file, or of its first line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from error
-    for part in (text, text.partition("\n")[0]):
-        try:
-            return json.loads(part)
-        except ValueError:
-            continue
-    raise UserError(f"{path} is not JSON.")
