@@ -27,7 +27,8 @@ from burnish.serve.completions import Desk
 from burnish.serve.options import ApiOptions
 from burnish.serve.served import ServedModel
 from serve.client import post
-from serve.running import serve_app
+from serve.fakes import END
+from serve.running import serve_app, starting
 
 pytestmark = pytest.mark.run
 
@@ -243,3 +244,39 @@ def test_adapters_answer_side_by_side_under_names_of_their_own(tmp_path) -> None
         client.chat.completions.create(model="sql", messages=ASKED)
     end()
     engine.close()
+
+
+GRADES = {
+    "type": "function",
+    "function": {
+        "name": "mean_grade", "description": "The mean of grades, weighted by hours.",
+        "parameters": {
+            "type": "object", "required": ["grades", "hours"],
+            "properties": {"grades": {"type": "string"}, "hours": {"type": "integer"}},
+        },
+    },
+}  # fmt: skip
+CALL = '[{"name": "mean_grade", "arguments": {"grades": "AC", "hours": 31}}]'
+
+
+def test_the_calls_of_llamafactorys_example_of_tools_are_answered() -> None:
+    # A call, the client's own message object back, a result without the id of its call, an answer.
+    replies = iter([CALL, "3.5, well done"])
+    with starting() as start:
+        running = start(lambda ask: [*next(replies).encode(), END], api_aliases=["test"])
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="0", max_retries=0)
+        messages: list = [{"role": "user", "content": "My grades are A and C, of 3 hours and 1."}]
+        first = client.chat.completions.create(messages=messages, model="first", tools=[GRADES])
+        call = first.choices[0].message.tool_calls[0].function
+        assert (call.name, json.loads(call.arguments)) == ("mean_grade", {"grades": "AC", "hours": 31})
+        messages += [first.choices[0].message, {"role": "tool", "content": '{"mean": 3.5}'}]
+        second = client.chat.completions.create(messages=messages, model="first", tools=[GRADES])
+        assert second.choices[0].message.content == "3.5, well done"
+
+
+def test_the_pictures_of_llamafactorys_example_are_refused_in_words(real: Real) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "https://example.org/boxes.png"}}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is on it?"}, picture]}]
+    with pytest.raises(openai.BadRequestError, match="nothing is opened or fetched") as refused:
+        real.client.chat.completions.create(model="demo", messages=asked)
+    assert (refused.value.code, refused.value.param) == ("unsupported_content", "messages[0].content[1].type")

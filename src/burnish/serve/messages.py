@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from burnish.serve.fields import Fields
@@ -75,7 +75,7 @@ def _message(one: Fields) -> ChatMessage:
         content=content,
         reasoning=(one.text("reasoning_content") or "") if role == "assistant" else "",
         calls=calls,
-        tool_call_id=(one.text("tool_call_id", required=True) or "") if role == "tool" else "",
+        tool_call_id=(one.text("tool_call_id") or "") if role == "tool" else "",
     )
 
 
@@ -146,13 +146,20 @@ def _check_order(fields: Fields, messages: list[ChatMessage], continues: bool) -
 
 
 def _check_answers(fields: Fields, messages: list[ChatMessage]) -> None:
-    """A tool's message answers a call of the assistant's message before it."""
+    """A tool's message answers a call of the assistant's message before it: the one that it names, else the first that
+    has no answer yet, as LLaMA-Factory's clients leave the id out."""
     offered: list[str] = []
+    waiting: list[str] = []
     for index, message in enumerate(messages):
         if message.role == "assistant":
             offered = [call.id for call in message.calls]
+            waiting = list(offered)
         elif message.role != "tool":
-            offered = []
+            offered, waiting = [], []
+        elif not message.tool_call_id and waiting:
+            messages[index] = replace(message, tool_call_id=waiting.pop(0))
+        elif message.tool_call_id in waiting:
+            waiting.remove(message.tool_call_id)
         elif message.tool_call_id not in offered:
             ids = ", ".join(offered) or "none"
             fields.wrong(f"messages[{index}].tool_call_id",
