@@ -20,7 +20,7 @@ import pytest
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-USUAL = re.compile(r"status of 4|net::ERR_(CONNECTION|INCOMPLETE|EMPTY)")
+USUAL = re.compile(r"status of 4|net::ERR_(CONNECTION|INCOMPLETE|EMPTY|INTERNET)")
 """What a console says of a request that was refused, or whose server was killed: that is what a test is about."""
 IS_THERE = bool(CHROMIUM) and find_spec("playwright") is not None and find_spec("starlette") is not None
 
