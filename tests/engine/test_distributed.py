@@ -108,6 +108,20 @@ def test_an_adapter_over_four_bits_ends_in_the_weights_of_one_process(engine, al
     assert_same(tmp_path / "four", tmp_path / "one")
 
 
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])
+def test_answers_of_ranks_with_different_numbers_of_prompts_are_those_of_one_process(engine, alone, tmp_path):
+    folder, four = alone
+    (tmp_path / "held.json").write_text(json.dumps(json.loads((folder / "data.json").read_text())[:5]))
+    asked = {**four, "eval_dataset": str(tmp_path / "held.json"), "do_predict": True, "predict_with_generate": True,
+             "max_new_tokens": 8, "do_sample": False, "per_device_eval_batch_size": 2, "max_steps": 2,
+             "predict_metrics": "exact_match"}  # fmt: skip
+    train({**asked, "num_processes": 1, "per_device_train_batch_size": 4}, tmp_path / "one")
+    train({**asked, **ENGINES[engine], "num_processes": 2, "per_device_train_batch_size": 2}, tmp_path / "two")
+    ours, theirs = ((tmp_path / name / "generated_predictions.jsonl").read_text() for name in ("two", "one"))
+    assert len(theirs.splitlines()) == 5
+    assert ours == theirs
+
+
 @needs_deepspeed
 def test_a_run_goes_from_zero3_to_fsdp_to_one_process(alone, tmp_path):
     folder, four = alone

@@ -183,6 +183,7 @@ def answer_all(
         likely |= kept.likelihoods if kept else {}
         open_ = [at for at in open_ if not (kept and at in kept.answers)]
         seats = options.infer_seats or options.per_device_eval_batch_size
+        stack.enter_context(engine.generating(run.model))  # ranks answer different numbers of questions
         loop = SeatLoop(model, SeatLimits(seats, context, exact=options.infer_exact), precision=engine.precision)
 
         advance = stack.enter_context(work("Answering", len(open_), "prompts"))

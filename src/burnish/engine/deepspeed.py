@@ -44,6 +44,8 @@ from burnish.engine.deepspeed_settings import filled, zero_stage
 from burnish.engine.parallel import ParallelEngine, with_weights
 
 TESTED = "0.19"
+_USER = -1
+"""Number of a module that uses a weight: ZeRO-3 lets go of a weight behind the last module that uses it."""
 
 
 class DeepSpeedEngine(ParallelEngine):
@@ -135,8 +137,15 @@ class DeepSpeedEngine(ParallelEngine):
     @contextmanager
     def generating(self, model: nn.Module) -> Iterator[None]:
         """Whole weights on every rank: answers end at different lengths, and no rank waits for another's."""
-        with self._gathered(list(model.parameters())):
-            yield
+        weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
+        with self.other_modules(), self._gathered(weights):
+            for weight in weights:
+                weight.ds_active_sub_modules.add(_USER)
+            try:
+                yield
+            finally:
+                for weight in weights:
+                    weight.ds_active_sub_modules.discard(_USER)
 
     def whole(self, tensor: Tensor) -> Tensor:
         with self._gathered([tensor]):
