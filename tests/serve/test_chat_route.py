@@ -368,3 +368,11 @@ def _unchunked(raw: bytes) -> str:
         body += rest[: int(size, 16)]
         rest = rest[int(size, 16) + 2 :]
     return body.decode()
+
+
+def test_a_client_of_transformers_hears_that_its_model_is_there_and_loads_nothing(serve) -> None:
+    running = serve()
+    status, _, text = send(running, "POST", "/load_model", {"model": "first"})
+    assert (status, events(text)) == (200, [{"status": "ready", "cached": True}])
+    assert send(running, "POST", "/load_model", {"model": "somebody/else"})[0] == 404
+    assert send(running, "POST", "/load_model", {})[0] == 400

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
@@ -105,6 +105,7 @@ class Routes:
             "/v1/score/evaluation": self.score,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
+            "/load_model": self.load_model,
             "/v1/load_lora_adapter": self.no_loading,
             "/v1/unload_lora_adapter": self.no_loading,
         }
@@ -210,6 +211,14 @@ class Routes:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     # --- tokens and scores --------------------------------------------------------------------------------------------
+
+    async def load_model(self, request: Request) -> Any:
+        """The question with which ``transformers chat`` begins: its model is there, and nothing is loaded for it."""
+        fields = Fields(await json_object(request))
+        model = fields.text("model", required=True) or ""
+        fields.raise_all()
+        self.state.ready().served.adapter_of(model.removesuffix("@main"))
+        return Response(b'data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
 
     async def tokenize(self, request: Request) -> Any:
         body = await json_object(request)
