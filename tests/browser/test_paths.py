@@ -157,6 +157,13 @@ def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> No
     visitor.wait_for_selector("#start:not([disabled])")
     assert "frage" in visitor.inner_text("#yaml")
     assert " + 1" in visitor.inner_text("#sample")
+    visitor.fill("#columns-name", "sums")
+    visitor.click("#columns-keep")
+    visitor.get_by_text("dataset_info.json has sums now.").wait_for()
+    assert visitor.input_value("#box-dataset") == "sums"
+    visitor.locator("#yaml", has_text=re.compile(r"dataset: .*sums")).wait_for()
+    visitor.wait_for_selector("#start:not([disabled])")
+    assert json.loads((server.root / "dataset_info.json").read_text())["sums"]["columns"]["response"] == "antwort"
 
 
 def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from burnish.app.columns import columns_of_file
 from burnish.core.errors import UserError
+from burnish.data.options import DataOptions
+from burnish.data.sets.sources import load_datasets
+from burnish.data.tally import Tally
 
 RECORDS = [{"frage": "1+1", "antwort": "2", "n": 3}, {"frage": "Hot?", "antwort": "cold"}]
 
@@ -28,6 +31,29 @@ def test_columns_come_with_their_first_values_and_what_they_may_be(tmp_path) -> 
     file.write_text("{torn\n")
     with pytest.raises(UserError, match=r"own\.jsonl"):
         columns_of_file(file)
+
+
+def test_columns_are_written_where_the_trainer_reads_them_and_nothing_is_written_over(page, root) -> None:
+    (root / "sets").mkdir()
+    (root / "sets/own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    body = {"file": "sets/own.jsonl", "formatting": "alpaca", "columns": {"prompt": "frage", "response": "antwort"}}
+    status, _, text = page.send("PUT", "/api/datasets/own", body)
+    assert (status, json.loads(text)) == (201, {"name": "own", "folder": "sets"})
+    assert page.send("PUT", "/api/datasets/own", body)[0] == 201
+    entry = {"file_name": "own.jsonl", "formatting": "alpaca", "columns": body["columns"]}
+    assert json.loads((root / "sets/dataset_info.json").read_text()) == {"own": entry}
+    assert page.get("/api/datasets")["datasets"] == [{"name": "own", "folder": "sets"}]
+    (example, _) = load_datasets(DataOptions(dataset=["own"], dataset_dir=str(root / "sets")), 0, Tally()).train
+    assert [message.content for message in example.messages] == ["1+1", "2"]
+    for change, wanted in (
+        ({"columns": {"prompt": "antwort"}}, 409), ({"formatting": "shell"}, 422), ({"columns": {"prompt": 3}}, 422),
+        ({"file": "/etc/passwd"}, 422), ({"file": "sets/none.jsonl"}, 404),
+    ):  # fmt: skip
+        assert page.send("PUT", "/api/datasets/own", {**body, **change})[0] == wanted, change
+    assert page.send("PUT", "/api/datasets/..%2Fown", body)[0] in (404, 405)
+    (root / "sets/dataset_info.json").write_text("{torn")
+    assert page.send("PUT", "/api/datasets/own", body)[0] == 422
+    assert (root / "sets/dataset_info.json").read_text() == "{torn"
 
 
 def test_columns_are_read_below_the_roots_only(page, root, monkeypatch) -> None:

@@ -36,7 +36,7 @@ EFFECTS = [
     ("POST", "/api/runs"), ("POST", "/api/check"), ("POST", "/api/yaml"),
     ("POST", "/api/runs/{id}/stop"), ("POST", "/api/runs/{id}/continue"),
     ("DELETE", "/api/queue/1"), ("POST", "/api/engines"), ("DELETE", "/api/engines/x"), ("POST", "/api/chat/x"),
-    ("PUT", "/api/chats/x"), ("POST", "/api/exports"), ("POST", "/sign-out"),
+    ("PUT", "/api/chats/x"), ("PUT", "/api/datasets/x"), ("POST", "/api/exports"), ("POST", "/sign-out"),
 ]  # fmt: skip
 
 

@@ -15,6 +15,10 @@ from starlette.responses import Response
 import burnish
 from burnish.app.config import read_arguments
 from burnish.core.errors import UserError
+from burnish.core.json_files import read_object
+from burnish.data.sets.dataset_info import INFO_NAME
+from burnish.data.sets.formats import FORMATS
+from burnish.report.results import write_whole
 from burnish.web.home import safe_name
 from burnish.web.layout import BOXES, DEPENDS, PRESETS, RISKY
 from burnish.web.runs import DEPTH
@@ -46,6 +50,7 @@ class Form:
         yield "GET", "/api/models", self.models
         yield "GET", "/api/datasets", self.datasets
         yield "GET", "/api/datasets/columns", self.columns
+        yield "PUT", "/api/datasets/{id}", self.describe
 
     async def form(self, request: Request) -> Response:
         """Every option, from the planner, kept as long as burnish's own files are what they were."""
@@ -153,7 +158,7 @@ class Form:
     def _datasets(self) -> list[dict[str, str]]:
         found = []
         for root in self.site.places.roots:
-            for pattern in ("dataset_info.json", "*/dataset_info.json", "*/*/dataset_info.json"):
+            for pattern in (INFO_NAME, f"*/{INFO_NAME}", f"*/*/{INFO_NAME}"):
                 for path in list(root.glob(pattern))[:20]:
                     try:
                         names = list(json.loads(path.read_text(encoding="utf-8")))
@@ -172,6 +177,34 @@ class Form:
         if found.get("problems"):
             raise Refusal(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
         return Json(found)
+
+    async def describe(self, request: Request) -> Response:
+        """Write into the ``dataset_info.json`` beside a file which of its columns is which, under a name."""
+        body, name = await json_object(request), safe_id(request)
+        path, columns = self.site.places.within(str(body.get("file") or ""), "dataset"), body.get("columns") or {}
+        kind = body.get("formatting")
+        is_text = isinstance(columns, dict) and all(isinstance(one, str) for one in [*columns, *columns.values()])
+        if kind not in [one.name for one in FORMATS] or not is_text:
+            raise Refusal(422, "invalid_value", '"formatting" must be a known format, "columns" part: column.')
+        if not path.is_file():
+            raise Refusal(404, "no_file", "There is no such file.")
+        entry = {"file_name": path.name, "formatting": kind, **({"columns": columns} if columns else {})}
+        await asyncio.to_thread(_add_entry, path.with_name(INFO_NAME), name, entry)
+        return Json({"name": name, "folder": self.site.places.shown(path.parent)}, 201)
+
+
+def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
+    """Raises Refusal where the name describes something else already, or the file cannot be read or written."""
+    try:
+        known = read_object(file) if file.is_file() else {}
+    except UserError as error:
+        raise Refusal(422, "unreadable", str(error)) from error
+    if known.get(name, entry) != entry:
+        raise Refusal(409, "name_taken", f'{file.name} describes another set as "{name}" already; choose another name.')
+    try:
+        write_whole(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise Refusal(422, "not_written", f"{file.name} cannot be written: {error.strerror}.") from error
 
 
 def safe_id(request: Request) -> str:

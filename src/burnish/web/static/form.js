@@ -134,8 +134,20 @@ function mapping({ columns, formats, known, proposed }) {
     tell();
   });
   fill();
+  const name = el("input", { id: "columns-name", value: columnsOf.replace(/^.*\//, "").replace(/\.\w+$/, "").replace(/[^\w-]/g, "_") });
+  const keep = el("button", { type: "button", id: "columns-keep", onclick: async () => {
+    try {
+      const kept = await send("PUT", `api/datasets/${encodeURIComponent(name.value)}`, { file: columnsOf, formatting: format.value || known, columns: chosen });
+      for (const [option, value] of [["dataset", kept.name], ["dataset_dir", kept.folder], ["formatting", ""], ["columns", ""]]) set(option, value);
+      lists[1] = await get("api/datasets");
+      say(t("columns_kept", { name: kept.name }));
+      void askForColumns();
+      changed();
+    } catch (failed) { say(failed.message); }
+  } }, t("columns_keep"));
+  const named = el("div", { class: "field" }, el("label", { for: "columns-name" }, t("name")), name, keep, el("p", { class: "problem" }));
   const found = el("p", { class: "hint" }, t("columns_found", { names: visible(columns.map(([name]) => name).join(", ")) }));
-  return el("details", { id: "columns", open: !known }, el("summary", {}, t("columns")), found, el("div", { class: "field" }, el("label", { for: "columns-format" }, t("format")), format, el("p", { class: "problem" })), parts);
+  return el("details", { id: "columns", open: !known }, el("summary", {}, t("columns")), found, el("div", { class: "field" }, el("label", { for: "columns-format" }, t("format")), format, el("p", { class: "problem" })), parts, named);
 }
 
 // --- what will happen -------------------------------------------------------------------------------------------------
