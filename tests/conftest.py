@@ -1,7 +1,9 @@
 """What several tests share: few threads, no network, a place for the files that only a checkout beside the data has."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,6 +50,16 @@ def user_folder(
     monkeypatch.chdir(tmp_path)
     make_folder(small_model)
     return tmp_path
+
+
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """``caplog``, with the loggers of transformers speaking to it, whatever earlier tests of the process have set."""
+    for name in ("transformers", "transformers.trainer"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+    with caplog.at_level(logging.INFO, logger="transformers"), caplog.at_level(logging.INFO, "transformers.trainer"):
+        yield caplog
 
 
 @pytest.fixture
