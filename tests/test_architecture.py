@@ -534,7 +534,7 @@ def test_nothing_is_kept_that_nobody_names() -> None:
     assert sorted(set(alone) - _NAMED_BY_OTHERS - found_by_name) == []
 
 
-@pytest.mark.parametrize("room", ["infer", "serve", "wire"])
-def test_a_file_that_answers_is_read_in_one_sitting(room: str) -> None:
+@pytest.mark.parametrize("room", ["engine", "infer", "serve", "wire"])
+def test_a_file_that_answers_or_places_is_read_in_one_sitting(room: str) -> None:
     lengths = {name_of(f): len(f.read_text(encoding="utf-8").splitlines()) for f in (SOURCE / room).rglob("*.py")}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
