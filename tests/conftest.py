@@ -53,7 +53,9 @@ def user_folder(
 
 
 @pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+def log_of_transformers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
     """``caplog``, with the loggers of transformers speaking to it, whatever earlier tests of the process have set."""
     for name in ("transformers", "transformers.trainer"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
