@@ -53,7 +53,7 @@ def user_folder(
 
 
 @pytest.fixture
-def log_of_transformers(
+def library_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
     """``caplog``, with the loggers of transformers speaking to it, whatever earlier tests of the process have set."""

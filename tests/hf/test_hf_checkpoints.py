@@ -266,11 +266,11 @@ def test_checkpoints_of_an_adapter_go_there_and_back(tmp_path):
         assert all("lora_" in name for name in moved)
 
 
-def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tmp_path, log_of_transformers):
+def test_a_checkpoint_of_transformers_without_optimizer_says_what_begins_anew(tmp_path, library_log):
     theirs(tmp_path, save_only_model=True)
     trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **SAVED)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert "begin anew" in log_of_transformers.text
+    assert "begin anew" in library_log.text
 
 
 # --- which checkpoint -------------------------------------------------------------------------------------------------

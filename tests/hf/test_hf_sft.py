@@ -153,12 +153,12 @@ def test_arguments_of_a_row_count_where_the_assistant_is_looked_for(tmp_path):
     assert [text_of(row["labels"]) for row in made] == ["Ho!<|im_end|>", "Ho<|im_end|>"]
 
 
-def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_path, log_of_transformers):
+def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_path, library_log):
     pairs = [{"prompt": "long " * 40, "completion": "x"}, *PAIRS]
     rows = make(tmp_path, pairs, max_length=12).train_dataset
     assert len(rows) == len(PAIRS)
     assert all(len(row["input_ids"]) <= 12 for row in rows)
-    assert "1 of 7 rows of the train dataset are left out" in log_of_transformers.text
+    assert "1 of 7 rows of the train dataset are left out" in library_log.text
 
 
 def test_keep_end_keeps_the_end(tmp_path):
