@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,11 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def of_room(room: str, takes_from: set[str]) -> list[str]:
     """One room: what it is for, what it takes, its files."""
     below = ", ".join(f"`{name}`" for name in sorted(takes_from)) or "no other room"
@@ -57,13 +63,13 @@ def of_room(room: str, takes_from: set[str]) -> list[str]:
 
 def purpose(file: Path) -> str:
     """The first paragraph of a room's own docstring, as one line."""
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(tree_of(file)) or ""
     return " ".join(text.split("\n\n")[0].split()).replace("``", "`")
 
 
 def first_sentence(file: Path) -> str:
     """The first sentence of a file's docstring, as one line of a table."""
-    text = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
+    text = " ".join((ast.get_docstring(tree_of(file)) or "").split("\n\n")[0].split())
     sentence = text.split(". ")[0].rstrip(".")
     return sentence.replace("``", "`").replace("|", "\\|")
 
@@ -73,7 +79,7 @@ def imports_between_rooms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for file in SOURCE.rglob("*.py"):
         room = file.relative_to(SOURCE).parts[0]
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(file)):
             module = node.module if isinstance(node, ast.ImportFrom) else ""
             parts = (module or "").split(".")
             if parts[0] == "burnish" and len(parts) > 1 and parts[1] != room and (SOURCE / parts[1]).is_dir():

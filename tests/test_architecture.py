@@ -16,6 +16,13 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "burnish"
 FILES = sorted(SOURCE.rglob("*.py"))
 
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    """The syntax tree of a file, parsed once for all tests, and changed by none."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 # From the top of the house to the bottom; a package imports from floors below its own, and from itself.
 FLOORS = (
     {"cli"},
@@ -84,7 +91,7 @@ def package_of(file: Path) -> str | None:
 
 def imports(file: Path) -> Iterator[tuple[str, int]]:
     """Every module that a file imports, wherever in it, and the line."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -201,7 +208,7 @@ def _without_checks(tree: ast.Module) -> ast.Module:
 
 def option_reads(file: Path, with_checks: bool) -> Iterator[tuple[str, int]]:
     """The options that a file reads: ``options.name``, ``getattr(options, "name")``, and names listed for a getattr."""
-    whole = ast.parse(file.read_text(encoding="utf-8"))
+    whole = tree_of(file)
     tree = whole if with_checks else _without_checks(whole)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_options(node.value):
@@ -292,7 +299,7 @@ def test_every_option_is_read_by_one_component() -> None:
 
 @pytest.mark.parametrize("file", [f for f in FILES if package_of(f) != "hf"], ids=name_of)
 def test_nobody_writes_to_the_options(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             written = isinstance(target, ast.Attribute) and _is_options(target.value)
@@ -313,7 +320,7 @@ def test_every_group_of_options_belongs_to_the_run() -> None:
     own = (ApiOptions, EvalOptions, PredictOptions, WebOptions)
     joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS, *own) for base in group.__mro__}
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(file)):
             is_group = isinstance(node, ast.ClassDef) and node.name.endswith("Options")
             if is_group and any(_is_option_call(statement) for statement in node.body):
                 assert node.name in joined, f"{name_of(file)}: {node.name} is not part of RunOptions"
@@ -362,7 +369,7 @@ ELSEWHERE = {
 def own_attributes() -> set[str]:
     """What burnish's own classes declare: fields, and what their methods set on ``self``."""
     found = set()
-    for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+    for node in (node for file in FILES for node in ast.walk(tree_of(file))):
         if isinstance(node, ast.ClassDef):
             fields = (s.target for s in node.body if isinstance(s, ast.AnnAssign))
             found |= {field.id for field in fields if isinstance(field, ast.Name)}
@@ -426,7 +433,7 @@ def _is_namespace(node: ast.expr) -> bool:
 
 @pytest.mark.parametrize("file", [f for f in FILES if name_of(f) != "core/patching.py"], ids=name_of)
 def test_nobody_changes_someone_elses_code_but_through_the_register(file: Path) -> None:
-    found = list(patches_past_the_door(ast.parse(file.read_text(encoding="utf-8"))))
+    found = list(patches_past_the_door(tree_of(file)))
     assert not found or name_of(file) in ELSEWHERE, (
         f"{name_of(file)}: {found}; use core.patching.patch(owner, name, value, why)"
     )
@@ -434,7 +441,7 @@ def test_nobody_changes_someone_elses_code_but_through_the_register(file: Path) 
 
 def test_what_stands_beside_the_register_is_still_there() -> None:
     for name in ELSEWHERE:
-        tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
+        tree = tree_of(SOURCE / name)
         assert list(patches_past_the_door(tree)), f"{name} sets nothing any more; take it off the list"
 
 
@@ -466,7 +473,7 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     found = [
         f"{name_of(file)}:{line}: {text.splitlines()[0]}"
         for file in FILES
-        for line, text in _docstrings(ast.parse(file.read_text(encoding="utf-8")))
+        for line, text in _docstrings(tree_of(file))
         if asks.match(text)
     ]
     assert not found, "\n".join(found)
@@ -480,7 +487,7 @@ def test_no_component_takes_options_of_any_type() -> None:
 
 
 def test_each_room_opens_with_a_page() -> None:
-    pages = {name_of(file): ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "" for file in FILES}
+    pages = {name_of(file): ast.get_docstring(tree_of(file)) or "" for file in FILES}
     rooms = [name for name in pages if name.endswith("/__init__.py")]
     assert not [name for name in rooms if len(pages[name]) < 80]
     whole = [name for name in rooms if name.count("/") == 1]
@@ -489,7 +496,7 @@ def test_each_room_opens_with_a_page() -> None:
 
 def _imports(file: Path, names: dict[str, Path]) -> set[str]:
     """The files that a file imports, inside its functions too; not those that only a type checker sees."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     unseen = {
         id(inner)
         for node in ast.walk(tree)
@@ -525,7 +532,7 @@ def test_nothing_is_kept_that_nobody_names() -> None:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     alone = []
     for file in FILES:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = tree_of(file)
         methods = [one for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for one in node.body]
         private = [one for one in methods if isinstance(one, kinds) and one.name.startswith("_")]
         free = [one for one in tree.body if isinstance(one, (*kinds, ast.ClassDef))]

@@ -72,7 +72,7 @@ CUTS = {
 }
 
 
-RARELY = ("neftune",)  # kills.py has it too
+RARELY = ("neftune", "badam")  # kills.py has them too
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in RARELY else m for m in CUTS])

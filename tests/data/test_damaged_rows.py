@@ -56,6 +56,7 @@ def test_damaged_rows_of_a_tokenized_path_are_refused_by_name(
     assert not Path("second").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_segment_is_encoded_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", "cache")
     words = ["train", "run.yaml", "save_strategy=no", "max_steps=24", "encode_ahead=true"]

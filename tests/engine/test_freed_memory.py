@@ -104,6 +104,7 @@ print(held() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is told, and this is another")
 def test_a_sharded_run_gives_back_a_layer_that_was_gathered_between_activations() -> None:
     whole, sharded = (_printed(_HELD.format(is_sharded=is_sharded)) for is_sharded in (False, True))
