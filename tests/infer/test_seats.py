@@ -28,6 +28,24 @@ def test_greedy_answers_are_those_of_generate(shape: str) -> None:
     assert (loop.way.name != "seats") == (shape in ONE_AT_A_TIME) == bool(loop.note)
 
 
+def test_a_model_whose_forward_asserts_is_read_from_its_beginning_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLM's refusal of a cache is an assertion."""
+    model = model_of("llama")
+    forward = model.forward
+
+    def asserting(input_ids, use_cache=False):
+        assert not use_cache, "a cache"
+        return forward(input_ids=input_ids, use_cache=False)
+
+    expected = alone(model, prompts()[0], 6)
+    monkeypatch.setattr(model, "forward", asserting)
+    loop = loop_of(model)
+    assert loop.way.name == "whole text"
+    assert "without" in loop.note
+    (made,) = answers(loop, [Ask(prompts()[0], 6)])
+    assert made.ids == expected
+
+
 def test_an_answer_ends_with_its_stop_token() -> None:
     model = model_of("llama")
     ids = prompts()[0]
