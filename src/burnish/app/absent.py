@@ -265,7 +265,8 @@ _no_effect(
 )
 _absent("Leave it out: weights are written as safetensors, never as pickles.", export_legacy_format=False)
 _family(
-    "export_quantization_bit", None, "Export the model in full precision, and quantise it with a tool of that method.",
+    "export_quantization_bit", None,
+    "Leave it out: the model is exported in full precision; gptqmodel makes GPTQ and AWQ files of that folder.",
     "export_quantization_dataset export_quantization_nsamples export_quantization_maxlen",
 )  # fmt: skip
 _family(
