@@ -2,16 +2,27 @@
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen3Config
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaTokenizer,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.tokenization_utils_base import generate_merges
 
 from burnish.app.export import export
 from burnish.core.errors import UserError
 from burnish.core.options import Given
-from small_run import make_model
+from small_run import CHAT_TEMPLATE, WORDS, make_model
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -93,3 +104,93 @@ def test_llama_cpp_is_asked_where_it_is_named(tmp_path: Path) -> None:
     (place / "convert_hf_to_gguf.py").write_text("raise SystemExit('no such shape')")
     with pytest.raises(RuntimeError, match="no such shape"):
         exported(tmp_path / "second", model, llama_cpp=str(place))
+
+
+# --- SentencePiece ----------------------------------------------------------------------------------------------------
+
+TEXTS = ("red stone", "  héllo\n\n wörld ", "🦙 lamp\t東京", "red    lamp, seven\r\nnine", "<s> red</s>", "")
+
+
+def sentencepiece_in(folder: Path, pieces: list[str], legacy: bool = True, **changes) -> Path:
+    """A Llama whose vocabulary is SentencePiece's: special tokens, bytes, ``pieces`` (the best first), letters."""
+    letters = sorted({letter for text in (*TEXTS, *pieces) for letter in text if letter in "▁" or letter.isalpha()})
+    letters = ["▁", *(letter for letter in letters if letter.isascii())]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters]
+    vocabulary = {name: at for at, name in enumerate(names)}
+    scores = {piece: -float(at) for at, piece in enumerate(pieces)}
+    merges = changes.pop("merges", None) or generate_merges(vocabulary, scores)
+    tokenizer = LlamaTokenizer(vocab=vocabulary, merges=merges, legacy=legacy, chat_template=CHAT_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer) + 5}, bos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def pieces_of(count: int = 60) -> list[str]:
+    """Pieces that training finds in words, each with the pieces that it may be joined from."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator([" ".join(WORDS)] * 5, trainers.BpeTrainer(vocab_size=count, show_progress=False))
+    ranked = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    return [*(piece for piece, _ in ranked if len(piece) > 1), "▁▁", "▁▁▁▁"]
+
+
+def joined(text: str, fields: dict) -> list[int]:
+    """llama.cpp's way with a text: join the neighbours whose token has the highest score, the leftmost first; what is
+    no token then is written as bytes."""
+    tokens, scores = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores"))
+    ids = {token: at for at, token in enumerate(tokens)}
+    parts = list((" " * fields["tokenizer.ggml.add_space_prefix"].contents() + text).replace(" ", "▁"))
+    while True:
+        found = [(-scores[ids[a + b]], at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        if not found:
+            break
+        at = min(found)[1]
+        parts[at : at + 2] = ["".join(parts[at : at + 2])]
+    return [
+        number
+        for part in parts
+        for number in ([ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()])
+    ]
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_sentencepiece_vocabulary_gives_the_same_ids(tmp_path: Path, legacy: bool) -> None:
+    model = sentencepiece_in(tmp_path / "model", pieces_of(), legacy)
+    file = exported(tmp_path / "out", model, export_gguf_type="f32")
+    fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.ggml.model"].contents() == "llama"
+    folder = AutoTokenizer.from_pretrained(file.parent)
+    back = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for text in TEXTS:
+        assert back(text)["input_ids"] == folder(text)["input_ids"]
+    for text in (text for text in TEXTS[:-1] if text[0] not in " <"):
+        plain = folder(text, add_special_tokens=False)["input_ids"]
+        assert joined(text, fields) == plain
+        assert folder.decode(plain) == text
+
+
+def test_each_token_of_a_sentencepiece_vocabulary_has_its_type(tmp_path: Path) -> None:
+    file = exported(tmp_path / "out", sentencepiece_in(tmp_path / "model", pieces_of()))
+    fields = gguf.GGUFReader(file).fields
+    tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    found = {name: types[tokens.index(name)] for name in ("<unk>", "<s>", "<0x0A>", "<|im_end|>", "▁red")}
+    assert found == {"<unk>": 2, "<s>": 3, "<0x0A>": 6, "<|im_end|>": 3, "▁red": 1}
+    assert types[-1] == 5
+    assert fields["tokenizer.ggml.unknown_token_id"].contents() == 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "merges", "what"),
+    [
+        (["re", "ed", "red"], [("r", "e"), ("e", "d"), ("re", "d")], 'no merge of "r" and "ed"'),
+        (["re", "ed", "red", "ee"],
+         [("r", "e"), ("e", "d"), ("re", "d"), ("e", "e"), ("r", "ed")], '"red" and "ee" are mixed'),
+    ],
+)  # fmt: skip
+def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path, pieces, merges, what: str) -> None:
+    model = sentencepiece_in(tmp_path / "model", pieces, merges=merges)
+    with pytest.raises(UserError, match=what):
+        exported(tmp_path / "out", model)

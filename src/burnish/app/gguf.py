@@ -4,7 +4,7 @@ In:  the folder that ``burnish export`` wrote. Out: ``<name>.gguf`` in it. Two w
 
 - with ``llama_cpp``, a checkout or an installation of llama.cpp: its own converter and its own quantiser, as processes;
 - without, this file over the library ``gguf`` (extra ``gguf``), for the shapes of llama, mistral, qwen2 and qwen3 with
-  a byte-level tokenizer, as f32, f16, bf16 or q8_0 and its like.
+  the tokenizers of ``gguf_tokens.py``, as f32, f16, bf16 or q8_0 and its like.
 
 Refuses: other shapes and tokenizers, by name, with the first way as the remedy. Afterwards tokens, chat template and
 stop token of the file are held against the folder's.
@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from burnish.app.gguf_tokens import add_tokenizer, kind_of
 from burnish.app.options import RunOptions
 from burnish.core.errors import MissingExtraError, Problem, UserError
 
@@ -32,15 +33,6 @@ ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", 
 """model_type -> llama.cpp's name of the shape."""
 OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Types that the library ``gguf`` can write; the K-quants are llama.cpp's own."""
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPLITS: Final = {
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
-    _CONTRACTIONS
-    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    "": "gpt-2",
-}
-"""A tokenizer's cut of text into words -> llama.cpp's name of it; "" is the cut that byte-level tokenizers bring."""
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def write_gguf(folder: Path, options: RunOptions) -> list[str]:
@@ -115,10 +107,10 @@ def _own(folder: Path, target: Path, kind: str) -> None:
     gguf = _library()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    split = _split_of(words)
+    tokens = kind_of(words)
     writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
     _add_shape(writer, config, folder.resolve().name, kind)
-    _add_tokenizer(writer, folder, words, split, config["vocab_size"])
+    add_tokenizer(writer, folder, words, tokens, config["vocab_size"])
     for name, tensor in _tensors(folder, config):
         _add_tensor(gguf, writer, name, tensor, kind)
     writer.write_header_to_file()
@@ -133,23 +125,6 @@ def _library() -> Any:
     except ImportError:
         raise MissingExtraError("gguf", "export_format: gguf", EXTRA) from None
     return gguf
-
-
-def _split_of(words: dict[str, Any]) -> str:
-    """llama.cpp's name of the tokenizer's cut into words.
-
-    Raises:
-        UserError: for one that is not known.
-    """
-    found = words.get("pre_tokenizer") or {}
-    parts = found.get("pretokenizers", [found])
-    patterns = [part["pattern"].get("Regex", "") for part in parts if part.get("type") == "Split"]
-    is_bytes = any(part.get("type") == "ByteLevel" for part in parts)
-    pattern = patterns[0] if patterns else ""
-    if words["model"].get("type") != "BPE" or not is_bytes or len(patterns) > 1 or pattern not in _SPLITS:
-        what = "the tokenizer is no byte-level one whose cut into words llama.cpp has a name for that is known here."
-        raise UserError(Problem(what, remedy="Set llama_cpp to a checkout of llama.cpp, whose converter is used then."))
-    return _SPLITS[pattern]
 
 
 def _add_shape(writer: Any, config: dict[str, Any], name: str, kind: str) -> None:
@@ -175,36 +150,6 @@ def _add_shape(writer: Any, config: dict[str, Any], name: str, kind: str) -> Non
 
 def _file_type(kind: str) -> str:
     return "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
-
-
-def _add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], split: str, rows: int) -> None:
-    from burnish.models.tokens import tokenizer_in
-
-    tokenizer = tokenizer_in(folder)
-    special = set(tokenizer.all_special_ids)
-    added = set(tokenizer.get_added_vocab().values())
-    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
-    texts = [tokens.get(i, f"[PAD{i}]") for i in range(rows)]
-    types = [
-        _CONTROL if i in special else _USER_DEFINED if i in added or i not in tokens else _NORMAL for i in range(rows)
-    ]
-    merges = words["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list(texts)
-    writer.add_token_types(types)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    for name in ("bos", "eos", "pad"):
-        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
-            getattr(writer, f"add_{name}_token_id")(number)
-    generation = folder / "generation_config.json"
-    ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
-    if isinstance(ends, list) and len(ends) > 1:
-        writer.add_eot_token_id(next(end for end in ends if end != tokenizer.eos_token_id))
-    first = tokenizer("", add_special_tokens=True)["input_ids"]
-    writer.add_add_bos_token(bool(first) and first[0] == tokenizer.bos_token_id)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _tensors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
