@@ -98,6 +98,32 @@ def test_four_processes_end_in_the_weights_of_one_and_their_checkpoint_goes_on_a
     assert_same(tmp_path / "then one", folder / kind)
 
 
+# What LLaMA-Factory's two files for accelerate say of FSDP.
+OF_ACCELERATE = {
+    "FSDP1": {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False, "fsdp_offload_params": True,
+              "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_sync_module_states": True, "fsdp_use_orig_params": False},
+    "FSDP2": {"fsdp_offload_params": False, "fsdp_reshard_after_forward": True, "fsdp_version": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", OF_ACCELERATE)
+def test_two_processes_of_accelerate_launch_end_in_the_weights_of_one(version, alone, tmp_path):
+    folder, four = alone
+    sharding = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
+                "fsdp_state_dict_type": "FULL_STATE_DICT", **OF_ACCELERATE[version]}  # fmt: skip
+    file = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": sharding,
+            "machine_rank": 0, "mixed_precision": "no", "num_machines": 1, "num_processes": 2, "main_process_port": 0,
+            "rdzv_backend": "static", "use_cpu": False}  # fmt: skip
+    (tmp_path / "fsdp.yaml").write_text(json.dumps(file))
+    given = {**four, "per_device_train_batch_size": 2, "num_processes": "auto", "output_dir": str(tmp_path / "two")}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp.yaml"),
+               "-m", "burnish.train", *as_words(given)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stdout
+    assert_same(tmp_path / "two", folder / "full")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero2", marks=needs_deepspeed)])
 def test_an_adapter_over_four_bits_ends_in_the_weights_of_one_process(engine, alone, tmp_path):

@@ -11,7 +11,10 @@ from burnish.engine import base
 from burnish.engine import options as engine_options
 from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, set_seed
 from burnish.engine.create import create_engine
-from burnish.engine.options import NOT_PARALLEL, autocast_dtype, check_engine, engine_notes, full_eval_dtype
+from burnish.engine.fsdp_settings import fsdp_settings
+from burnish.engine.launched import mixed_precision
+from burnish.engine.options import autocast_dtype, check_engine, device_of, engine_notes, full_eval_dtype
+from burnish.engine.places import world_size
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -56,11 +59,59 @@ def take_steps(engine, rows_per_step, num_steps=3, micro=2, model=None):
 
 @pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
 def test_a_launcher_that_asks_for_another_parallelism_is_refused_by_name(kind, monkeypatch):
-    monkeypatch.setenv(NOT_PARALLEL[kind], "2")
+    variable = {"tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
+                "sequence": "PARALLELISM_CONFIG_SP_SIZE"}[kind]  # fmt: skip
+    monkeypatch.setenv(variable, "2")
     (problem,) = check_engine(options())
     assert f"burnish has no {kind} parallelism" in str(problem)
-    monkeypatch.setenv(NOT_PARALLEL[kind], "1")
+    monkeypatch.setenv(variable, "1")
     assert check_engine(options()) == []
+
+
+def test_the_number_format_of_accelerate_launch_is_taken_where_the_options_name_none(monkeypatch):
+    from burnish import TrainingArguments
+    from burnish.app.options import RunOptions
+    from burnish.engine.deepspeed_settings import filled, named
+
+    cuda, asked = torch.device("cuda"), RunOptions(use_cpu=True, deepspeed=named("zero2"))
+    for told, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", told)
+        assert autocast_dtype(options(), cuda) == dtype
+        assert filled(asked, 64, 2)[told if dtype else "bf16"]["enabled"] is (dtype is not None)
+        assert TrainingArguments(use_cpu=True).mixed_precision == told
+        assert any("ACCELERATE_MIXED_PRECISION" in note for note in engine_notes(options())) is (dtype is not None)
+        assert mixed_precision(options(bf16=True)) == "bf16"
+        assert mixed_precision(options(pure_bf16=True)) == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    assert "burnish has bf16 and fp16" in str(check_engine(options())[0])
+    assert check_engine(options(bf16=True)) == []
+
+
+def test_accelerate_launch_keeps_a_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    asked = EngineOptions()
+    assert (device_of(asked).type, world_size(asked)) == ("cuda", 2)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert (device_of(asked).type, world_size(asked)) == ("cpu", 1)
+
+
+def test_what_accelerate_launch_asks_for_and_is_not_here_is_said(monkeypatch):
+    for variable, value in (("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_MEGATRON_LM", "true"),
+                            ("FSDP_IGNORED_MODULES", "head"), ("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"),
+                            ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")):  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    found = " ".join(str(problem) for problem in check_engine(options()))
+    assert "Megatron" in found
+    assert 'FSDP_IGNORED_MODULES is "head"' in found
+    assert "PREFETCH" not in found
+    assert any("torch_compile_backend say it" in note for note in engine_notes(options()))
+
+
+def test_copies_of_a_sharded_model_are_taken_from_accelerate_launch(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    assert fsdp_settings(options()).copies == 2
 
 
 def test_the_engine_is_plain_torch_unless_there_are_several_processes(monkeypatch):

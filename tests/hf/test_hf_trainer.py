@@ -367,6 +367,16 @@ def test_steps_of_accelerate_are_accumulation_unless_both_are_given(tmp_path):
         make_trainer(tmp_path, accelerator_config=by_accelerate, gradient_accumulation_steps=2)
 
 
+def test_a_model_that_was_cut_over_processes_is_refused(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **small))
+    model._tp_size = 2  # as from_pretrained(tp_plan="auto") leaves it
+    with pytest.raises(ValueError, match="cut over 2 processes"):
+        Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
+
+
 def test_settings_of_accelerate_can_be_read_from_the_accelerator(tmp_path):
     usual = make_trainer(tmp_path).accelerator
     assert (usual.split_batches, usual.dispatch_batches, usual.even_batches) == (False, None, True)

@@ -42,6 +42,7 @@ from burnish.engine.base import set_precision
 from burnish.engine.choices import EngineChoices
 from burnish.engine.deepspeed_settings import filled, zero_stage
 from burnish.engine.deepspeed_shards import AdapterShards, Place, StateShards, WeightShards
+from burnish.engine.launched import mixed_precision
 from burnish.engine.parallel import ParallelEngine, with_weights
 
 TESTED = "0.19"
@@ -57,7 +58,7 @@ class DeepSpeedEngine(ParallelEngine):
     def __init__(self, options: EngineChoices) -> None:
         super().__init__(options)
         self.dtype = None  # DeepSpeed makes the weights what they are to be; autocast would undo it
-        self.scaler, self.scales_loss = None, bool(options.fp16 and self.device.type != "cpu")
+        self.scaler, self.scales_loss = None, bool(mixed_precision(options) == "fp16" and self.device.type != "cpu")
         self.deepspeed = _library(self.device.type)
         self.runner: Any = None
         self.weights: list[nn.Parameter] = []  # that train, in the order of the optimizer's groups
@@ -69,7 +70,7 @@ class DeepSpeedEngine(ParallelEngine):
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
         """DeepSpeed moves this rank's parts, and keeps float32 copies of its own where it computes in half precision:
         weights are raised only where it does not."""
-        if not (self.options.bf16 or self.options.pure_bf16 or self.options.fp16):
+        if not self.options.pure_bf16 and mixed_precision(self.options) == "no":
             set_precision(model, trained_in)
 
     def settle(self, model: nn.Module) -> None:

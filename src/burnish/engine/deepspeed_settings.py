@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import Problem, did_you_mean
+from burnish.engine.launched import mixed_precision
 
 AUTO = "auto"
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
@@ -28,8 +29,8 @@ _SAYS_AGAIN: dict[str, tuple[str, Callable[[DeepspeedChoices], Any]]] = {
     ),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", lambda options: options.gradient_accumulation_steps),
     "gradient_clipping": ("max_grad_norm", lambda options: options.max_grad_norm),
-    "bf16": ("bf16", lambda options: options.bf16 or options.pure_bf16),
-    "fp16": ("fp16", lambda options: options.fp16),
+    "bf16": ("bf16", lambda options: options.pure_bf16 or mixed_precision(options) == "bf16"),
+    "fp16": ("fp16", lambda options: mixed_precision(options) == "fp16"),
 }  # fmt: skip
 """Key -> the option that says the same, and its value."""
 _OF_THE_MACHINE = {
@@ -131,9 +132,8 @@ def filled(options: DeepspeedChoices, hidden_size: int, world_size: int, on_cpu:
     settings["zero_allow_untested_optimizer"] = True  # torch's optimizers are element by element, like its own
     settings["zero_force_ds_cpu_optimizer"] = False
     settings.setdefault("steps_per_print", 10**9)
-    for name, asked in (("bf16", options.bf16 or options.pure_bf16), ("fp16", options.fp16)):
-        section = settings.setdefault(name, {})
-        section["enabled"] = bool(asked)
+    for name in ("bf16", "fp16"):
+        settings.setdefault(name, {})["enabled"] = bool(_SAYS_AGAIN[name][1](options))
     if on_cpu and settings["fp16"]["enabled"]:  # no kernels worth using there
         settings["fp16"]["enabled"], settings["bf16"]["enabled"] = False, True
     zero = settings.setdefault("zero_optimization", {"stage": 0})

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import Problem, did_you_mean
+from burnish.engine.launched import is_true
 
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "no_shard")
 _WORDS = {
@@ -76,7 +77,7 @@ class FsdpSettings:
 
 
 def asks_for_fsdp(options: FsdpChoices) -> bool:
-    return options.fsdp not in OFF or _is_true(os.environ.get("ACCELERATE_USE_FSDP"))
+    return options.fsdp not in OFF or is_true(os.environ.get("ACCELERATE_USE_FSDP"))
 
 
 def fsdp_settings(options: FsdpChoices) -> FsdpSettings:
@@ -88,11 +89,11 @@ def fsdp_settings(options: FsdpChoices) -> FsdpSettings:
     reshards = values.get("reshard_after_forward", strategy not in ("shard_grad_op", "hybrid_shard_zero2"))
     copies, old = values.get("dp_replicate_size"), _OLD_RESHARD.get(str(reshards).upper())
     return FsdpSettings(
-        reshards=_is_true(reshards) if old is None else old,
-        offloads="offload" in words or _is_true(values.get("offload_params", values.get("cpu_offload"))),
+        reshards=is_true(reshards) if old is None else old,
+        offloads="offload" in words or is_true(values.get("offload_params", values.get("cpu_offload"))),
         layer_classes=tuple(layers),
         min_num_params=int(values.get("min_num_params") or 0) if not layers else 0,
-        checkpoints=_is_true(values.get("activation_checkpointing")),
+        checkpoints=is_true(values.get("activation_checkpointing")),
         copies=int(copies) if copies not in (None, 1, "1") else 0 if strategy.startswith("hybrid") else None,
     )
 
@@ -116,6 +117,9 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         yield Problem('"fsdp_config" has no effect without "fsdp".', remedy="Set fsdp: full_shard, or leave it out.")
     for word in sorted(_words(options) - _WORDS):
         yield Problem(f'"fsdp": there is no "{word}".{did_you_mean(word, _WORDS)}')
+    for key, told in _told().items():
+        if key not in _READ and key not in _WITHOUT_EFFECT and told.lower() not in ("", "false", "none"):
+            yield Problem(f'FSDP_{key.upper()} is "{told}": burnish has no such setting.', remedy="Leave it out.")
     try:
         known = [*_READ, *_WITHOUT_EFFECT]
         for key in _values(options):
@@ -176,14 +180,16 @@ def _given(options: FsdpChoices) -> dict[str, Any]:
 
 
 def _of_environment() -> dict[str, Any]:
+    return {name: value for name, value in _told().items() if name in _READ}
+
+
+def _told() -> dict[str, str]:
     """The variables that ``accelerate launch --config_file fsdp.yaml`` sets."""
-    if not _is_true(os.environ.get("ACCELERATE_USE_FSDP")):
+    if not is_true(os.environ.get("ACCELERATE_USE_FSDP")):
         return {}
-    found = {
-        name.removeprefix("FSDP_").lower(): value for name, value in os.environ.items() if name.startswith("FSDP_")
+    named = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate_size"}
+    return {
+        named.get(name, name.removeprefix("FSDP_").lower()): value
+        for name, value in os.environ.items()
+        if name.startswith("FSDP_") or name in named
     }
-    return {name: value for name, value in found.items() if name in _READ}
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "1", "yes", "on")

@@ -26,6 +26,7 @@ from burnish.engine.deepspeed_settings import (
     zero_stage,
 )
 from burnish.engine.fsdp_settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
+from burnish.engine.launched import is_told_to_stay_on_cpu, launched_notes, launched_problems, mixed_precision
 from burnish.engine.places import AUTO
 
 
@@ -105,18 +106,11 @@ class EngineOptions:
     full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
 
 
-NOT_PARALLEL = {
-    "tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
-    "sequence": "PARALLELISM_CONFIG_SP_SIZE",
-}  # fmt: skip
-"""Ways to cut a model or its rows that are not here -> accelerate launch's word for their number of processes."""
-
-
 def check_engine(options: EngineChoices) -> list[Problem]:
     """Find options that this machine, or any machine, does not support."""
     return [
         *_formats(options), *checkpointing_problems(options), *deepspeed_problems(options), *fsdp_problems(options),
-        *_processes(options),
+        *launched_problems(options), *_processes(options),
         *_compiling(options),
     ]  # fmt: skip
 
@@ -148,7 +142,7 @@ def _formats(options: EngineChoices) -> Iterator[Problem]:
         )
     if options.bf16_full_eval and options.fp16_full_eval:
         yield Problem('"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.')
-    if options.bf16 and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
+    if mixed_precision(options) == "bf16" and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
         yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.")
 
 
@@ -160,10 +154,6 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
         yield Problem(f'"engine" is single, and "num_processes" {options.num_processes}.', remedy="Leave engine out.")
     if options.engine == "single" and num_processes > 1:
         yield Problem(f'"engine" is single, and {num_processes} processes were started.', remedy="Leave engine out.")
-    for kind, variable in NOT_PARALLEL.items():
-        if int(os.environ.get(variable) or 1) > 1:
-            what = f"{variable} is {os.environ[variable]}: burnish has no {kind} parallelism."
-            yield Problem(what, remedy="Leave it at 1, and shard the weights: fsdp, or deepspeed: zero3.")
     if asks_for_deepspeed(options) and asks_for_fsdp(options):
         yield Problem('"deepspeed" and "fsdp" are two ways to shard a model; a run has one.')
     if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
@@ -175,10 +165,11 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
 def engine_notes(options: EngineChoices) -> list[str]:
     """Notes on options that have no effect here, or another one than expected."""
     device, notes = device_of(options), []
-    if options.fp16 and device.type == "cpu":
+    asked = mixed_precision(options)
+    if asked == "fp16" and device.type == "cpu":
         instead = "bfloat16" if autocast_dtype(options, device) else "float32, because the processor has no bfloat16"
         notes.append(f'"fp16" on a CPU runs in {instead}.')
-    if options.bf16 and device.type == "cpu" and not has_fast_bfloat16():
+    if asked == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
         notes.append('"bf16" on this processor is emulated: it saves memory and costs time.')
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
         notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')
@@ -189,7 +180,7 @@ def engine_notes(options: EngineChoices) -> list[str]:
     for name in ("torch_compile_backend", "torch_compile_mode"):
         if getattr(options, name) is not None and not options.torch_compile:
             notes.append(f'"{name}" has no effect without "torch_compile".')
-    notes += [*deepspeed_notes(options), *fsdp_notes(options)]
+    notes += [*launched_notes(options), *deepspeed_notes(options), *fsdp_notes(options)]
     if device.type == "cpu" and asks_for_fsdp(options) and fsdp_settings(options).offloads:
         notes.append('"fsdp": offload has no effect on a CPU, whose memory is the machine\'s.')
     if options.tf32 and device.type == "cpu":
@@ -215,7 +206,8 @@ def engine_name(options: EngineChoices, num_processes: int | None = None) -> str
 
 def device_of(options: DeviceChoice) -> torch.device:
     """The device of this process: one of the machine's accelerators, or the CPU."""
-    accelerator = None if options.use_cpu else torch.accelerator.current_accelerator(check_available=True)
+    stays = options.use_cpu or is_told_to_stay_on_cpu()
+    accelerator = None if stays else torch.accelerator.current_accelerator(check_available=True)
     return torch.device(accelerator.type, local_rank()) if accelerator else torch.device("cpu")
 
 
@@ -229,11 +221,10 @@ def autocast_dtype(options: FormatChoices, device: torch.device) -> torch.dtype 
 
     There are no fast kernels for float16 on a CPU: bfloat16 is used where the processor has it, else float32.
     """
-    if options.fp16 and device.type == "cpu":
+    asked = mixed_precision(options)
+    if asked == "fp16" and device.type == "cpu":
         return torch.bfloat16 if has_fast_bfloat16() else None
-    if options.fp16:
-        return torch.float16
-    return torch.bfloat16 if options.bf16 and not options.pure_bf16 else None
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(asked)
 
 
 def full_eval_dtype(options: FormatChoices) -> torch.dtype | None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from burnish.core.errors import Problem
 from burnish.core.numbers import count_in
+from burnish.engine.launched import is_told_to_stay_on_cpu
 
 AUTO = "auto"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -40,7 +41,7 @@ def processes_here(asked: int | str, use_cpu: bool) -> int:
     """
     if asked != AUTO:
         return int(asked)
-    return _number("NPROC_PER_NODE", 0) or (1 if use_cpu else max(1, num_gpus()))
+    return _number("NPROC_PER_NODE", 0) or (1 if use_cpu or is_told_to_stay_on_cpu() else max(1, num_gpus()))
 
 
 class ProcessOptions(Protocol):

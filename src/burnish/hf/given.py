@@ -91,6 +91,11 @@ def check_model(model: Any, model_init: Any) -> None:
         raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument")
     if model is not None and model_init is not None:
         raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both.")
+    if (size := getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"The model was cut over {size} processes (tp_plan or tp_size), and burnish has no tensor parallelism. "
+            "Load it without, and shard its weights with `fsdp` or `deepspeed`."
+        )
 
 
 def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, model_init: Any) -> None:

@@ -39,6 +39,7 @@ from burnish.core.schedule import CurveOptions, StepOptions, warmup_steps_of
 from burnish.core.spikes import SpikeOptions
 from burnish.data.batches.stream import StreamOptions
 from burnish.engine.base import EngineOptions, check_engine
+from burnish.engine.launched import mixed_precision
 from burnish.engine.options import device_of
 from burnish.hf import notes
 from burnish.hf.arguments.checks import check_arguments, say_what_has_no_effect
@@ -213,7 +214,7 @@ class TrainingArguments(Setters, Groups, metaclass=AcceptsOldNames):
         self._take_enums()
         self._derive()
         check_arguments(self)
-        self.mixed_precision = "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+        self.mixed_precision = mixed_precision(self)
         if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
             self.torch_compile = True
         if self.torch_compile and self.torch_compile_backend is None:
