@@ -29,7 +29,7 @@ test-fast: $(DEV)
 	$(BIN)/python -m pytest -m "not slow and not run" -n 2 --dist worksteal
 
 test-distributed: $(DEV)
-	$(BIN)/python -m pytest -m distributed tests/engine
+	$(BIN)/python -m pytest -m distributed tests
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -m "slow or not slow and not distributed" -n 2 --dist loadfile
