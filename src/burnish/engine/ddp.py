@@ -47,7 +47,7 @@ class DdpEngine(ParallelEngine):
     def _are_same_everywhere(self, weights: Iterable[Tensor]) -> bool:
         """Return whether all ranks have these weights, by their sums. If so, none is sent: torch would send all of them
         once, and what is a view of a file would become a copy in each process."""
-        sums = torch.stack([weight.detach().sum(dtype=torch.float64).to(self.device) for weight in weights])
+        sums = torch.stack([_sum(weight.detach()).to(self.device) for weight in weights])
         of_ranks = self.gather(sums[None])
         return bool((of_ranks == of_ranks[:1]).all())
 
@@ -64,6 +64,11 @@ class DdpEngine(ParallelEngine):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return super().unwrap(model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def _sum(weight: Tensor) -> Tensor:
+    """() in float64, 65,536 elements at a time: torch makes a float64 copy of what it sums."""
+    return torch.stack([part.sum(dtype=torch.float64) for part in torch.split(weight.flatten(), 2**16)]).sum()
 
 
 def average(gradients: Sequence[Tensor], world_size: int) -> None:
