@@ -16,6 +16,11 @@ from browser.conftest import wait_for
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 SCREENS = ("sign-in", "runs", "new", "runs/{id}", "compare?runs={id}", "talk", "export", "settings")
 
+FORM = {
+    "model_name_or_path": "model", "dataset": "demo_train", "dataset_dir": "data", "cutoff_len": "128",
+    "finetuning_type": "full", "max_steps": "300", "logging_steps": "5", "save_steps": "100",
+}  # fmt: skip
+
 
 @pytest.fixture
 def axe() -> str:
@@ -81,3 +86,38 @@ def test_rows_are_whole_over_a_slow_line_that_is_cut_again_and_again(visitor, se
     rows = [*range(1, 41), 20, *range(41, 101)]  # step 20 has an evaluation too
     first = "rows => rows.map(row => Number(row.cells[0].textContent))"
     wait_for(lambda: sorted(visitor.eval_on_selector_all("#table tbody tr", first)) == sorted(rows), 30)
+
+
+def test_a_run_is_set_up_started_stopped_and_gone_on_with_by_keyboard_alone(visitor, server) -> None:
+    press = visitor.keyboard.press
+
+    def reach(selector: str, most: int = 300) -> None:
+        for _ in range(most):
+            if visitor.evaluate("wanted => document.activeElement?.matches(wanted)", selector):
+                return
+            press("Tab")
+        raise AssertionError(f"{selector} is not reached by {most} presses of Tab")
+
+    reach("header a[href$='new'], nav a[href$='new']")
+    press("Enter")
+    visitor.wait_for_selector("#box-model")
+    for name, value in FORM.items():
+        visitor.evaluate("document.querySelector('main').focus()")
+        reach(f"#box-{name}")
+        visitor.keyboard.type(value)  # a list of choices is chosen from by its letters
+    visitor.wait_for_selector("#start:not([disabled])")
+    reach("#start")
+    press("Enter")
+    visitor.wait_for_url("**/runs/*")
+    visitor.locator("#state", has_text="running").wait_for()
+    reach("#stop")
+    press("Enter")
+    wait_for(lambda: visitor.inner_text("#state") == "stopped")
+    visitor.wait_for_selector("#again:not([hidden])")
+    reach("#again")
+    press("Enter")
+    wait_for(lambda: visitor.inner_text("#state") == "done", 240)
+    reach("[role=tab]")
+    press("ArrowRight")
+    assert visitor.evaluate("document.activeElement.id") == "tab-log"
+    visitor.locator("#panel-log", has_text="Trained").wait_for()
