@@ -121,3 +121,26 @@ def test_a_run_is_set_up_started_stopped_and_gone_on_with_by_keyboard_alone(visi
     press("ArrowRight")
     assert visitor.evaluate("document.activeElement.id") == "tab-log"
     visitor.locator("#panel-log", has_text="Trained").wait_for()
+
+
+def test_another_window_takes_over_when_the_one_that_streams_is_closed(visitor, server, run) -> None:
+    windows = [visitor, visitor.context.new_page(), visitor.context.new_page()]
+    for window in windows:
+        window.goto(f"{server.address}/runs/{run}")
+        window.locator(".chart canvas").first.wait_for()
+    for last in (50, 60):
+        windows.pop(0).close()
+        with (server.root / "saves/first/trainer_log.jsonl").open("a") as file:
+            file.write(json.dumps({"current_steps": last, "total_steps": last, "loss": 0.5}) + "\n")
+        for window in windows:
+            window.locator("#summary", has_text=f"over {last} steps").wait_for()
+
+
+def test_where_a_proxy_keeps_the_stream_to_itself_the_page_asks_again_and_again(visitor, server, run) -> None:
+    visitor.context.route("**/api/stream**", lambda route: None)  # it never answers
+    visitor.goto(f"{server.address}/runs/{run}")
+    visitor.locator(".chart canvas").first.wait_for()
+    for last in (50, 60):
+        with (server.root / "saves/first/trainer_log.jsonl").open("a") as file:
+            file.write(json.dumps({"current_steps": last, "total_steps": last, "loss": 0.5}) + "\n")
+        visitor.locator("#summary", has_text=f"over {last} steps").wait_for()
