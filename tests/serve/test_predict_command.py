@@ -87,3 +87,27 @@ def test_a_reward_model_is_measured_as_one_without_being_told(place: Path) -> No
 def test_nothing_to_predict_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(DEMO / "model")]) == 2
     assert "eval_dataset is missing" in capsys.readouterr().err
+
+
+def test_a_file_beside_a_model_is_not_taken_for_the_file_of_its_run(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text((place / "writes/run.yaml").read_text())
+    (tmp_path / "base").symlink_to(DEMO / "model")
+    assert main(["predict", "base"]) == 2
+    assert "eval_dataset is missing" in capsys.readouterr().err
+
+
+def test_a_set_of_the_run_that_is_a_path_is_found_from_another_folder(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"instruction": "Say red", "output": "red"}, {"instruction": "Say blue", "output": "blue"}]
+    (place / "mine.json").write_text(json.dumps(rows))
+    monkeypatch.chdir(place)
+    words = [f"model_name_or_path={DEMO / 'model'}", "eval_dataset=mine.json", "cutoff_len=64", "output_dir=looked"]
+    words += ["dataset=demo_train", "max_samples=2", "max_steps=1", "use_cpu=true", "finetuning_type=full"]
+    assert main(["train", *words, "do_train=true"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", str(place / "looked"), "max_new_tokens=2"]) == 0
+    found = lines(place / "looked/predictions/generated_predictions.jsonl")
+    assert [line["label"] for line in found] == ["red", "blue"]

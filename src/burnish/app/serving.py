@@ -138,19 +138,45 @@ def data_of_run(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
     Args:
         given: the words; where they name a set, the run's own sets are left out.
     """
-    places = (Path(path).expanduser(), Path(path).expanduser().parent)
-    folder = next((place for place in places if (place / GIVEN).is_file()), None)
+    folder = _run_of(Path(path).expanduser())
     if folder is None:
         return {}
-    file, _ = read_arguments([str(folder / GIVEN)])
+    where = str(folder / GIVEN)
+    file, _ = read_arguments([where])
     names = {*specs(DataOptions), *specs(TemplateOptions), *specs(EncodingOptions), "stage", "seed"}
     found = {name: item for name, item in file.items() if name in names}
     begun = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
-    if isinstance(begun, str):  # relative paths in the file begin there
-        place = Path(begun) / str(_value(found, "dataset_dir") or DataOptions.dataset_dir)
-        found |= {"dataset_dir": Given(str(place), str(folder / GIVEN))} if place.is_dir() else {}
+    if isinstance(begun, str):
+        moved = data_seen_from(Path(begun), {name: item.value for name, item in found.items()})
+        found |= {name: Given(value, where) for name, value in moved.items()}
     own_sets = ("dataset", "eval_dataset", "val_size") if "eval_dataset" in given or "val_size" in given else ()
     return {name: item for name, item in found.items() if name not in own_sets}
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run that wrote a folder; a checkpoint lies in its run's, and nothing else belongs to a file beside it."""
+    places = [folder, folder.resolve().parent] if folder.resolve().name.startswith("checkpoint-") else [folder]
+    return next((place for place in places if (place / GIVEN).is_file()), None)
+
+
+def data_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that name data by a relative path, with paths that hold from every folder.
+
+    Args:
+        place: the folder in which the run was started.
+        values: of its options.
+    """
+    folders = {"dataset_dir": DataOptions.dataset_dir, **values}
+    found: dict[str, Any] = {}
+    for name in ("dataset_dir", "tokenized_path"):
+        if isinstance(folders.get(name), str) and (place / folders[name]).is_dir():
+            found[name] = str(place / folders[name])
+    for name in ("dataset", "eval_dataset"):
+        given = values.get(name) or []
+        names = [one.strip() for one in given.split(",")] if isinstance(given, str) else list(given)
+        if any((place / one).is_file() for one in names):
+            found[name] = [str(place / one) if (place / one).is_file() else one for one in names]
+    return found
 
 
 def _newest_checkpoint(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.app.config import read_arguments
+from burnish.app.serving import data_seen_from
 from burnish.core.errors import UserError
 from burnish.core.secrets import has_secret_name
 from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
@@ -127,10 +128,8 @@ class Starter:
         except UserError as error:
             raise Refusal(422, "invalid_value", str(error)) from error
         values = {name: item.value for name, item in given.items()}
-        named, place = values.get("dataset_dir", "data"), self._place_of(run.folder)
-        if place != self.places.first and isinstance(named, str) and (place / named).is_dir():
-            values["dataset_dir"] = str(place / named)
-        return self.checked(values)
+        place = self._place_of(run.folder)
+        return self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
 
     def _launch(self, folder: Path, devices: list[int] | None) -> None:
         (folder / OUTCOME).unlink(missing_ok=True)
