@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -178,9 +179,11 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
+        each = ceil(asked.inputs / len(READERS))
         for name in READERS:
-            fuzz(name, asked.inputs // len(READERS), asked.seed)
-            print(f"{name}: {asked.inputs // len(READERS):,} inputs", flush=True)
+            fuzz(name, each, asked.seed)
+            print(f"{name}: {each:,} inputs", flush=True)
+    print(f"{each * len(READERS):,} inputs, seed {asked.seed}: each ended well or in a sentence of burnish's own.")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from transformers.tokenization_utils_base import generate_merges
 from burnish.app.export import export
 from burnish.core.errors import UserError
 from burnish.core.options import Given
+from burnish.core.work import watch_with
 from small_run import CHAT_TEMPLATE, WORDS, make_model
+from watching import Told
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -71,6 +73,29 @@ def test_tokens_template_and_stops_are_in_the_file(tmp_path: Path) -> None:
     tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
     assert types[tokens.index("<|im_end|>")] == 3
     assert fields["tokenizer.ggml.eos_token_id"].contents() == tokens.index("<|im_end|>")
+
+
+def test_the_file_is_named_with_what_serves_it_and_told_while_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch_with(told := Told())
+    try:
+        file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
+    finally:
+        watch_with(None)
+    out = capsys.readouterr().out
+    assert f"{file} (0 MB): its tokens, chat template and stop token are the folder's." in out
+    assert f"llama-server -m {file}" in out
+    assert ("Writing the GGUF file", 21, "weights") in told.calls
+
+
+def test_a_type_of_a_file_that_is_not_asked_for_has_no_effect_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"model_name_or_path": str(model_in(tmp_path / "model", "llama")), "export_dir": str(tmp_path / "out")}
+    export({n: Given(v, "the command line") for n, v in {**options, "export_gguf_type": "q8_0"}.items()})
+    assert '"export_gguf_type" has no effect without "export_format".' in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*.gguf"))
 
 
 def test_a_shape_or_type_that_is_not_written_is_refused_before_anything_is(tmp_path: Path) -> None:

@@ -259,3 +259,23 @@ def test_a_full_disk_of_an_export_is_named_and_what_helps_there(
         assert cli.main(words) == 1
     assert 'error: The disk of "whole" is full.\n  Free some space, or name an export_dir on' in told(capsys)[1]
     assert cli.main(words) == 0
+
+
+def test_a_disk_that_is_full_within_a_gguf_file_is_named_and_no_part_of_the_file_is_left(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    words = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole", "export_format=gguf"]
+
+    def cut(writer: object) -> None:  # numpy's words, which hold no number of the system's
+        raise OSError("1536 requested and 8 written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf.GGUFWriter, "write_tensors_to_file", cut)
+        assert cli.main(words) == 1
+    out, err = told(capsys)
+    assert 'error: The disk of "whole" is full.\n  Free some space, or name an export_dir on' in err
+    assert "llama-server" not in out
+    assert not list(Path("whole").glob("*.gguf"))
+    assert cli.main([*words, "overwrite_output_dir=true"]) == 0
+    assert list(Path("whole").glob("*.gguf"))

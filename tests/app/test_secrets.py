@@ -193,7 +193,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "webui with a wrong option": (["webui", "web_port=none"], 2),
     "an api with its key among the words": (["api", "model", f"api_key={GIVEN}"], 2),
     "a page with its key among the words": (["webui", f"web_key={GIVEN}"], 2),
-    "GGUF": (["export", "model_name_or_path=model", "export_dir=single", "export_gguf_type=f16"], 0),
+    "GGUF": (["export", "model_name_or_path=model", "export_dir=single", "export_format=gguf"], 0),
     "a wrong option": (["train", "run.yaml", f"hub_tokn={GIVEN}", "output_dir=other"], 2),
     "an option that is not here": (["train", "run.yaml", f"om_hub_token={GIVEN}", "output_dir=other"], 2),
     "a wrong value": (["train", "run.yaml", f'hf_hub_token=["{GIVEN}"', "lora_rank=x", "output_dir=other"], 2),

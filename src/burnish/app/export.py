@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from burnish.app.absent import take_absent
-from burnish.app.gguf import check_gguf, write_gguf
+from burnish.app.gguf import check_gguf, gguf_file, write_gguf
 from burnish.app.modelfile import modelfile
 from burnish.app.options import RunOptions
 from burnish.app.plan import aliases
@@ -41,7 +41,7 @@ from burnish.infer.loading import (
     writes_answers,
 )
 from burnish.models.check import check_model
-from burnish.models.export import inference_dtype, problems_of_export, upload
+from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
 from burnish.models.load import context_length, load_config
 from burnish.models.quantize import is_quantised
 from burnish.models.reward_files import save_reward_head
@@ -62,7 +62,7 @@ def export(given: Mapping[str, Given]) -> Path:
     options = export_options(given)
     adapters = adapter_folders(options)
     config = load_config(options)
-    notes: list[str] = []
+    notes = without_gguf(options)
     tokenizer, options = tokenizer_of(options, adapters, notes)
     head = reward_head(options, adapters)
     if options.export_format == "gguf":
@@ -85,13 +85,12 @@ def export(given: Mapping[str, Given]) -> Path:
             save_reward_head(head.weights(), model, tokenizer, folder)
         file = folder / "Modelfile"
         file.write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
-    notes += compare(folder, template, options)
-    gguf = next(folder.glob("*.gguf"), None)
-    lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf else ""))
+        notes += compare(folder, template, options)
+        gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
+        notes += write_gguf(folder, gguf, options) if gguf is not None else []
+    lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf is not None else ""))
     for sentence in (*notes, f"The model is in {folder}. To answer with it:\n  {lines}"):
         note(sentence)
-    if options.export_format == "gguf":
-        notes += write_gguf(folder, options)
     if options.export_hub_model_id:
         note(f"Uploaded to {upload(folder, options)}.")
     return folder

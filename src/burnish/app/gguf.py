@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,28 +27,38 @@ from torch import Tensor
 from burnish.app.gguf_tokens import add_tokenizer, kind_of
 from burnish.app.options import RunOptions
 from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.tensor_files import read_header
+from burnish.core.work import work
+from burnish.models.save import whole_or_nothing
 
 EXTRA = "gguf"
 ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """model_type -> llama.cpp's name of the shape."""
 OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Types that the library ``gguf`` can write; the K-quants are llama.cpp's own."""
+WRITING: Final = "Writing the GGUF file"
 
 
-def write_gguf(folder: Path, options: RunOptions) -> list[str]:
-    """Write the file. Returns sentences for a person.
+def gguf_file(folder: Path, options: RunOptions) -> Path:
+    """The file that is written into an exported folder."""
+    return folder / f"{folder.resolve().name}-{options.export_gguf_type}.gguf"
+
+
+def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
+    """Write the file, or nothing where that fails. Returns sentences for a person.
 
     Raises:
         UserError: where this way is closed to the model; before anything is written.
         RuntimeError: where llama.cpp fails.
     """
     kind = options.export_gguf_type
-    target = folder / f"{folder.resolve().name}-{kind}.gguf"
-    if options.llama_cpp:
-        _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
-    else:
-        _own(folder, target, kind)
-    compare(folder, target)
+    with whole_or_nothing(folder):
+        if options.llama_cpp:
+            with work(WRITING):
+                _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
+        else:
+            _own(folder, target, kind)
+        compare(folder, target)
     size = target.stat().st_size / 1e6
     return [f"{target} ({size:,.0f} MB): its tokens, chat template and stop token are the folder's."]
 
@@ -111,12 +121,16 @@ def _own(folder: Path, target: Path, kind: str) -> None:
     writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
     _add_shape(writer, config, folder.resolve().name, kind)
     add_tokenizer(writer, folder, words, tokens, config["vocab_size"])
-    for name, tensor in _tensors(folder, config):
-        _add_tensor(gguf, writer, name, tensor, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    paths = sorted(folder.glob("*.safetensors"))
+    weights = [(path, name) for path in paths for name in read_header(path)]
+    with work(WRITING, len(weights), "weights") as advance:
+        for name, tensor in _tensors(weights, config):
+            _add_tensor(gguf, writer, name, tensor, kind)
+            advance(1)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 
 def _library() -> Any:
@@ -152,8 +166,8 @@ def _file_type(kind: str) -> str:
     return "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
 
 
-def _tensors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name in the file -> weight, in the order of the folder's files."""
+def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name in the file -> weight. Args: weights: where each is, and its name there."""
     from safetensors import safe_open
 
     gguf = _library()
@@ -161,13 +175,12 @@ def _tensors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Tensor
         gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]].upper()], config["num_hidden_layers"]
     )
     turned = _turned(config)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path, name in weights:
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise UserError(Problem(f'the weight "{name}" has no place in a GGUF file of this shape.'))
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-                if found is None:
-                    raise UserError(Problem(f'the weight "{name}" has no place in a GGUF file of this shape.'))
-                yield found, turned(name, file.get_tensor(name))
+            yield found, turned(name, file.get_tensor(name))
 
 
 def _turned(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:

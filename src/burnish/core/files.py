@@ -43,9 +43,12 @@ def is_endless(path: Path) -> bool:
 
 
 def error_number(error: BaseException) -> int | None:
-    """The operating system's error number. Libraries in Rust (safetensors) have it in their text: "(os error 28)"."""
+    """The operating system's error number. Libraries in Rust (safetensors) have it in their text, "(os error 28)", and
+    numpy says only that a file did not take all: "96 requested and 8 written"."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
+    if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):
+        return errno.ENOSPC
     match = re.search(r"\(os error (\d+)\)", str(error))
     return int(match[1]) if match else None
 

@@ -28,6 +28,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.json_files import read_json
 from burnish.core.options import raise_if
 from burnish.core.types import Example, Message
+from burnish.core.work import watched
 from burnish.data.tally import Tally
 from burnish.data.templates.answers import UnreadableTemplate
 from burnish.data.templates.chat_template import JinjaFormat
@@ -300,7 +301,7 @@ def merged_model(
 
         model = merge_folders(model, adapters)
     else:
-        for folder in adapters:
+        for folder in watched(adapters, "Merging", "adapters"):
             load_adapter(model, folder)
             merge_into_base(model)
     notes += [f"The adapter {folder} was merged." for folder in adapters]

@@ -43,9 +43,14 @@ class ExportOptions:
     export_hub_model_id: str | None = option(None, "The repository on the hub that the exported folder is uploaded to.")
 
 
+def without_gguf(options: ExportOptions) -> list[str]:
+    """A sentence for each option of a GGUF file where none is asked for."""
+    return set_without(options, {"export_gguf_type": "export_format", "llama_cpp": "export_format"})
+
+
 def export_notes(options: ExportOptions) -> list[str]:
     if options.export_dir is None:
-        return set_without(options, {"export_gguf_type": "export_format", "llama_cpp": "export_format"})
+        return without_gguf(options)
     return ['"export_dir" has no effect on training: burnish export reads it.']
 
 
