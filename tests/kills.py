@@ -74,6 +74,8 @@ WAYS: dict[str, list[str]] = {
 }  # fmt: skip
 RANKS = {"two processes": 2}
 """Way -> its processes, where they are several. They are killed together, as a machine that fails kills them."""
+TIMES = ("runtime", "per_second", "waiting")
+"""Ends of the names in a log that tell of time, which no run repeats."""
 NEEDS = {"moments in 8 bits": "bitsandbytes"}
 """Way -> the library without which it is left out."""
 
@@ -135,7 +137,7 @@ def end_of(folder: Path) -> dict[str, object]:
     """What a run leaves: weights, the parts of its last checkpoint, the history of its logs."""
     out = folder / "out"
     history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    plain = [{k: v for k, v in e.items() if not k.endswith(("runtime", "per_second"))} for e in history]
+    plain = [{k: v for k, v in e.items() if not k.endswith(TIMES)} for e in history]
     last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     parts = [p for p in (*out.glob("*model*.safetensors"), *last.iterdir()) if p.suffix == ".safetensors"]
     order = last / "stream.json"

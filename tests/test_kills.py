@@ -11,7 +11,7 @@ from kills import WAYS, campaign
 SEED = int(os.environ.get("BURNISH_SEED", "0"))
 
 
-@pytest.mark.parametrize("way", ["full", "lora with dropout", "two kept"])
+@pytest.mark.parametrize("way", ["full", "lora with dropout", "two processes"])
 def test_a_killed_run_ends_in_the_bits_of_the_run_left_alone(way: str, small_model: Path, tmp_path: Path) -> None:
     assert way in WAYS
     lines = list(campaign(small_model, way, 4, random.Random(f"{SEED} {way}"), tmp_path))

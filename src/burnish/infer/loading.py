@@ -282,14 +282,9 @@ def _is_of_peft(options: AnsweringOptions) -> bool:
 
 
 def merged_model(
-    options: AnsweringOptions,
-    config: Any,
-    tokenizer: Any,
-    adapters: Sequence[Path],
-    notes: list[str],
-    device: str | torch.device,
-    needs_head: bool = True,
-) -> nn.Module:
+    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
+    device: str | torch.device, needs_head: bool = True,
+) -> nn.Module:  # fmt: skip
     """Merge every adapter into the base, in order. Sums are computed in float32, whatever the dtype of the weights."""
     dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
     model: nn.Module = load_model(
