@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from burnish.web import log_columns
+from burnish.web.log_columns import columns_of, rows_since
 from burnish.web.series import series, small_picture
 
 
@@ -46,8 +48,6 @@ def test_a_long_runs_curves_are_few_points_with_every_spike_and_evaluation(page,
 
 
 def test_columns_are_the_same_read_in_pieces_and_a_row_that_comes_is_seen(tmp_path) -> None:
-    from burnish.web.series import columns_of, rows_since
-
     write_log(tmp_path, 6000, spike=7)  # more than one piece
     log = tmp_path / "trainer_log.jsonl"
     assert log.stat().st_size > 2**20
@@ -67,6 +67,49 @@ def test_a_damaged_line_costs_itself_alone(tmp_path) -> None:
         log.write_text(f'{{"current_steps": 1, "loss": 2}}\n{damaged}\n{{"current_steps": 9, "loss": NaN}}\n')
         assert series(tmp_path)[0] == {"step": [1, 9], "loss": [2, "NaN"]}, damaged
         log.unlink()
+
+
+def _line(step: object = 5, loss: object = 2) -> str:
+    return f'{{"current_steps": {step}, "loss": {loss}, "lr": 0.1, "elapsed_time": "1 day, 2:00:00"}}'
+
+
+_ODD = (
+    '{"current_steps": 5, "eval_loss": 1.5}', '{"current_steps": 5, "loss": 1.5}', '{"current_steps":5,"loss":1.5}',
+    '{"loss": 1.5, "current_steps": 5, "lr": 0.1, "elapsed_time": "0"}', '{"a": "b"}', "[" * 9000, "{}", "7", "",
+    *(_line(loss=one) for one in ("NaN", "-Infinity", "1e999", "01", "null", '"NaN"', "+1", "-1.5E-3", "1.", "true")),
+    _line("5.0"), _line("9" * 5000), f"x{_line()}", f"{_line()}x", _line() * 2, f" {_line()}", f"{_line()}\r",
+    _line().replace("day", "\\u0041"), _line().replace('"1 day, 2:00:00"', '{"a": [1, 2]}'),
+    _line().replace('"lr"', '"loss"'), "\x00",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", _ODD, ids=lambda line: line[:60])
+def test_lines_that_are_not_of_the_usual_shape_are_read_as_json(tmp_path, odd) -> None:
+    usual = [_line(step, f"{step}.5") + "\n" for step in range(1, 5)]
+    for at in range(5):  # before, between and behind the usual ones; the last line shows which shape is usual
+        log = tmp_path / f"{at}.jsonl"
+        log.write_text("".join([*usual[:at], odd + "\n", *usual[at:]]))
+        found, offset = log_columns.log_columns(log)
+        assert found == columns_of(rows_since(log, 0)[0])
+        assert offset == log.stat().st_size
+
+
+def test_of_a_log_that_grew_the_new_rows_are_read_and_one_begun_anew_is_read_whole(tmp_path, monkeypatch) -> None:
+    log, read = tmp_path / "trainer_log.jsonl", []
+    whole = log_columns._whole_lines
+    monkeypatch.setattr(log_columns, "_whole_lines", lambda p, at, most: read.append(at) or whole(p, at, most))
+    log.write_text("".join(_line(step, 2.5) + "\n" for step in range(1, 400)))
+    log_columns.log_columns(log)
+    end = log.stat().st_size
+    read.clear()
+    with log.open("a") as file:
+        file.write(_line(400, 0.5) + "\n")
+    found, _ = log_columns.log_columns(log)
+    assert (found["step"][-2:], found["loss"][-2:], min(read)) == ([399, 400], [2.5, 0.5], end)
+    log.write_text("".join(_line(step, 3.5) + "\n" for step in range(1, 900)))  # cut, and longer than before
+    assert log_columns.log_columns(log)[0]["loss"] == [3.5] * 899
+    log.unlink()
+    assert log_columns.log_columns(log) == ({"step": []}, 0)
 
 
 def test_the_small_picture_of_a_long_run_goes_from_its_first_loss_to_its_last(tmp_path) -> None:

@@ -22,8 +22,9 @@ from burnish.web.command import read_options
 from burnish.web.follow import Place, cursor_text, news, read_cursor
 from burnish.web.home import Home
 from burnish.web.layout import BOXES, DEPENDS, PLACES, PRESETS, RISKY
+from burnish.web.log_columns import columns_of
 from burnish.web.places import Places
-from burnish.web.series import columns_of, thinned
+from burnish.web.series import thinned
 from burnish.web.words import language_of, words_of
 from burnish.wire.errors import Refusal
 from web.conftest import KEY

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from burnish.web.log_columns import columns_of
 from burnish.web.remarks import Remark, remarks, room_for_checkpoints
-from burnish.web.series import columns_of
 
 
 def said(*losses: object, every: int = 10) -> dict[str, dict[str, object]]:

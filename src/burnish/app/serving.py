@@ -19,6 +19,7 @@ from burnish.app.absent import take_absent
 from burnish.app.config import CONFIG_SUFFIXES, merge, read_arguments
 from burnish.app.options import RunOptions
 from burnish.app.plan import aliases, provenance_of
+from burnish.app.seen_from import data_seen_from
 from burnish.core.checkpoint import Checkpoints
 from burnish.core.errors import Problem, UserError
 from burnish.core.json_files import read_object
@@ -157,26 +158,6 @@ def _run_of(folder: Path) -> Path | None:
     """The run that wrote a folder; a checkpoint lies in its run's, and nothing else belongs to a file beside it."""
     places = [folder, folder.resolve().parent] if folder.resolve().name.startswith("checkpoint-") else [folder]
     return next((place for place in places if (place / GIVEN).is_file()), None)
-
-
-def data_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that name data by a relative path, with paths that hold from every folder.
-
-    Args:
-        place: the folder in which the run was started.
-        values: of its options.
-    """
-    folders = {"dataset_dir": DataOptions.dataset_dir, **values}
-    found: dict[str, Any] = {}
-    for name in ("dataset_dir", "tokenized_path"):
-        if isinstance(folders.get(name), str) and (place / folders[name]).is_dir():
-            found[name] = str(place / folders[name])
-    for name in ("dataset", "eval_dataset"):
-        given = values.get(name) or []
-        names = [one.strip() for one in given.split(",")] if isinstance(given, str) else list(given)
-        if any((place / one).is_file() for one in names):
-            found[name] = [str(place / one) if (place / one).is_file() else one for one in names]
-    return found
 
 
 def _newest_checkpoint(folder: Path) -> Path:

@@ -17,8 +17,8 @@ from typing import Any
 
 from burnish.report.journal import EVENTS
 from burnish.web.listing import facts
+from burnish.web.log_columns import columns_of, rows_since
 from burnish.web.runs import LOG, Found, read
-from burnish.web.series import columns_of, rows_since
 
 CONSOLE = "console.log"
 MOST_ROWS_BYTES, MOST_LOG_BYTES = 512 * 1024, 16 * 1024

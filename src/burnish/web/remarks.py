@@ -11,14 +11,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from burnish.report.journal import EVENTS
+from burnish.web.log_columns import Columns
 from burnish.web.runs import Found, checkpoints, tail_lines
-from burnish.web.series import Columns
 from burnish.web.words import translator
 
 RISES, NO_BETTER, ZERO_RATES = 2, 3, 3
@@ -68,10 +68,9 @@ def remarks(
         yield Remark("remark_not_finite", {"count": len(odd), "step": min(odd)})
     if skipped := sum(event.get("count", 1) for event in events if event.get("kind") == "skipped"):
         yield Remark("remark_skipped", {"count": skipped})
-    rates = _points(columns, "lr")
-    if len(rates) >= ZERO_RATES and not any(rate for _, rate in rates[-ZERO_RATES:]) and rates[-1][0] < total:
-        last = max((place for place, (_, rate) in enumerate(rates) if rate), default=-1)
-        yield Remark("remark_rate_zero", {"step": rates[last + 1][0]})
+    zeros = _zeros_at_the_end(columns, "lr")
+    if len(zeros) >= ZERO_RATES and zeros[0] < total:
+        yield Remark("remark_rate_zero", {"step": zeros[-1]})
     if room is not None and room < 2:
         yield Remark("remark_disk", {"count": int(room)})
 
@@ -94,9 +93,19 @@ def _points(columns: Columns, name: str) -> Points:
     return [(step, value) for step, value in pairs if step is not None and isinstance(value, int | float)]
 
 
+def _zeros_at_the_end(columns: Columns, name: str) -> list[int]:
+    """The steps since which a value is 0, the last first. Of a long log only its end is looked at."""
+    pairs = zip(reversed(columns["step"]), reversed(columns.get(name, ())), strict=False)
+    numbers = ((step, value) for step, value in pairs if step is not None and isinstance(value, int | float))
+    return [step for step, _ in takewhile(lambda pair: pair[1] == 0, numbers)]
+
+
 def _odd(columns: Columns, name: str) -> list[int]:
     """The steps whose value is NaN or infinite."""
-    pairs = zip(columns["step"], columns.get(name, ()), strict=False)
+    values = columns.get(name, ())
+    if str not in set(map(type, values)):
+        return []
+    pairs = zip(columns["step"], values, strict=False)
     return [step for step, value in pairs if step is not None and isinstance(value, str)]
 
 

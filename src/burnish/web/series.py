@@ -1,60 +1,24 @@
-"""The rows of a run's log as columns: all of them, those since a place in the file, or few that show every spike.
+"""The curves of a run: all of its rows as columns, few that show every spike, or a small picture.
 
-In: a run's folder. Out: ``{"step": [1, 2], "loss": [2.3, 2.1], ...}``, and the offset up to which the file was read.
-NaN and infinity travel as the texts "NaN" and "Infinity": JSON has no such numbers, and a gap would hide them.
+In: a run's folder. Out: columns as ``log_columns`` has them, and the points of an SVG line.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from burnish.web.log_columns import MOST_ROWS, Columns, columns_of, log_columns
 from burnish.web.runs import LOG, history, tail_lines, whole_row
 
-COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")
-_KEYS: Mapping[str, tuple[str, ...]] = {
-    "step": ("current_steps", "step"), "loss": ("loss",), "eval_loss": ("eval_loss",), "lr": ("lr", "learning_rate"),
-    "grad_norm": ("grad_norm",), "tokens_per_s": ("throughput",), "memory_bytes": ("memory_bytes",),
-    "epoch": ("epoch",), "time": ("time",), "tokens": ("total_tokens", "num_tokens", "num_input_tokens_seen"),
-}  # fmt: skip
-MOST_ROWS = 200_000
-MOST_BYTES, _PIECE_BYTES = 64 * 2**20, 2**20
 _LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096
-Columns = dict[str, list[Any]]
-
-
-def rows_since(path: Path, offset: int, most_bytes: int = MOST_BYTES) -> tuple[list[dict[str, Any]], int]:
-    """The whole rows behind ``offset``, and the offset behind them. A row that is being written is left for later."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(most_bytes)
-    except OSError:
-        return [], offset
-    end = data.rfind(b"\n") + 1
-    return _rows_of(data[:end]), offset + end
-
-
-def _rows_of(data: bytes) -> list[dict[str, Any]]:
-    """The objects on whole lines: all at once, in two thirds of the time, or one by one where a line is damaged."""
-    lines = [line for line in data.split(b"\n") if line]
-    try:
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(rows) == len(lines) and all(row.__class__ is dict for row in rows):
-            return list(rows)
-    except (ValueError, RecursionError):
-        pass
-    return [row for row in map(whole_row, lines) if row is not None]
 
 
 def series(folder: Path) -> tuple[Columns, int]:
     """All rows of a run as columns, which nobody may change, and the offset in its log."""
-    columns, offset = _logged(folder / LOG, *size_and_time(folder / LOG))
+    columns, offset = log_columns(folder / LOG)
     if "grad_norm" in columns:
         return columns, offset
     own = columns_of(history(folder)[-MOST_ROWS:])
@@ -64,63 +28,6 @@ def series(folder: Path) -> tuple[Columns, int]:
         norms = dict(zip(own["step"], own["grad_norm"], strict=True))
         columns = {**columns, "grad_norm": [norms.get(step) for step in columns["step"]]}
     return columns, offset
-
-
-@lru_cache(maxsize=2)
-def _logged(path: Path, size: int, changed_ns: int) -> tuple[Columns, int]:
-    """The columns of a log as it is. A page asks twice for them: for its HTML, and for its script. Rows are read a
-    piece at a time, since a hundred thousand of them as objects would take a quarter of a gigabyte."""
-    pieces, offset, end = [], 0, -1
-    while offset != end and offset < MOST_BYTES:
-        end = offset
-        rows, offset = rows_since(path, offset, _PIECE_BYTES)
-        pieces.append(columns_of(rows))
-    return {name: values[-MOST_ROWS:] for name, values in _joined(pieces).items()}, offset
-
-
-def _joined(pieces: Sequence[Columns]) -> Columns:
-    names = [name for name in COLUMNS if any(name in piece for piece in pieces)]
-    return {name: [v for p in pieces for v in p.get(name) or [None] * len(p["step"])] for name in names}
-
-
-def size_and_time(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_size, found.st_mtime_ns
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Rows as columns of one length, null where a row says nothing; rows without any measure are left out."""
-    kept = [row for row in rows if "loss" in row or "eval_loss" in row]
-    found: Columns = {}
-    for column in COLUMNS:
-        values = _column(kept, _KEYS[column])
-        if column == "step" or any(value is not None for value in values):
-            found[column] = values
-    return found
-
-
-def _column(rows: Sequence[Mapping[str, Any]], keys: tuple[str, ...]) -> list[Any]:
-    """One value per row. Numbers whose sum is finite, as nearly all are, pass without a look at each of them."""
-    values: list[Any] = [row.get(keys[0]) for row in rows]
-    missing = [index for index, value in enumerate(values) if value is None] if None in values else []
-    for index in missing:
-        values[index] = next((v for key in keys[1:] if (v := rows[index].get(key)) is not None), None)
-    if set(map(type, values)) <= {int, float, type(None)}:
-        with suppress(OverflowError):
-            if math.isfinite(sum(value for value in values if value is not None)):
-                return values
-    return list(map(_as_said, values))
-
-
-def _as_said(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if value in ("NaN", "Infinity", "-Infinity") else None
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def thinned(columns: Columns, points: int) -> Columns:
@@ -163,7 +70,8 @@ def picture(columns: Columns, width: int = 120, height: int = 28) -> str:
 
 def small_picture(folder: Path) -> str:
     """``picture`` for a list of runs: of a long log, rows at some places of the file, so that it is not read whole."""
-    path, (size, _) = folder / LOG, size_and_time(folder / LOG)
+    path = folder / LOG
+    size = path.stat().st_size if path.is_file() else 0
     if size <= _LONG_LOG_BYTES:
         return picture(series(folder)[0])
     rows: list[Mapping[str, Any]] = []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.app.config import read_arguments
-from burnish.app.serving import data_seen_from
+from burnish.app.seen_from import data_seen_from
 from burnish.core.errors import UserError
 from burnish.core.secrets import has_secret_name
 from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
