@@ -55,6 +55,7 @@ DOORS = {
         "infer/cache.py",
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
+    "gptqmodel": {"models/quantised_export.py"},
     "bitsandbytes": {"models", "optim", "ops/quantised.py"},
     "triton": {"ops/gpu/kernels.py", "ops/gpu/triton_kernels.py"},
     "yaml": {"app/config.py", "data/templates/choose.py", "models/tokens.py"},

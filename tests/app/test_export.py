@@ -169,7 +169,7 @@ def test_a_merge_into_a_quantised_base_is_refused_with_the_remedy(made, tmp_path
         ({"export_size": "0"}, "export_size"),
         ({"adapter_name_or_path": "nowhere/at/all"}, "nowhere"),
         ({"template": "qwenn"}, "qwen"),
-        ({"export_quantization_bit": "4"}, "export_quantization_bit"),
+        ({"export_quantization_bit": "6"}, "export_quantization_bit"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(made, tmp_path, given, words):

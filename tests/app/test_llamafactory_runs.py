@@ -292,7 +292,6 @@ REFUSED = {
     "mmlu_test": ("task: mmlu_test\nlang: en\nn_shot: 5", "lm-evaluation-harness"),
     "mixture_of_depths": ("mixture_of_depths: convert", "the model that it was given"),
     "fp8": ("fp8: true", "bf16"),
-    "export_quantization_bit": ("export_quantization_bit: 4", "gptqmodel makes GPTQ and AWQ files"),
 }
 
 

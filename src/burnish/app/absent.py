@@ -265,11 +265,6 @@ _no_effect(
 )
 _absent("Leave it out: weights are written as safetensors, never as pickles.", export_legacy_format=False)
 _family(
-    "export_quantization_bit", None,
-    "Leave it out: the model is exported in full precision; gptqmodel makes GPTQ and AWQ files of that folder.",
-    "export_quantization_dataset export_quantization_nsamples export_quantization_maxlen",
-)  # fmt: skip
-_family(
     "task", None, "Score the saved model with a tool such as lm-evaluation-harness.",
     "task_dir lang n_shot save_dir download_mode",
 )  # fmt: skip

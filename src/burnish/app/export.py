@@ -3,6 +3,7 @@
     plan       the options of the model, its adapters and its template; the file of the training works too
     merge      the adapters, in their order, into the base
     save       safetensors in shards, config, tokenizer with the chat template, a Modelfile for Ollama
+    quantise   where export_quantization_bit asks for it: GPTQ or AWQ in place of full precision
     compare    one conversation, rendered from the folder and by the template of the training: the ids must be equal
     upload     to the hub, where asked for
 
@@ -12,9 +13,11 @@ which nothing can be merged; a folder that is not empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from burnish.app.gguf import check_gguf, gguf_file, write_gguf
 from burnish.app.modelfile import modelfile
 from burnish.app.options import RunOptions
 from burnish.app.plan import aliases
+from burnish.app.quantised_export import calibration, quantise_into
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import named_where_full
 from burnish.core.options import Given, build, raise_if, specs
@@ -67,24 +71,33 @@ def export(given: Mapping[str, Given]) -> Path:
     head = reward_head(options, adapters)
     if options.export_format == "gguf":
         raise_if(check_gguf(config, options))
+    if options.export_format == "gguf" or options.export_quantization_bit:
         raise_if([_NO_HEAD] if head is not None else [])
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))
     template = load_template(options, tokenizer, LONG_ENOUGH)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
+    using = calibration(options, config, tokenizer) if options.export_quantization_bit else None
 
     device = "cuda" if options.export_device == "auto" and torch.cuda.is_available() else "cpu"
     model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
     folder = Path(options.export_dir)
-    with named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."):
+    with (
+        named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."),
+        _place_of_weights(folder, using is not None) as place,
+    ):
         save_model(
-            model, tokenizer, folder, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
+            model, tokenizer, place, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
             stop_token_ids=template.stop_token_ids(),
         )  # fmt: skip
         if head is not None:
             save_reward_head(head.weights(), model, tokenizer, folder)
-        file = folder / "Modelfile"
-        file.write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
+        if using is None:
+            file = folder / "Modelfile"
+            file.write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
+        else:  # which Ollama does not read
+            del model  # another process loads it
+            notes += quantise_into(folder, place, tokenizer, using, options)
         notes += compare(folder, template, options)
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         notes += write_gguf(folder, gguf, options) if gguf is not None else []
@@ -97,8 +110,21 @@ def export(given: Mapping[str, Given]) -> Path:
 
 
 _NO_HEAD = Problem(
-    "a reward model gives scores, for which GGUF has no place.", remedy="Leave export_format out: safetensors."
+    "a reward model gives scores, for which GGUF, GPTQ and AWQ have no place.",
+    remedy="Leave export_format and export_quantization_bit out: safetensors.",
 )
+
+
+@contextmanager
+def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
+    """The folder for weights in full precision: a passing one beside ``folder`` where they are only a step."""
+    if not is_passing:
+        yield folder
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
+        yield Path(place) / "whole"
+
 
 # --- plan -------------------------------------------------------------------------------------------------------------
 
@@ -112,6 +138,9 @@ def export_options(given: Mapping[str, Given]) -> Any:
     if not problems:
         folders = [find_source(options.model_name_or_path, options).folder, *adapter_folders(options)]
         problems += problems_of_export(options, [folder for folder in folders if folder is not None])
+    if not problems and options.export_quantization_bit and options.export_format == "gguf":
+        what = '"export_quantization_bit" is for GPTQ and AWQ, and "export_format" is gguf.'
+        problems.append(Problem(what, remedy="Leave one out; export_gguf_type: q4_0 is a GGUF file of 4 bits."))
     raise_if(problems)
     return options
 

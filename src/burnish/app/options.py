@@ -34,6 +34,7 @@ from burnish.models.export import ExportOptions
 from burnish.models.generate import GenerationOptions
 from burnish.models.liger import LigerOptions
 from burnish.models.options import ModelOptions
+from burnish.models.quantised_export import QuantisedExportOptions
 from burnish.models.quantize import QuantizationOptions
 from burnish.objectives.base import OBJECTIVES
 from burnish.objectives.kto import KtoOptions
@@ -93,6 +94,7 @@ GROUPS: tuple[type, ...] = (
     InferOptions,
     MetricOptions,
     ExportOptions,
+    QuantisedExportOptions,
     ReportOptions,
     ProfileOptions,
     EngineOptions,
@@ -115,7 +117,7 @@ if TYPE_CHECKING:  # it does not see into a union; a test holds the two against 
         PreferenceOptions, ReferenceOptions, DataOptions,
         BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
         LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
-        MetricOptions,
+        MetricOptions, QuantisedExportOptions,
         ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
         PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
         RewardOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,

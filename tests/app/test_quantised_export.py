@@ -1,0 +1,211 @@
+"""``burnish export`` in few bits: what it is calibrated with, what lies in the folder, and what is refused before.
+
+Where gptqmodel is installed it quantises a small model here, on the CPU, and the folder answers in transformers. A
+stand-in for it, a package of a few lines that copies the folder, shows the rest everywhere.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from burnish.app.export import export
+from burnish.cli import main
+from burnish.core.errors import UserError
+from burnish.core.options import Given
+from burnish.models import quantised_export
+from burnish.models.quantised_export import group_of, perplexity
+from burnish.models.quantize import use_kernels_that_train
+from small_run import make_model, records
+
+STAND_IN = """
+import json, shutil
+class GPTQModel:
+    @classmethod
+    def load(cls, source, config, **more):
+        made = cls()
+        made.source, made.config, made.more = source, config, more
+        return made
+    def quantize(self, rows, **more):
+        self.rows = rows
+        if len(rows) == 13:
+            raise ValueError("thirteen rows are too many")
+    def save(self, target, **more):
+        shutil.copytree(self.source, target)
+        told = {"rows": self.rows, "config": self.config, **self.more, **more}
+        open(target + "/quantize_config.json", "w").write(json.dumps(told))
+        open(target + "/quant_log.csv", "w").write("layer,loss")
+"""
+CONFIGS = "def GPTQConfig(**given): return given\ndef AWQConfig(**given): return {'awq': True, **given}\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("quantised")
+    make_model(root / "model", hidden_size=64, intermediate_size=128, num_key_value_heads=4)
+    (root / "rows.json").write_text(json.dumps(records(40)))
+    return root
+
+
+@pytest.fixture
+def in_its_process(tmp_path, monkeypatch):
+    """A package "gptqmodel" that the process which quantises imports in place of the library."""
+    package = tmp_path / "stand_in" / "gptqmodel"
+    (package / "quantization").mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
+    (package / "quantization" / "__init__.py").write_text("")
+    (package / "quantization" / "config.py").write_text(CONFIGS)
+    source = str(Path(__file__).parents[2] / "src")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), source]))
+    monkeypatch.setattr("burnish.models.quantised_export.find_spec", lambda name: object())
+    return package.parent
+
+
+@pytest.fixture
+def stand_in(in_its_process, monkeypatch):
+    """The same, in this process, which has its libraries already."""
+
+    def run_here(command, **more):
+        quantised_export.main(Path(command[-1]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.syspath_prepend(in_its_process)
+    for name in [name for name in sys.modules if name.split(".")[0] == "gptqmodel"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(quantised_export.subprocess, "run", run_here)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "gptqmodel"]:
+        del sys.modules[name]
+
+
+def run(made: Path, target: Path, **given) -> Path:
+    given = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "chatml",
+             "export_quantization_bit": 4, "export_quantization_dataset": str(made / "rows.json"), **given}  # fmt: skip
+    return export({name: Given(value, "the command line") for name, value in given.items()})
+
+
+def test_rows_of_the_template_calibrate_and_others_measure(made, tmp_path, stand_in, capsys):
+    folder = run(made, tmp_path / "out", export_quantization_nsamples=20, export_quantization_maxlen=48)
+    told = json.loads((folder / "quantize_config.json").read_text())
+    assert len(told["rows"]) == 20
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.decode(row["input_ids"]) for row in told["rows"]]
+    assert all(text.startswith("<|im_start|>user\nRepeat") for text in texts)
+    assert max(len(row["input_ids"]) for row in told["rows"]) <= 48
+    assert told["config"] == {"bits": 4, "group_size": 64, "offload_to_disk": False, "act_group_aware": True}
+    assert told["device"] == "cpu"
+    assert "Perplexity on 4 other rows" in capsys.readouterr().out
+
+
+def test_a_quantised_folder_holds_all_that_serves_it_and_nothing_is_left_beside_it(made, tmp_path, stand_in):
+    folder = run(made, tmp_path / "place" / "out")
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "quantize_config.json", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+    card = (folder / "README.md").read_text()
+    assert "GPTQ, 4 bits, groups of 64 inputs, calibrated with 36 rows." in card
+    assert "vllm serve out" in card
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["tags"] == ["burnish", "gptq"]
+    assert str(made) not in card
+
+
+def test_the_perplexity_is_that_of_the_evaluation_set_where_there_is_one(made, tmp_path, stand_in, capsys):
+    (tmp_path / "held.json").write_text(json.dumps(records(3)))
+    run(made, tmp_path / "out", eval_dataset=str(tmp_path / "held.json"))
+    said = capsys.readouterr().out
+    assert "calibrated with 40 rows" in said
+    assert "Perplexity on 3 other rows" in said
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss_of_learned_tokens(made):
+    model = AutoModelForCausalLM.from_pretrained(made / "model").eval()
+    ids, labels = [5, 6, 7, 8, 9], [-100, -100, 7, 8, -100]
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss.exp().item()
+    assert perplexity(model, [{"input_ids": ids, "labels": labels}]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_where_the_library_fails_its_last_words_are_said_and_no_folder_is_left(made, tmp_path, in_its_process):
+    with pytest.raises(RuntimeError, match="thirteen rows are too many"):
+        run(made, tmp_path / "place" / "out", export_quantization_nsamples=13)
+    assert list((tmp_path / "place").iterdir()) == []
+
+
+REFUSED = {
+    "awq of 8 bits": (
+        {"export_quantization_method": "awq", "export_quantization_bit": 8},
+        "export_quantization_bit: 4",
+    ),
+    "5 bits": ({"export_quantization_bit": 5}, "export_quantization_bit"),
+    "no data": ({"export_quantization_dataset": None}, "no data set is named"),
+    "a missing set": ({"export_quantization_dataset": "nowhere.json"}, "nowhere"),
+    "gguf too": ({"export_format": "gguf"}, "export_gguf_type: q4_0"),
+    "a method": ({"export_quantization_method": "aqlm"}, "gptq"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_quantised_is_refused_before_a_weight_is_read(made, tmp_path, stand_in, name):
+    given, words = REFUSED[name]
+    with pytest.raises(UserError, match=words):
+        run(made, tmp_path / "place" / "out", **given)
+    assert not (tmp_path / "place").exists()
+
+
+def test_without_the_library_its_extra_is_named(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.models.quantised_export.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'"burnish\[gptq\]"'):
+        run(made, tmp_path / "out")
+
+
+def test_layers_that_do_not_fit_are_named(tmp_path, stand_in):
+    make_model(tmp_path / "model")  # 48 wide inside
+    (tmp_path / "rows.json").write_text(json.dumps(records(4)))
+    with pytest.raises(UserError, match=r"(?s)q_proj has 32 and 32.*export_quantization_method: gptq"):
+        run(tmp_path, tmp_path / "out", export_quantization_method="awq")
+
+
+def test_groups_are_the_largest_that_every_layer_can_be_divided_into(made, tmp_path):
+    assert group_of(AutoModelForCausalLM.from_pretrained(made / "model")) == 64
+    assert group_of(AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"))) == -1
+
+
+def test_the_file_of_llamafactory_that_quantises_is_read(made, tmp_path, stand_in, monkeypatch, capsys):
+    monkeypatch.chdir(made)
+    Path("c4_demo.jsonl").write_text("".join(json.dumps({"text": f"stone {n} river lamp"}) + "\n" for n in range(30)))
+    Path("quantize.yaml").write_text(
+        "### model\nmodel_name_or_path: model\ntemplate: qwen3_nothink\ntrust_remote_code: true\n\n"
+        f"### export\nexport_dir: {tmp_path / 'gptq'}\nexport_quantization_bit: 4\n"
+        "export_quantization_dataset: c4_demo.jsonl\nexport_size: 5\nexport_device: cpu\nexport_legacy_format: false\n"
+    )
+    assert main(["export", "quantize.yaml"]) == 0
+    told = json.loads((tmp_path / "gptq" / "quantize_config.json").read_text())
+    assert AutoTokenizer.from_pretrained("model").decode(told["rows"][0]["input_ids"]).startswith("stone ")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_model_in_4_bits_loads_in_transformers_and_says_nearly_the_same(method, made, tmp_path):
+    for library in ("gptqmodel", "optimum"):
+        if find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    folder = run(made, tmp_path / "out", export_quantization_method=method)
+    config = AutoConfig.from_pretrained(folder)
+    use_kernels_that_train(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config).eval()
+    assert any(hasattr(module, "qweight") for module in model.modules())
+    whole = AutoModelForCausalLM.from_pretrained(made / "model").eval()
+    rows = [{"input_ids": list(range(20, 60)), "labels": list(range(20, 60))}]
+    with torch.compiler.set_stance("force_eager"):  # a kernel would be compiled for one row
+        found = perplexity(model, rows)
+    assert found == pytest.approx(perplexity(whole, rows), rel=0.05)
+    assert found != perplexity(whole, rows)
