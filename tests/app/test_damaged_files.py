@@ -98,6 +98,17 @@ def test_a_damaged_file_of_an_adapter(name: str, kind: str, here: Path, capsys: 
     assert ends_well_or_says([*words, "adapter_name_or_path=adapter"], capsys, name) == 2
 
 
+@pytest.mark.parametrize("command", ["explain", "chat"])
+def test_a_part_of_a_tokenizer_that_its_library_does_not_know(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library raises an exception of no kind."""
+    file = Path("model/tokenizer.json")
+    file.write_text(file.read_text(encoding="utf-8").replace('"ByteLevel"', '"BytLevel"'), encoding="utf-8")
+    words = {"explain": ["run.yaml", "output_dir=new"], "chat": ["model", "template=chatml", "--once", "Hello"]}
+    assert ends_well_or_says([command, *words[command]], capsys, "model") == 2
+
+
 WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
     "adapter/adapter_config.json": [
         {"lora_alpha": "16"}, {"r": 2.5}, {"r": 0}, {"r": -1}, {"target_modules": 3}, {"lora_dropout": "a"},

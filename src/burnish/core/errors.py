@@ -68,6 +68,11 @@ UNUSABLE = (
 user's file goes to a library, and nowhere else."""
 
 
+def is_unusable(error: BaseException) -> bool:
+    """Tell whether it is one of those; the library tokenizers, written in Rust, raises a plain ``Exception``."""
+    return isinstance(error, UNUSABLE) or type(error) is Exception
+
+
 class NotSavedError(RuntimeError):
     """Something could not be written or sent, by no fault of the user's; carries the problem for a person."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
-from burnish.core.errors import UNUSABLE, Problem, UserError
+from burnish.core.errors import Problem, UserError, is_unusable
 from burnish.core.json_files import read_object
 from burnish.core.patching import Reason, patch
 from burnish.models.load import meta_model, said_by
@@ -55,7 +55,9 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.name, padding_side="right", **hub_arguments(options)
         )
-    except UNUSABLE as error:
+    except Exception as error:
+        if not is_unusable(error):
+            raise
         raise UserError(_broken_tokenizer(source.name, error)) from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
