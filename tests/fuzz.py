@@ -20,6 +20,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from burnish.adapters.lora_fit import read_config as read_adapter
 from burnish.app.config import read_config
@@ -123,10 +124,17 @@ def _finished(raw: bytes) -> None:
 
 
 def _weights(raw: bytes) -> None:
-    read_header(_written("weights.safetensors", len(raw).to_bytes(8, "little") + raw))
+    path = _written("weights.safetensors", len(raw).to_bytes(8, "little") + raw + bytes(8))
+    read_header(path)
+    load_file(path)
 
 
 ADAPTER_KEYS = ("r", "lora_alpha", "peft_type", "target_modules", "lora_dropout", "rank_pattern", "bias")
+TENSOR = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(["F32", "BF16", "I8", "F33", ""]), "shape": st.lists(st.integers(0, 4), max_size=3),
+     "data_offsets": st.one_of(st.just([0, 8]), st.lists(st.integers(0, 9), max_size=3))},
+)  # fmt: skip
+HEADERS = st.dictionaries(st.one_of(st.just("__metadata__"), TEXT), st.one_of(TENSOR, TENSOR, JSON), max_size=3)
 DATA_SETS = st.fixed_dictionaries({"a": keyed("file_name", "columns", "tags", "formatting")})
 READERS: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = {
     "configuration": (_config, (YAML,)),
@@ -141,7 +149,7 @@ READERS: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]
     "adapters": (_adapter, (st.one_of(BYTES, keyed(*ADAPTER_KEYS)),)),
     "states": (_state, (BYTES,)),
     "finished runs": (_finished, (BYTES,)),
-    "weights": (_weights, (BYTES,)),
+    "weights": (_weights, (st.one_of(BYTES, HEADERS.map(lambda value: json.dumps(value).encode())),)),
 }  # fmt: skip
 
 

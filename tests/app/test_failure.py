@@ -99,6 +99,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_safe(tmp_path, capsys):
 def test_a_full_disk_before_the_first_checkpoint_says_that_there_is_none(tmp_path, capsys):
     _, text = told(capsys, raised(_fill_the_disk), tmp_path)
     assert "No checkpoint had been saved." in text
+    assert "save_total_limit" not in text
 
 
 SAVE_PAST_A_LIMIT = """

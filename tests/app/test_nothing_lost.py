@@ -261,6 +261,21 @@ def test_a_full_disk_of_an_export_is_named_and_what_helps_there(
     assert cli.main(words) == 0
 
 
+@pytest.mark.parametrize(("command", "writer"), [("predict", "predict"), ("eval", "finish")])
+def test_a_full_disk_of_predictions_is_named_and_what_helps_there(
+    command: str, writer: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [command, "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=said"]
+    words += ["max_new_tokens=2", "max_samples=2"]
+    with monkeypatch.context() as patched:
+        patched.setattr(f"burnish.app.{writer}.save_metrics", full)
+        assert cli.main(words) == 1
+    err = told(capsys)[1]
+    assert 'error: The disk of "said" is full.\n  Free some space, or name another save_dir, and give the' in err
+    assert "save_total_limit" not in err
+    assert cli.main(words) == 0
+
+
 def test_a_disk_that_is_full_within_a_gguf_file_is_named_and_no_part_of_the_file_is_left(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

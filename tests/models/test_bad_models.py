@@ -238,6 +238,19 @@ def test_a_file_that_is_no_safetensors_is_said_to_be_none(content, tmp_path):
     assert "no safetensors file" in told(tmp_path)[0]
 
 
+@pytest.mark.parametrize(
+    ("flipped", "said"),
+    [(b'"E32"', "unknown variant `E32`."), (b'"F64"', "invalid shape, data type, or offset")],
+    ids=["no type", "another type"],
+)
+def test_a_header_that_its_library_refuses_is_refused_by_its_file(flipped, said, tmp_path):
+    path = saved_model(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', flipped, 1))
+    (found,) = told(tmp_path)
+    assert found.startswith(f"{path}: this is no safetensors file")
+    assert said in found
+
+
 def test_a_file_cut_within_its_header_is_said_to_be_cut(tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])

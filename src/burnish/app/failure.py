@@ -106,8 +106,9 @@ def explained(error: BaseException, output_dir: str | None) -> Problem | None:
 def _disk_full(error: BaseException, output_dir: str | None) -> Problem:
     return Problem(
         f"The disk is full: {_place(error, output_dir)} could not be written.",
-        why=what_is_safe(output_dir),
-        remedy="Free some space or set save_total_limit: 1, then run the same command to go on.",
+        why=(safe := what_is_safe(output_dir)),
+        remedy=f"Free some space{' or set save_total_limit: 1' if safe.startswith(_SAFE) else ''}, then run the same "
+        "command to go on.",
     )
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from burnish.core.errors import Problem, UserError
 
 _LENGTH_BYTES = 8
@@ -49,6 +51,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     expected = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if size != expected:
         raise UserError(_cut_off(path, expected, size))
+    try:
+        with safe_open(path, "np"):  # its library knows the types, and holds shapes and places against each other
+            pass
+    except SafetensorError as error:
+        raise UserError(_not_safetensors(path, size, str(error).partition(", expected")[0])) from error
     return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
 
 
@@ -92,9 +99,10 @@ def _cut_off(path: Path, expected: int, size: int) -> Problem:
     )
 
 
-def _not_safetensors(path: Path, size: int) -> Problem:
+def _not_safetensors(path: Path, size: int, why: str = "") -> Problem:
     return Problem(
         f"this is no safetensors file ({size:,} bytes, without a readable header).",
         where=str(path),
+        why=f"{why.rstrip('.')}." if why else "",
         remedy="Fetch or copy it again.",
     )

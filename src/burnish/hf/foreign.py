@@ -16,6 +16,7 @@ from burnish.adapters.base import load_whole_state, whole_state
 from burnish.core.checkpoint import load_state
 from burnish.core.errors import Problem, UserError
 from burnish.core.run import Run
+from burnish.core.tensor_files import read_header
 
 
 def is_foreign(folder: Path) -> bool:
@@ -59,7 +60,7 @@ def load_foreign_weights(folder: Path, model: Any) -> None:
         raise UserError(
             Problem("there are no weights: no model.safetensors.", where=str(folder), remedy="Give another checkpoint.")
         )
-    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    state = {name: tensor for file in files if read_header(file) for name, tensor in load_file(file).items()}
     own = whole_state(model)
     # A tied weight may have been written under its other name.
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from burnish import __version__
 from burnish.app.serving import Serving, paths_of, serving_of
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import named_where_full
 from burnish.core.json_files import read_object
 from burnish.core.options import build, option, raise_if
 from burnish.core.work import work
@@ -64,16 +65,18 @@ def evaluate(words: Sequence[str]) -> int:
     servings = [serving_of([*path, *others], OWN) for path in ([[path] for path in paths] or [[]])]
     options, wrong = build(EvalOptions, servings[0].rest)
     raise_if([*wrong, *_problems(options, servings[0])])
-    if options.task is None:
-        from burnish.serve.evaluate.dataset import evaluate_dataset
+    from burnish.serve.evaluate.dataset import FREE_SOME_SPACE, evaluate_dataset
 
+    if options.task is None:
         return evaluate_dataset(servings, options.save_dir)
     if options.task.startswith(HARNESS):
         for serving in servings:
-            _through_harness(serving, options)
+            with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
+                _through_harness(serving, options)
         return 0
     subjects = [_limited(subject, options.limit) for subject in read_task(options.task, options.task_dir)]
-    done = [_measured(serving, options, subjects, len(servings) > 1) for serving in servings]
+    with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
+        done = [_measured(serving, options, subjects, len(servings) > 1) for serving in servings]
     if len(servings) > 1:
         for line in compared([serving.name for serving in servings], subjects, done):
             note(line)

@@ -15,6 +15,7 @@ from burnish.app.build import train_run
 from burnish.app.plan import placing, plan
 from burnish.app.serving import Serving, paths_of, serving_of
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import named_where_full
 from burnish.core.json_files import read_object
 from burnish.core.options import Given, build, changed, option, raise_if
 from burnish.data.templates.choose import RECORDED
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from burnish.infer.options import AnsweringOptions
 
 HERE, _BESIDE = "burnish eval", "predictions"
+FREE_SOME_SPACE = "Free some space, or name another save_dir, and give the command again."
 
 
 @dataclass
@@ -78,7 +80,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         if not serving.options.val_size:
             given["dataset"] = Given(None, HERE)
         made = plan({name: item for name, item in given.items() if item.value is not None})
-        with placing(serving.provenance):
+        with placing(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
             result = train_run(made)
         rows.append((serving.name, dict(result.metrics)))
     if len(rows) > 1:
