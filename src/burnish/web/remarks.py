@@ -95,7 +95,7 @@ def _points(columns: Columns, name: str) -> Points:
 
 def _zeros_at_the_end(columns: Columns, name: str) -> list[int]:
     """The steps since which a value is 0, the last first. Of a long log only its end is looked at."""
-    pairs = zip(reversed(columns["step"]), reversed(columns.get(name, ())), strict=False)
+    pairs = zip(reversed(columns["step"]), reversed(columns.get(name, [])), strict=False)
     numbers = ((step, value) for step, value in pairs if step is not None and isinstance(value, int | float))
     return [step for step, _ in takewhile(lambda pair: pair[1] == 0, numbers)]
 
