@@ -496,17 +496,10 @@ def test_each_room_opens_with_a_page() -> None:
 
 
 def _imports(file: Path, names: dict[str, Path]) -> set[str]:
-    """The files that a file imports, inside its functions too; not those that only a type checker sees."""
-    tree = tree_of(file)
-    unseen = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+    """The files that a file imports, inside its functions and for its types too."""
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unseen:
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found & names.keys()
 

@@ -14,10 +14,11 @@ from burnish.core.loop import LoopOptions, evaluate, log, microstep
 from burnish.core.meter import Meter
 from burnish.core.options import union
 from burnish.core.parts import parts_of
+from burnish.core.protocols import Objective
 from burnish.core.run import Run
 from burnish.core.schedule import CurveOptions, StepOptions, plan_steps, schedule_of
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Loss, Objective
+from burnish.core.types import Loss
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions
 from burnish.engine.base import EngineOptions, SingleEngine
 from burnish.optim.badam import BadamOptions

@@ -171,10 +171,8 @@ def test_a_script_with_a_stream_of_its_own_cannot_go_back(tmp_path):
         trainer.train()
 
 
-def run_of(loss_scale):
-    return SimpleNamespace(
-        engine=SimpleNamespace(scales_loss=loss_scale, sum=lambda value: value), state=SimpleNamespace(global_step=7)
-    )
+def engine_of(loss_scale):
+    return SimpleNamespace(scales_loss=loss_scale, sum=lambda value: value)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_a_loss_scale_that_comes_down_is_no_spike_and_any_other_is(loss, norm, s
     watch.norms.extend([1.0] * 9)
     group = SimpleNamespace(items=[3])
     with nullcontext() if said is None else pytest.raises(SpikeError, match=said):
-        watch.look(run_of(scaled), group, torch.tensor(loss), torch.tensor(norm))
+        watch.look(engine_of(scaled), 7, group, torch.tensor(loss), torch.tensor(norm))
     assert len(watch.norms) == (10 if norm == 2.0 else 9)
 
 

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burnish.core.loop import evaluate, train
-from burnish.core.types import Loss, Objective
+from burnish.core.protocols import Objective
+from burnish.core.types import Loss
 from burnish.engine.base import SingleEngine
 from toy import make_run
 

@@ -20,7 +20,8 @@ import openai
 import burnish
 from burnish.app.serving import serving_of
 from burnish.core.types import Example, Message
-from burnish.infer.loading import Answerer, load_answerer, seat_engine
+from burnish.infer.answerer import Answerer
+from burnish.infer.loading import load_answerer, seat_engine
 from burnish.serve.answering import Mailbox
 from burnish.serve.app import State, application
 from burnish.serve.completions import Desk

@@ -32,7 +32,7 @@ class NamedType(Protocol):
 
 
 class ModelAdapter(Protocol):
-    """``core.types.Adapter`` with the methods that a run needs besides.
+    """``core.protocols.Adapter`` with the methods that a run needs besides.
 
     Attributes:
         saves_whole_model: whether ``save`` and ``state`` hold the whole model rather than an adapter.

@@ -20,7 +20,7 @@ from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import specs
-from burnish.core.types import Engine
+from burnish.core.protocols import Engine
 
 _SHOWN = 5
 

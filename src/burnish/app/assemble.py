@@ -24,11 +24,12 @@ from burnish.core.events import CallbackHandler
 from burnish.core.loop import evaluate, log, microstep
 from burnish.core.meter import Meter
 from burnish.core.parts import parts_of
+from burnish.core.protocols import Engine, Objective, Stream
 from burnish.core.run import Evaluate, Log, Microstep, Run
 from burnish.core.schedule import StepPlan, schedule_of
 from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerState
-from burnish.core.types import Batch, Engine, Objective, Stateful, Stream
+from burnish.core.types import Batch, Stateful
 from burnish.engine.options import local_rank
 
 

@@ -43,9 +43,9 @@ from burnish.core.collection import collect_from_here
 from burnish.core.events import CallbackHandler
 from burnish.core.loop import TrainOutput
 from burnish.core.patching import allows, summary
+from burnish.core.protocols import Engine
 from burnish.core.run import Run
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Engine
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition

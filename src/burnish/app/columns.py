@@ -12,7 +12,7 @@ from typing import Any
 from burnish.core.errors import UserError
 from burnish.data.reading.files import data_files, read_records
 from burnish.data.reading.json_files import shortened
-from burnish.data.sets.dataset_info import DataSource
+from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.layouts import is_preference, layout_of, proposed_columns
 

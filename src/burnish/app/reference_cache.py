@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import burnish
 from burnish.core.errors import NotSavedError, UserError
 from burnish.core.patching import summary
-from burnish.core.types import Batch, Engine
+from burnish.core.protocols import Engine
+from burnish.core.types import Batch
 from burnish.data.rows.encode import alone, begin_place, cache_home, is_whole, replacing
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows

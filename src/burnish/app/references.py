@@ -28,8 +28,8 @@ from burnish.app.reference_cache import fill
 from burnish.app.resources import Sizes
 from burnish.core.errors import Problem, UserError
 from burnish.core.patching import allows
+from burnish.core.protocols import Engine
 from burnish.core.run import Run
-from burnish.core.types import Engine
 from burnish.data.rows.others_of_step import RowsWithOthers
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.models.attention import PADDING_FREE, make_padding_free

@@ -14,7 +14,7 @@ from torch import nn
 from burnish.app.checks import trains
 from burnish.app.options import RunOptions
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import Engine
+from burnish.core.protocols import Engine
 from burnish.models.reward_files import (
     OLD_VALUE_HEAD,
     VALUE_HEAD,

@@ -133,7 +133,7 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
     meter.add_step(loss, weight, joined_by_name([loss.sums for loss in losses]), norm, learning_rate, group.items)
     meter.add_rows(group.num_rows, group.num_tokens)
     if run.spikes is not None:
-        run.spikes.look(run, group, loss, norm)
+        run.spikes.look(run.engine, run.state.global_step, group, loss, norm)
     if not is_applied:
         what = "gradient" if torch.isfinite(loss) else "loss"
         numbers = f"(loss {loss.item()}, gradient norm {norm.item()})"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from burnish.core.metrics import Metrics
+from burnish.core.protocols import Engine
 from burnish.core.state import TrainerState
-from burnish.core.types import Engine, Loss, Metric
+from burnish.core.types import Loss, Metric
 from burnish.core.waiting import Waiting
 
 

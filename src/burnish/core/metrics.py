@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.core.types import Engine, Metric, Sum
+from burnish.core.protocols import Engine
+from burnish.core.types import Metric, Sum
 
 
 def joined(metrics: Sequence[Metric]) -> Metric:

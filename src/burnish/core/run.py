@@ -13,10 +13,11 @@ from burnish.core.checkpoint import Checkpoints
 from burnish.core.events import CallbackHandler
 from burnish.core.meter import Meter
 from burnish.core.parts import Part
+from burnish.core.protocols import Engine, Objective, Stream
 from burnish.core.schedule import Schedule
 from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Batch, Engine, Loss, Objective, Stream
+from burnish.core.types import Batch, Loss
 
 Microstep: TypeAlias = "Callable[[Run, Batch, Tensor, bool], Loss]"
 """(run, micro-batch, () weight of the whole step, whether it is the step's last) -> its loss; gradients are added."""

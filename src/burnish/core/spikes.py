@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from burnish.core.options import option
-
-if TYPE_CHECKING:
-    from burnish.core.run import Run
-    from burnish.core.types import Group
+from burnish.core.protocols import Engine
+from burnish.core.types import Group
 
 _SEEN, _ENOUGH = 32, 8
 MOST = 16
@@ -62,21 +60,20 @@ class SpikeWatch:
         self.ratio = ratio
         self.norms: deque[float] = deque(maxlen=_SEEN)
 
-    def look(self, run: Run, group: Group, loss: Tensor, norm: Tensor) -> None:
+    def look(self, engine: Engine, step: int, group: Group, loss: Tensor, norm: Tensor) -> None:
         """Raise SpikeError where the step that was just taken is a spike; on all ranks, where it is one on any."""
         usual = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
         is_applied = torch.isfinite(loss) & torch.isfinite(norm)
         # A loss scale that is too large for its gradients comes down by itself: such a step is none of the data's.
-        is_finite = torch.isfinite(loss) if run.engine.scales_loss else is_applied
+        is_finite = torch.isfinite(loss) if engine.scales_loss else is_applied
         is_long = norm > usual * self.ratio if usual is not None and self.ratio is not None else ~is_finite
         is_long = is_long & torch.isfinite(norm)
         counted = torch.stack([(~is_finite | is_long).float(), (~is_finite).float(), (~is_applied).float()])
-        spikes, broken, skipped = run.engine.sum(counted).tolist()  # a read in every step: the price of the option
+        spikes, broken, skipped = engine.sum(counted).tolist()  # a read in every step: the price of the option
         if not spikes:
             if not skipped:
                 self.norms.append(float(norm))
             return
-        step = run.state.global_step
         if broken:
             what = f"Step {step} was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g})"
         else:

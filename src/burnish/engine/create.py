@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from burnish.core.types import Engine
+from burnish.core.protocols import Engine
 from burnish.engine.base import SingleEngine
 from burnish.engine.choices import EngineChoices
 from burnish.engine.options import engine_name

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from burnish.core.errors import Problem, UserError
 from burnish.core.pieces import Piece
 from burnish.core.types import Stateful
-
-if TYPE_CHECKING:
-    from burnish.engine.deepspeed import DeepSpeedEngine
 
 
 class Place(NamedTuple):
@@ -31,10 +28,24 @@ class Place(NamedTuple):
     length: int
 
 
+class ZeroVectors(Protocol):
+    """An engine (``deepspeed.py``), as far as the long vectors of ZeRO are read and written here."""
+
+    deepspeed: Any
+    runner: Any
+    rank: int
+    weights: list[nn.Parameter]
+    empty_groups: dict[int, dict[str, Any]]
+
+    def place_of(self, weight: nn.Parameter) -> Place | None: ...
+    def piece(self, weight: nn.Parameter, key: str = ...) -> Piece: ...
+    def spread(self) -> None: ...
+
+
 class WeightShards:
     """A whole model between ZeRO and a checkpoint: float32 where it trains."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: ZeroVectors) -> None:
         self.engine = engine
 
     def state_dict(self, held: Any) -> dict[str, Any]:
@@ -74,7 +85,7 @@ class AdapterShards:
         weights: that are gathered, all that train if not given.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, weights: Sequence[nn.Parameter] | None = None) -> None:
+    def __init__(self, engine: ZeroVectors, weights: Sequence[nn.Parameter] | None = None) -> None:
         self.engine, self.weights = engine, weights
 
     def state_dict(self, held: Stateful) -> dict[str, Any]:
@@ -107,7 +118,7 @@ class AdapterShards:
 class StateShards:
     """The states of the optimizer, numbered as torch numbers them, between ZeRO and a checkpoint."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: ZeroVectors) -> None:
         self.engine = engine
 
     def state_dict(self, held: Any) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from burnish.core.types import IGNORE_INDEX, Engine
+from burnish.core.protocols import Engine
+from burnish.core.types import IGNORE_INDEX
 from burnish.engine.options import local_rank
 from burnish.hf.dealing import dealt_to
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from burnish.core.types import Engine
+from burnish.core.protocols import Engine
 from burnish.data.batches.stream import StepPartition
 from burnish.hf.stream import DealtBatches, DealtRows, EpochOrder, is_dealt
 

@@ -23,7 +23,7 @@ from transformers.trainer_utils import (
     speed_metrics,
 )
 
-from burnish.core.types import Engine
+from burnish.core.protocols import Engine
 from burnish.hf.arguments.training import TrainingArguments
 from burnish.hf.in_step import no_rows_of
 

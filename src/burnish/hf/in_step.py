@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.core.types import Engine
+from burnish.core.protocols import Engine
 
 
 def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool]]:

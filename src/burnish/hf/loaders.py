@@ -16,8 +16,8 @@ from transformers.trainer_pt_utils import IterableDatasetShard
 from transformers.trainer_utils import RemoveColumnsCollator, has_length, seed_worker
 from transformers.utils import logging
 
+from burnish.core.protocols import Engine
 from burnish.core.schedule import StepPlan
-from burnish.core.types import Engine
 from burnish.data.batches.stream import StepPartition
 from burnish.hf.arguments.training import TrainingArguments
 from burnish.hf.dealing import TrainerLoader

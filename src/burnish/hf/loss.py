@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
 
-from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric, Objective
+from burnish.core.protocols import Objective
+from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric
 from burnish.hf.stream import Lent
 
 

@@ -7,9 +7,10 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import logging
 
 from burnish.core.meter import Meter
+from burnish.core.protocols import Engine
 from burnish.core.schedule import StepPlan
 from burnish.core.state import TrainerState
-from burnish.core.types import Batch, Engine
+from burnish.core.types import Batch
 from burnish.data.batches.stream import num_tokens
 from burnish.hf.arguments.training import TrainingArguments
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
-from burnish.core.types import Batch, Engine, Group
+from burnish.core.protocols import Engine
+from burnish.core.types import Batch, Group
 from burnish.data.batches.stream import StepPartition, order_of
 from burnish.hf import notes
 from burnish.hf.in_step import in_step

@@ -27,11 +27,11 @@ from burnish.core.checkpoint import only_writer
 from burnish.core.comparison import compare_fingerprints
 from burnish.core.errors import Problem, UserError
 from burnish.core.patching import Reason, record, restore
+from burnish.core.protocols import Engine
 from burnish.core.run import Run
 from burnish.core.schedule import StepPlan, plan_steps
 from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerState
-from burnish.core.types import Engine
 from burnish.hf import notes
 from burnish.hf.accelerator import EngineAccelerator
 from burnish.hf.arguments.training import TrainingArguments

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,10 @@ from burnish.data.templates.chat_template import JinjaFormat
 from burnish.data.templates.choose import RECORDED, fit_tokenizer, load_template
 from burnish.data.templates.rows import Template
 from burnish.engine.options import device_of
+from burnish.infer.answerer import Answerer
 from burnish.infer.engine import SeatEngine
 from burnish.infer.options import is_remote
-from burnish.infer.reply_forms import ReplyForm, form_of
+from burnish.infer.reply_forms import form_of
 from burnish.infer.scoring import NO_ANSWERS, ScoreEngine
 from burnish.infer.seating import Deliver, SeatLimits, Through
 from burnish.infer.types import BASE, Engine, Sampling
@@ -56,40 +57,6 @@ LONG_ENOUGH = 1 << 20
 """No cut: a template that only writes prompts has no rows to keep short."""
 SEATS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
 _SHARE_OF_FREE = 0.9
-
-
-@dataclass(frozen=True)
-class Answerer:
-    """Everything beside the engine.
-
-    Args:
-        name: of the model, as a person would call it: the last part of its path.
-        model: None where another process answers.
-        form: how replies are read.
-        stop_ids: tokens that end an answer.
-        defaults: sampling where an ask says nothing: the options', and where they are at their defaults the model's.
-        max_new_tokens: the longest answer where an ask says nothing.
-        context: tokens that prompt and answer may have together.
-        adapters: names beside the model itself.
-        through: lets each row of a pass go through its adapter.
-        head: of a reward model, which gives scores and writes no answers.
-        notes: sentences for a person.
-    """
-
-    name: str
-    options: AnsweringOptions
-    model: nn.Module | None
-    tokenizer: Any
-    template: Template
-    form: ReplyForm
-    stop_ids: tuple[int, ...]
-    defaults: Sampling
-    max_new_tokens: int
-    context: int
-    adapters: tuple[str, ...] = ()
-    through: Through | None = None
-    notes: tuple[str, ...] = ()
-    head: ValueHead | None = None
 
 
 def load_answerer(

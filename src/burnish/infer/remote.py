@@ -25,7 +25,7 @@ from burnish.infer.child import start
 from burnish.infer.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Reason, Sink, Ticket
 
 if TYPE_CHECKING:
-    from burnish.infer.loading import Answerer
+    from burnish.infer.answerer import Answerer
 
 _TIMEOUT_S = 600.0
 

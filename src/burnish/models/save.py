@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from burnish.core.types import Adapter
+from burnish.core.protocols import Adapter
 from burnish.core.work import work
 from burnish.models.quiet import quiet
 from burnish.models.save_gathered import save_gathered, trained_weights_whole

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from burnish.core.protocols import Objective
 from burnish.core.registry import Registry
-from burnish.core.types import Batch, Example, FlatRow, Objective, Row
+from burnish.core.types import Batch, Example, FlatRow, Row
 from burnish.ops.probe import Fitted
 
 Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
@@ -36,7 +37,7 @@ class RowEncoder(Protocol):
 
 
 class StageObjective(Objective, Protocol):
-    """``core.types.Objective`` with the methods that a run needs besides."""
+    """``core.protocols.Objective`` with the methods that a run needs besides."""
 
     collate: Collate
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
-from burnish.core.types import Batch, Engine, Example, FlatRow, Loss, Metric, Row, Sum
+from burnish.core.protocols import Engine
+from burnish.core.types import Batch, Example, FlatRow, Loss, Metric, Row, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder
 from burnish.objectives.pairs import AnswersObjective, PairChoices, asking
 from burnish.objectives.preference_losses import kto

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from burnish.core.errors import Problem, UserError
 from burnish.core.modes import evaluating
 from burnish.core.patching import PatchChoice
-from burnish.core.types import Batch, Engine, Example, FlatRow, Loss, Metric, Row, Stateful, Sum
+from burnish.core.protocols import Engine
+from burnish.core.types import Batch, Example, FlatRow, Loss, Metric, Row, Stateful, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.objectives.lm import (
     ROUTER_WITHOUT_GRADIENT,

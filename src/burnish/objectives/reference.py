@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import Engine, Stateful
+from burnish.core.protocols import Engine
+from burnish.core.types import Stateful
 
 
 class Reference(Protocol):

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.options import option
-from burnish.core.types import IGNORE_INDEX, Batch, Engine, Example, FlatRow, Loss, Metric, Row, Sum
+from burnish.core.protocols import Engine
+from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Metric, Row, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.objectives.lm import unfitted
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, target_positions

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.patching import PatchChoice, allows
-from burnish.core.types import Batch, Engine, Row
+from burnish.core.protocols import Engine
+from burnish.core.types import Batch, Row
 from burnish.objectives.base import Collate
 from burnish.objectives.lm import tied_embedding
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, logits_at, target_positions

@@ -28,7 +28,7 @@ from burnish.serve.options import ApiOptions, check_api, from_environment, needs
 if TYPE_CHECKING:
     import socket
 
-    from burnish.infer.loading import Answerer
+    from burnish.infer.answerer import Answerer
     from burnish.infer.types import Engine
     from burnish.serve.app import State
 

@@ -17,8 +17,8 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from burnish.core.errors import UserError
+from burnish.infer.answerer import Answerer
 from burnish.infer.grammar import Grammars
-from burnish.infer.loading import Answerer
 from burnish.infer.replies import Piece, Reply
 from burnish.infer.reply_forms import ReplyForm, opens_thought, schemas_of
 from burnish.infer.scoring import ScoreEngine

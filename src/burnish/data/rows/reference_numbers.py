@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from burnish.core.types import Batch, Engine, Row
+from burnish.core.protocols import Engine
+from burnish.core.types import Batch, Row
 from burnish.core.work import work
 from burnish.data.rows.row_set import RowSet, RowsOver
 

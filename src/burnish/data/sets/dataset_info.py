@@ -14,57 +14,28 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.hubs import uses_modelscope
 from burnish.data.options import DataOptions
 from burnish.data.reading.files import READERS, loading_script, missing_file
 from burnish.data.reading.json_files import UnreadableJson, parsed_file, shortened, whole_text
+from burnish.data.sets.data_source import DataSource, Kind
 from burnish.data.sets.layouts import MEDIA, PREFERENCE
 from burnish.data.sets.turns import SHAREGPT_TAGS
 
 INFO_NAME = "dataset_info.json"
 ONLINE, REMOTE = "ONLINE", "REMOTE:"
 
-Kind: TypeAlias = Literal["file", "hf_hub", "ms_hub", "cloud", "records"]
 Info: TypeAlias = Mapping[str, Any]
 
 _PLACES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "records")
 _KEYS = {*_PLACES, "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags", "file_sha1"}
 _TEXTS = (*_PLACES[:-1], "formatting", "subset", "split", "folder")
 _COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text", *MEDIA[:3], *PREFERENCE)
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """One data set: the place of its records, and their description.
-
-    Args:
-        name: as the user gave it.
-        kind: the kind of ``location``.
-        location: a path, a hub id, an address, or the records themselves.
-        where: its name in errors: the entry, or the path.
-        formatting, columns, tags: the layout as described; None where nothing is given.
-        ranking: whether the description says that it holds pairs of answers.
-        is_described: it has an entry in a ``dataset_info.json``; missing keys have LLaMA-Factory's defaults.
-    """
-
-    name: str
-    kind: Kind
-    location: Any
-    where: str
-    formatting: str | None = None
-    columns: Mapping[str, str] | None = None
-    tags: Mapping[str, str] | None = None
-    ranking: bool = False
-    subset: str | None = None
-    split: str = "train"
-    folder: str | None = None
-    num_samples: int | None = None
-    is_described: bool = False
 
 
 def find_sources(

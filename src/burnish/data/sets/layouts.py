@@ -11,16 +11,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.data.reading.json_files import Values
+from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.preferences import Kind, verdict_words
 from burnish.data.sets.records import Layout, listed
-
-if TYPE_CHECKING:
-    from burnish.data.sets.dataset_info import DataSource
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")

@@ -26,7 +26,8 @@ from burnish.data.reading.files import READERS, data_files, json_in_text, read_r
 from burnish.data.reading.json_files import Values, read_json
 from burnish.data.reading.record_index import may_hold_more
 from burnish.data.reading.tables import TABLES, MappedTable
-from burnish.data.sets.dataset_info import INFO_NAME, REMOTE, DataSource, find_sources
+from burnish.data.sets.data_source import DataSource
+from burnish.data.sets.dataset_info import INFO_NAME, REMOTE, find_sources
 from burnish.data.sets.examples import (
     AnySet,
     Examples,

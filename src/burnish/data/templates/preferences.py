@@ -17,16 +17,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Answer, Example, FlatRow, Ids
 from burnish.data.tally import Tally
 from burnish.data.templates.labels import Ends, TemplateChoices, Turn, label_turns, unlearned
+from burnish.data.templates.parts import TemplateParts
 from burnish.data.templates.truncate import Half, cut_half, infer_seqlen, least_of
-
-if TYPE_CHECKING:
-    from burnish.data.templates.rows import Template
 
 EQUAL_AFTER_CUT = "dropped: its answers are the same once cut to cutoff_len"
 NOTHING_LEFT = "dropped: cutoff_len leaves nothing of an answer"
@@ -47,7 +44,7 @@ class Answered:
         return len(self.prompt.ids) + len(self.answer.ids)
 
 
-def encode_pairs(template: Template, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+def encode_pairs(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
     """A row per pair, None where there is nothing to learn from it (counted in ``tally``).
 
     Raises:
@@ -65,7 +62,7 @@ def encode_pairs(template: Template, examples: Sequence[Example], tally: Tally) 
     ]
 
 
-def encode_verdicts(template: Template, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+def encode_verdicts(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
     """A row per answer with a verdict, and its prompt with another answer where the example has one."""
     own = _encoded(template, examples, tally)
     others = _encoded(template, [_with_other(example) for example in examples], Tally())
@@ -101,14 +98,14 @@ def _answered_by(example: Example, answer: Answer) -> Example:
     return replace(alone, messages=(*example.messages, *answer))
 
 
-def _encoded(template: Template, examples: Sequence[Example], tally: Tally) -> list[Answered | None]:
+def _encoded(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[Answered | None]:
     is_text = [example.completion is not None for example in examples]
     texts = _texts(template, [e for e, is_one in zip(examples, is_text, strict=True) if is_one])
     talks = _conversations(template, [e for e, is_one in zip(examples, is_text, strict=True) if not is_one], tally)
     return [next(texts) if is_one else next(talks) for is_one in is_text]
 
 
-def _conversations(template: Template, examples: Sequence[Example], tally: Tally) -> Iterator[Answered | None]:
+def _conversations(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> Iterator[Answered | None]:
     """All before the last answer is prompt."""
     form, options = template.form.answering_last(), template.options
     closing = None if form.closing_word is None else int(template.tokenizer.convert_tokens_to_ids(form.closing_word))
@@ -141,7 +138,7 @@ def _closed(answer: Half, closing: int, options: TemplateChoices) -> Half:
     return Half(ids, labels, None, lambda: [*answer.content(), False])
 
 
-def _texts(template: Template, examples: Sequence[Example]) -> Iterator[Answered]:
+def _texts(template: TemplateParts, examples: Sequence[Example]) -> Iterator[Answered]:
     """A text behind a text; the end token behind it, unless it ends so. Tokenised apart and together: the answer begins
     where the two first differ, which is at the end of the prompt unless a token spans the border."""
     encoder, eos = template.form.encoder, template.tokenizer.eos_token_id
@@ -190,7 +187,9 @@ def _parted(answered: Answered, at: int) -> Answered:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_long(template: Template, examples: Sequence[Example], drafts: Sequence[Sequence[Answered] | None]) -> None:
+def _refuse_long(
+    template: TemplateParts, examples: Sequence[Example], drafts: Sequence[Sequence[Answered] | None]
+) -> None:
     if template.options.on_too_long != "raise":
         return
     problems = [
@@ -205,7 +204,7 @@ def _refuse_long(template: Template, examples: Sequence[Example], drafts: Sequen
         raise UserError(problems)
 
 
-def _pair_row(template: Template, example: Example, draft: list[Answered], tally: Tally) -> FlatRow | None:
+def _pair_row(template: TemplateParts, example: Example, draft: list[Answered], tally: Tally) -> FlatRow | None:
     fitted = _fitted(template, example, draft, tally)
     if fitted is None:
         return None
@@ -221,7 +220,7 @@ def _pair_row(template: Template, example: Example, draft: list[Answered], tally
 
 
 def _verdict_row(
-    template: Template, example: Example, draft: Answered, other: Answered | None, tally: Tally
+    template: TemplateParts, example: Example, draft: Answered, other: Answered | None, tally: Tally
 ) -> FlatRow | None:
     fitted = _fitted(template, example, [draft], tally)
     if fitted is None:
@@ -239,7 +238,7 @@ def _columns(one: Answered, prefix: str) -> FlatRow:
     return {f"{prefix}input_ids": one.prompt.ids + one.answer.ids, f"{prefix}labels": labels}
 
 
-def _fitted(template: Template, example: Example, draft: list[Answered], tally: Tally) -> list[Answered] | None:
+def _fitted(template: TemplateParts, example: Example, draft: list[Answered], tally: Tally) -> list[Answered] | None:
     """A prompt and its answers within ``cutoff_len``; None where they are dropped for it, which is counted."""
     options, room = template.options, template.cutoff_len
     if max(one.length for one in draft) > room:

@@ -13,17 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Ids, Row, as_lists
 from burnish.data.tally import Tally
 from burnish.data.templates import preferences
-from burnish.data.templates.labels import Ends, TemplateChoices, Turn, label_turns, unlearned
+from burnish.data.templates.labels import Ends, TemplateChoices, label_turns, unlearned
+from burnish.data.templates.parts import TemplateFormat
 from burnish.data.templates.table import TemplateSpec
 from burnish.data.templates.truncate import Half, fit_turns
-from burnish.data.tokens.encoder import Encoder, shared_start
+from burnish.data.tokens.encoder import shared_start
 
 NOTHING_TO_LEARN = "dropped: nothing to learn"
 TOO_LONG = "dropped: longer than cutoff_len"
@@ -40,28 +41,6 @@ OPTIONS_OF_ROWS: Final = (
     "truncation",
     "on_too_long",
 )
-
-
-class TemplateFormat(Protocol):
-    """The formatting of conversations: by a named template (``slots.py``) or by Jinja (``chat_template.py``)."""
-
-    encoder: Encoder
-
-    @property
-    def closing_word(self) -> str | None:
-        """The token that closes a row, where turns have no end token of their own."""
-        ...
-
-    def fit(self) -> None: ...
-    def answering_last(self) -> TemplateFormat:
-        """The same where only the last answer is learned, so that thoughts of earlier ones may go."""
-        ...
-
-    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]: ...
-    def prompt(self, example: Example) -> list[int]: ...
-    def end_words(self) -> tuple[str, ...]: ...
-    def jinja(self) -> str | dict[str, str]: ...
-    def identity(self) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ transformers does; whole step counts become ``int``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
@@ -14,15 +14,12 @@ from transformers.trainer_utils import SchedulerType
 from burnish.core.options import check_bounds
 from burnish.engine.options import engine_notes
 from burnish.hf import notes
-
-if TYPE_CHECKING:
-    from burnish.hf.arguments.training import TrainingArguments
-
+from burnish.hf.arguments.fields import Fields
 
 LARGE = 1_000_000  # shares are compared as whole numbers of millionths
 
 
-def check_arguments(args: TrainingArguments) -> None:
+def check_arguments(args: Fields) -> None:
     _check_intervals(args)
     _check_best_model(args)
     _check_formats(args)
@@ -43,7 +40,7 @@ def check_arguments(args: TrainingArguments) -> None:
     check_numbers(args)
 
 
-def check_numbers(args: TrainingArguments) -> None:
+def check_numbers(args: Fields) -> None:
     """Refuse numbers that make no sense for a run. Raises ValueError at the first."""
     for name, spec in args.declared.items():
         value = getattr(args, name)
@@ -55,7 +52,7 @@ def check_numbers(args: TrainingArguments) -> None:
             raise ValueError(f"`{name}` {error}") from None
 
 
-def _asks_for_none(args: TrainingArguments, name: str) -> bool:
+def _asks_for_none(args: Fields, name: str) -> bool:
     """Return whether 0 or less is allowed here and means "none": no limit, no clipping, never; or is not read."""
     if name in ("logging_steps", "eval_steps"):
         return bool(getattr(args, name.replace("steps", "strategy")) != "steps")
@@ -64,7 +61,7 @@ def _asks_for_none(args: TrainingArguments, name: str) -> bool:
     return name in ("save_steps", "save_total_limit", "max_grad_norm", "max_steps")
 
 
-def _check_intervals(args: TrainingArguments) -> None:
+def _check_intervals(args: Fields) -> None:
     cache_steps = args.torch_empty_cache_steps
     if cache_steps is not None and not (isinstance(cache_steps, int) and cache_steps > 0):
         raise ValueError(f"`torch_empty_cache_steps` must be an integer bigger than 0, got {cache_steps}.")
@@ -83,7 +80,7 @@ def _check_intervals(args: TrainingArguments) -> None:
             setattr(args, name, int(value))
 
 
-def _check_best_model(args: TrainingArguments) -> None:
+def _check_best_model(args: Fields) -> None:
     """Check that the best weights will be on the disk when they are loaded."""
     if not args.load_best_model_at_end or args.save_strategy == "best":
         return
@@ -108,14 +105,14 @@ def _check_best_model(args: TrainingArguments) -> None:
         )
 
 
-def _check_formats(args: TrainingArguments) -> None:
+def _check_formats(args: Fields) -> None:
     if args.fp16 and args.bf16:
         raise ValueError("At most one of fp16 and bf16 can be True, but not both")
     if args.fp16_full_eval and args.bf16_full_eval:
         raise ValueError("At most one of fp16 and bf16 can be True for full eval, but not both")
 
 
-def say_what_has_no_effect(args: TrainingArguments) -> None:
+def say_what_has_no_effect(args: Fields) -> None:
     """Warn once of each argument that is given and has no effect, or leaves the run without one."""
     for text in _hollow(args):
         notes.warn(text, UserWarning, stacklevel=5)
@@ -136,7 +133,7 @@ def say_what_has_no_effect(args: TrainingArguments) -> None:
         )
 
 
-def _hollow(args: TrainingArguments) -> list[str]:
+def _hollow(args: Fields) -> list[str]:
     """Sentences on numbers with which a run trains nothing, or not as a reader would think."""
     found = []
     if args.learning_rate == 0:

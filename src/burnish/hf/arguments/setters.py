@@ -5,15 +5,13 @@ Each returns the arguments, so that calls can be chained: ``args.set_training(1e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from burnish.hf.arguments.checks import check_numbers
-
-if TYPE_CHECKING:
-    from burnish.hf.arguments.training import TrainingArguments
+from burnish.hf.arguments.fields import Fields
 
 
 class Setters:
@@ -22,7 +20,7 @@ class Setters:
     def _set(self, **values: Any) -> Any:
         for name, value in values.items():
             setattr(self, name, value)
-        check_numbers(cast("TrainingArguments", self))
+        check_numbers(cast(Fields, self))
         return self
 
     def set_training(

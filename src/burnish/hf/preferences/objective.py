@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.core.errors import Problem, UserError
-from burnish.core.types import Batch, Engine, Stateful
+from burnish.core.protocols import Engine
+from burnish.core.types import Batch, Stateful
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.hf.in_step import in_step
 from burnish.hf.loss import TrainerObjective

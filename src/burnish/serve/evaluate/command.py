@@ -22,7 +22,8 @@ from burnish.core.files import named_where_full
 from burnish.core.json_files import read_object
 from burnish.core.options import build, option, raise_if
 from burnish.core.work import work
-from burnish.infer.loading import Answerer, load_answerer, seats_of
+from burnish.infer.answerer import Answerer
+from burnish.infer.loading import load_answerer, seats_of
 from burnish.infer.seating import SeatLimits
 from burnish.infer.seats import SeatLoop
 from burnish.models.fingerprint import base_fingerprint
