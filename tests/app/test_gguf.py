@@ -47,7 +47,7 @@ def model_in(folder: Path, kind: str) -> Path:
 def exported(folder: Path, model: Path, **given) -> Path:
     options = {"model_name_or_path": str(model), "export_dir": str(folder), "export_format": "gguf", **given}
     export({name: Given(value, "the command line") for name, value in options.items()})
-    return next(folder.glob("*.gguf"))
+    return next(folder.glob("*.gguf"), folder)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -195,6 +195,39 @@ def test_a_sentencepiece_vocabulary_gives_the_same_ids(tmp_path: Path, legacy: b
         plain = folder(text, add_special_tokens=False)["input_ids"]
         assert joined(text, fields) == plain
         assert folder.decode(plain) == text
+
+
+def with_legacy(model: Path, legacy: bool, **changes) -> Path:
+    """The folder as older versions of transformers wrote it, which say how spaces go."""
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "legacy": legacy, **changes}))
+    return model
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("template", ["default", "llama2", "alpaca", "vicuna"])
+def test_an_exported_template_writes_the_spaces_that_training_gave_each_slot(
+    tmp_path: Path, template: str, legacy: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = with_legacy(sentencepiece_in(tmp_path / "model", pieces_of()), legacy)
+    exported(tmp_path / "out", model, export_format="safetensors", template=template)
+    assert "tokens is rendered from" in capsys.readouterr().out
+    folder = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert folder.legacy is legacy
+    assert folder("<s>red")["input_ids"] == AutoTokenizer.from_pretrained(model)("<s>red")["input_ids"]
+
+
+def test_where_a_normalizer_prepends_spaces_the_difference_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = sentencepiece_in(tmp_path / "model", pieces_of())
+    with_legacy(model, True, tokenizer_class="PreTrainedTokenizerFast")
+    file = model / "tokenizer.json"
+    spaces = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    changed = {"normalizer": {"type": "Sequence", "normalizers": spaces}, "pre_tokenizer": None}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    exported(tmp_path / "out", model, export_format="safetensors", template="alpaca")
+    assert "writes the trained text but for spaces" in capsys.readouterr().out
 
 
 def test_each_token_of_a_sentencepiece_vocabulary_has_its_type(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from burnish.infer.loading import (
 from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
 from burnish.models.load import context_length, load_config
+from burnish.models.quantised_export import without_bits
 from burnish.models.quantize import is_quantised
 from burnish.models.reward_files import save_reward_head
 from burnish.models.save import save_model
@@ -66,7 +67,7 @@ def export(given: Mapping[str, Given]) -> Path:
     options = export_options(given)
     adapters = adapter_folders(options)
     config = load_config(options)
-    notes = without_gguf(options)
+    notes = [*without_gguf(options), *without_bits(options)]
     tokenizer, options = tokenizer_of(options, adapters, notes)
     head = reward_head(options, adapters)
     if options.export_format == "gguf":
@@ -198,19 +199,21 @@ def compare(folder: Path, template: Template, options: RunOptions) -> list[str]:
 
 
 def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
-    """A sentence for the same text with different tokens. Raises RuntimeError where the text differs."""
+    """A sentence for the same text with different tokens. Raises RuntimeError where the text differs by more than the
+    spaces that a tokenizer puts before each slot."""
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (trained, exported)]
     place = next(
         (i for i, (a, b) in enumerate(zip(trained, exported, strict=False)) if a != b),
         min(map(len, (trained, exported))),
     )
     around = [tokenizer.convert_ids_to_tokens(ids[max(0, place - 2) : place + 3]) for ids in (trained, exported)]
-    if texts[0] != texts[1]:
+    if texts[0].replace(" ", "") != texts[1].replace(" ", ""):
         raise RuntimeError(
             f"The exported chat template writes another text than was trained, from token {place} on: "
             f"trained {around[0]}, exported {around[1]}."
         )
+    spaces = " but for spaces" if texts[0] != texts[1] else ""
     return (
-        f"The exported chat template writes the trained text, but the tokenizer cuts it otherwise from {place} on: "
-        f"trained {around[0]}, exported {around[1]}. Nothing separates the parts of this template for it."
+        f"The exported chat template writes the trained text{spaces}, but the tokenizer cuts it otherwise from "
+        f"{place} on: trained {around[0]}, exported {around[1]}. Nothing separates the parts of this template for it."
     )

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from burnish.core.patching import Reason, patch
 from burnish.core.work import work
 from burnish.models.attention_choice import asked_attention
 from burnish.models.options import ModelOptions
-from burnish.models.quantize import keep_as_loaded, quantization_arguments, use_kernels_that_train
+from burnish.models.quantize import keep_as_loaded, quantised_by, quantization_arguments, use_kernels_that_train
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
 
@@ -295,7 +297,8 @@ def _pretrained_model(
     from transformers import AutoModelForCausalLM
 
     source = find_source(options.model_name_or_path, options, with_weights=True)
-    with quiet(), refused_conversions(source.name):
+    talks = redirect_stdout(sys.stderr) if quantised_by(config) else nullcontext()  # gptqmodel has much to say
+    with quiet(), talks, refused_conversions(source.name):
         model, found = AutoModelForCausalLM.from_pretrained(
             source.name,
             config=config,

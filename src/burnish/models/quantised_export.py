@@ -60,11 +60,16 @@ class QuantisedExportOptions:
     export_quantization_maxlen: int = option(1024, "The longest of those rows.", unit="tokens", ge=1)
 
 
-def quantised_export_notes(options: QuantisedExportOptions) -> list[str]:
-    if options.export_quantization_bit is not None:
-        return ['"export_quantization_bit" has no effect on training: burnish export reads it.']
+def without_bits(options: QuantisedExportOptions) -> list[str]:
+    """A sentence for each option of an export in few bits where none is asked for."""
     parts = ("method", "dataset", "nsamples", "maxlen")
     return set_without(options, {f"export_quantization_{part}": "export_quantization_bit" for part in parts})
+
+
+def quantised_export_notes(options: QuantisedExportOptions) -> list[str]:
+    if options.export_quantization_bit is None:
+        return without_bits(options)
+    return ['"export_quantization_bit" has no effect on training: burnish export reads it.']
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         raise UserError(_broken_tokenizer(source.name, error)) from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
+    if getattr(tokenizer, "legacy", None):  # it decides where spaces go, and transformers 5.23 saves it in no file
+        tokenizer.init_kwargs["legacy"] = True
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"The tokenizer has no padding token; {tokenizer.eos_token} pads, and no padding is learned.")

@@ -6,13 +6,14 @@ as they were learned. Answers stand between ``{% generation %}`` marks, and the 
 written before an answer, or at the end where ``add_generation_prompt`` asks for it.
 
 Two things may differ. A chat template gives the tokenizer one text, and training tokenises slot by slot: where there is
-no control token between two slots, a tokenizer may merge the end of one with the start of the next. And phi4_mini
+no control token between two slots, a tokenizer may merge the end of one with the start of the next; and one whose
+normalizer prepends a space (``Prepend``) does so before each slot, also where it has a space. And phi4_mini
 repeats the JSON of the tools exactly as the record spells it, which a chat template never sees.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from burnish.data.templates.labels import TemplateChoices
@@ -47,6 +48,7 @@ class _Slot:
     head: str
     tail: str
     header: str = ""
+    is_spaced: bool = False  # the tokenizer puts a space before the content, unless it begins with one
 
 
 def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str:
@@ -88,8 +90,26 @@ def slot_text(slot: str | Token, tokenizer: Any) -> str:
 
 
 def _slot(slots: Slots, tokenizer: Any) -> _Slot:
-    head, tail = "".join(slot_text(slot, tokenizer) for slot in slots).split(CONTENT, 1)
-    return _Slot(head, tail)
+    head, tail = _joined(slots, tokenizer).split(CONTENT, 1)
+    opens = any(isinstance(slot, str) and slot.startswith(CONTENT) for slot in slots)
+    return _Slot(head, tail, is_spaced=opens and _gets_space("x", tokenizer))
+
+
+def _joined(slots: Slots, tokenizer: Any) -> str:
+    """The text of slots. A tokenizer of SentencePiece puts a space before each text that it is given, and training
+    gives it slot by slot: the space is written where the slots are one text."""
+    return "".join(
+        f" {slot}" if isinstance(slot, str) and _gets_space(slot, tokenizer) else slot_text(slot, tokenizer)
+        for slot in slots
+    )
+
+
+def _gets_space(text: str, tokenizer: Any) -> bool:
+    """Tell whether the tokenizer puts a space before ``text``, and none where it has one."""
+    if not text or text.startswith(CONTENT):
+        return False
+    plain, spaced = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text, f" {text}"))
+    return bool(plain == spaced)
 
 
 def _with_header(slot: _Slot, ends: list[str]) -> _Slot:
@@ -101,14 +121,14 @@ def _with_header(slot: _Slot, ends: list[str]) -> _Slot:
     if "[/INST]" in slot.tail or "[/TOOL_RESULTS]" in slot.tail:
         return slot
     end = max((end for end in ends if slot.tail.startswith(end)), key=len, default="")
-    return _Slot(slot.head, end, slot.tail[len(end) :])
+    return replace(slot, tail=end, header=slot.tail[len(end) :])
 
 
 def _with_same_header(slot: _Slot, header: str) -> _Slot:
     """The slot of a tool's answer, which the header of an answer follows as it follows a question."""
     if not slot.tail.endswith(header):
         return slot
-    return _Slot(slot.head, slot.tail.removesuffix(header), header)
+    return replace(slot, tail=slot.tail.removesuffix(header), header=header)
 
 
 def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
@@ -118,7 +138,7 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
     lstrip = (
         "{%- set tool_text = tool_text.lstrip('\\n') if not system else tool_text -%}" if spec.tools_open_system else ""
     )
-    text = "{{- system ~ tool_text -}}"
+    text = _content(system, "system ~ tool_text")
     return "".join(
         (
             f"{{%- set system = {default} -%}}",
@@ -131,7 +151,7 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
             + tools_in_jinja(spec.tool_list_format)
             + "{%- endif -%}{%- endset -%}",
             lstrip,
-            say("".join(slot_text(slot, tokenizer) for slot in spec.prefix)),
+            say(_joined(spec.prefix, tokenizer)),
             ""
             if spec.system_in_user
             else "{%- if system or tools -%}" + say(system.head) + text + say(system.tail) + "{%- endif -%}",
@@ -142,14 +162,22 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
 def _system_in_user(spec: TemplateSpec, tokenizer: Any) -> str:
     if not spec.system_in_user:
         return ""
-    system = _slot(spec.system[:1], tokenizer)
-    opened = f"{literal(system.head)} ~ system ~ tool_text ~ {literal(system.tail)} ~ content"
+    head, tail = slot_text(spec.system[0], tokenizer).split(CONTENT, 1)  # one text with the question
+    opened = f"{literal(head)} ~ system ~ tool_text ~ {literal(tail)} ~ content"
     return "{%- if loop.first and (system or tools) -%}{%- set content = " + opened + " -%}{%- endif -%}"
 
 
 def _question(slot: _Slot, content: str = "content") -> str:
     header = "{%- if answered -%}" + say(slot.header) + "{%- endif -%}" if slot.header else ""
-    return say(slot.head) + "{{- " + content + " -}}" + say(slot.tail) + header
+    return say(slot.head) + _content(slot, content) + say(slot.tail) + header
+
+
+def _content(slot: _Slot, content: str) -> str:
+    """Jinja that prints the content of a slot. Args: content: an expression."""
+    if not slot.is_spaced:
+        return "{{- " + content + " -}}"
+    text = f"({content})"
+    return "{%- if " + text + " and not " + text + ".startswith(' ') -%}{{- ' ' -}}{%- endif -%}{{- " + text + " -}}"
 
 
 def _observation(slot: _Slot, between: str) -> str:
@@ -172,11 +200,11 @@ def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str
             learned,
             "{%- if message['tool_calls'] -%}{%- set calls = message['tool_calls'] -%}",
             say(function.head),
-            "{{- content -}}",
+            _content(function, "content"),
             calls_in_jinja(spec.tool_format),
             say(function.tail),
             "{%- else -%}",
-            say(answer.head) + "{{- content -}}" + say(answer.tail),
+            say(answer.head) + _content(answer, "content") + say(answer.tail),
             "{%- endif -%}",
             _closing_of_row(spec, tokenizer),
             "{%- endgeneration -%}",
