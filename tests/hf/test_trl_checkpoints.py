@@ -27,11 +27,12 @@ def trained(library: Any, model: Path, folder: Path, method: str, resume: bool =
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=9, save_steps=3, logging_steps=1, use_cpu=True,
         bf16=False, report_to="none", disable_tqdm=True, learning_rate=1e-3, **given,
     )  # fmt: skip
+    adapter = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
     torch.manual_seed(0)
     trainer = library.SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(model), args=arguments,
         train_dataset=Dataset.from_dict({"messages": chats}), processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]) if method == "lora" else None,
+        peft_config=adapter if method == "lora" else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume or None)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

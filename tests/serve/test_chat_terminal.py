@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from burnish.core.errors import UserError
+from burnish.report.streams import OutputError
 from burnish.serve.terminal.partners import ChatSettings, Ended, Event, Request
-from burnish.serve.terminal.screen import Screen, visible
+from burnish.serve.terminal.screen import Screen, is_typed, visible
 from burnish.serve.terminal.talk import Talk
 from small_run import make_model
 
@@ -53,6 +54,20 @@ def talk_of(*answers) -> tuple[Talk, Scripted, io.StringIO]:
 
 def roles(talk: Talk) -> list[str]:
     return [message["role"] for message in talk.messages]
+
+
+def test_a_screen_that_is_full_closed_or_narrow_in_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full, pytest.raises(OutputError, match="no space left on device"):
+        Screen(out=full).stream("Yes.")
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Screen(out=narrow).say("河 …")
+    assert narrow.buffer.getvalue() == b"\\u6cb3 ...\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stdin", None)
+    screen = Screen()
+    screen.say("Yes.")
+    screen.keep_history()
+    assert not is_typed()
 
 
 def test_a_message_is_answered_and_the_conversation_grows() -> None:

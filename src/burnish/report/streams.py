@@ -25,11 +25,12 @@ class OutputError(OSError):
     meant for the user."""
 
 
-def say(text: str, stream: TextIO | None, *, must: bool = False) -> None:
-    """Write a line.
+def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n", blots: bool = True) -> None:
+    """Write a line, or with another ``end`` a piece of one.
 
     Args:
         stream: None where the parent process closed it; then nothing is written.
+        blots: replace secrets. Without it a server shows the key that it made, which nobody knows otherwise.
     Raises:
         BrokenPipeError: under ``must``, where the reader has gone.
         OutputError: under ``must``, where it cannot be written for another reason.
@@ -37,7 +38,7 @@ def say(text: str, stream: TextIO | None, *, must: bool = False) -> None:
     if stream is None or stream.closed:
         return
     try:
-        print(fit(without_secrets(text), stream), file=stream, flush=True)
+        print(fit(without_secrets(text) if blots else text, stream), end=end, file=stream, flush=True)
     except OSError as error:
         let_go(stream)
         if must and isinstance(error, BrokenPipeError):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.app.config import COMMAND_LINE, CONFIG_SUFFIXES, merge, read_arguments
 from burnish.core.errors import MissingExtraError, Problem, UserError
 from burnish.core.options import Given, build, raise_if
+from burnish.report.streams import say
 from burnish.serve.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def api(words: Sequence[str]) -> int:
         if options.api_socket:
             os.unlink(options.api_socket)
     if state.phase == "loading":  # a thread is in the middle of it, and would be torn down with the libraries it uses
-        sys.stdout.flush()
+        say("", sys.stdout, end="")  # what was printed is flushed
         os._exit(status)
     return status
 
@@ -116,7 +117,7 @@ async def _serve(words: Sequence[str], options: ApiOptions, state: State, key: s
         answerer, engine = await in_thread(lambda: load(words, options, state))
         _open(answerer, engine, options, state)
         for line in opening_lines(answerer, engine, options, key, found):
-            print(line, flush=True)
+            say(line, sys.stdout, blots=False)
         while engine.facts().is_alive or state.phase == "draining":
             await asyncio.sleep(1.0)
         state.phase = "failed"

@@ -15,6 +15,7 @@ from dataclasses import fields
 from burnish.app.config import COMMAND_LINE, merge, read_arguments
 from burnish.core.errors import MissingExtraError, Problem, UserError, did_you_mean
 from burnish.core.options import build, raise_if
+from burnish.report.streams import say
 from burnish.web.options import WebOptions, check_web, from_environment
 
 
@@ -45,7 +46,7 @@ def webui(words: Sequence[str]) -> int:
     link = f"{address}/{page}" if key is None else f"{address}/sign-in#key={key}"
     shown = f"{address}/sign-in" if options.web_key else link  # one that was made here is known from nowhere else
     for line in _lines(shown, site.places.first, key is None):
-        print(line, flush=True)
+        say(line, sys.stdout, blots=False)
     if options.web_open:
         webbrowser.open(home.leading_to(link))
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.secrets import without_secrets
+from burnish.report.streams import say
 from burnish.serve.terminal.partners import ChatSettings, LocalPartner, Partner, Request, UrlPartner
-from burnish.serve.terminal.screen import Screen, history_file
+from burnish.serve.terminal.screen import Screen, history_file, is_typed
 from burnish.serve.terminal.talk import Talk
 
 
@@ -35,8 +36,8 @@ def chat(words: Sequence[str]) -> int:
     """The command. Returns 1 where an answer failed."""
     own = _read(words)
     once = own.once
-    if once is None and not sys.stdin.isatty():
-        once = sys.stdin.read().strip()
+    if once is None and not is_typed():
+        once = sys.stdin.read().strip() if sys.stdin is not None else ""
     partner, settings, lines = _partner(own, is_quiet=once is not None)
     try:
         if once is not None:
@@ -108,7 +109,7 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, ChatSettings, list[s
     ]
     if is_quiet:
         for note in (note for note in notes if "writes other prompts" in note):
-            print(note, file=sys.stderr)
+            say(note, sys.stderr)
     return LocalPartner(answerer, engine), ChatSettings(**given), lines
 
 
@@ -128,7 +129,7 @@ def _answer_once(partner: Partner, request: Request) -> int:
         elif event.call is not None:
             screen.say(json.dumps(event.call, ensure_ascii=False))
         elif event.end is not None and event.end.reason == "failed":
-            print(event.end.error, file=sys.stderr)
+            say(str(event.end.error), sys.stderr)
             status = 1
     screen.end_stream()
     return status

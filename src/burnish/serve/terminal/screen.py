@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TextIO
 
+from burnish.report.streams import say
+
 _COLOURS: Final = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _HISTORY_LINES = 1000
 _FENCE = "```"
@@ -33,6 +35,11 @@ def _picture(letter: str) -> str:
     return "�" if 128 <= code < 160 or letter in "\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069" else letter
 
 
+def is_typed() -> bool:
+    """Tell whether a person types the input: it is a terminal, and the parent process did not close it."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 class Screen:
     """A terminal, or what stands in for one.
 
@@ -41,19 +48,19 @@ class Screen:
     """
 
     def __init__(self, history: Path | None = None, out: TextIO | None = None) -> None:
-        self.out = out or sys.stdout
-        self.has_colours = self.out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self.out: TextIO | None = out or sys.stdout  # None where the parent process closed it
+        is_terminal = self.out is not None and self.out.isatty()
+        self.has_colours = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._history = history
         self._in_fence = False
         self._line = ""
-        if sys.stdin.isatty():
+        if is_typed():
             self._begin_history()
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def say(self, text: str = "", colour: str = "", end: str = "\n") -> None:
-        self.out.write(self.coloured(visible(text), colour) + end)
-        self.out.flush()
+        say(self.coloured(visible(text), colour), self.out, must=True, end=end)
 
     def coloured(self, text: str, colour: str) -> str:
         if not (colour and text and self.has_colours):
@@ -68,11 +75,10 @@ class Screen:
         for part in visible(text).splitlines(keepends=True):
             self._line += part
             is_code = self._in_fence or self._line.lstrip().startswith(_FENCE)
-            self.out.write(self.coloured(part, "cyan") if is_code else part)
+            say(self.coloured(part, "cyan") if is_code else part, self.out, must=True, end="")
             if part.endswith("\n"):
                 self._in_fence ^= self._line.lstrip().startswith(_FENCE)
                 self._line = ""
-        self.out.flush()
 
     def end_stream(self) -> None:
         self._in_fence, self._line = False, ""
@@ -106,7 +112,7 @@ class Screen:
         return "\n".join([*lines, line.rstrip().removesuffix(_QUOTES)]).strip("\n")
 
     def _read(self, prompt: str, begun: str = "") -> str:
-        if not begun or not sys.stdin.isatty():
+        if not begun or not is_typed():
             return input(prompt)
         import readline
 
@@ -128,7 +134,7 @@ class Screen:
 
     def keep_history(self) -> None:
         """Write the lines that were typed, for this user alone."""
-        if self._history is None or not sys.stdin.isatty():
+        if self._history is None or not is_typed():
             return
         with suppress(ImportError, OSError):
             import readline
