@@ -37,7 +37,7 @@ PLANTED = {
 
 def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_runs():
     from burnish.app import options
-    from burnish.hf.arguments import training
+    from burnish.hf.arguments import fields
     from burnish.infer import options as answers
 
     def bases(file: str, name: str) -> set[str]:
@@ -45,7 +45,7 @@ def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_
         (seen,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
         return {base.id for base in seen.bases}
 
-    assert bases(training.__file__, "Groups") == {group.__name__ for group in training.Groups.__bases__}
+    assert bases(fields.__file__, "Groups") == {group.__name__ for group in fields.Groups.__bases__}
     answering = bases(answers.__file__, "AnsweringOptions")
     seen = bases(options.__file__, "RunOptions") - {"AnsweringOptions"} | answering
     joined = {group.__name__ for group in (*options.GROUPS, *options.MEMBER_GROUPS)}
