@@ -46,7 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "neftune": {"neftune_noise_alpha": 5},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    **{name: {"optim": name} for name in ("adamw_torch", "sgd", "adafactor", "lion_32bit", "muon", "adam_mini")},
+    **{name: {"optim": name} for name in ("adamw_torch", "sgd", "adafactor", "lion_32bit", "adamw_8bit", "muon",
+                                        "adam_mini")},
     "apollo": {"use_apollo": True, "apollo_rank": 8},
     "galore": {"use_galore": True, "galore_rank": 8},
 }
@@ -165,7 +166,7 @@ def claims_of_activations(made: Plan, prepared: Prepared, watch: Watch) -> None:
 def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     method, _, optimizer = name.partition(" by ")
     given = CASES[name] if name in CASES else {**METHODS[method], **OPTIMIZERS[optimizer]}
-    if given.get("optim") == "lion_32bit":
+    if given.get("optim") in ("lion_32bit", "adamw_8bit"):
         pytest.importorskip("bitsandbytes")
     try:
         made, prepared, said = planned(tmp_path, given, models)
