@@ -46,8 +46,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "neftune": {"neftune_noise_alpha": 5},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    **{name: {"optim": name} for name in ("adamw_torch", "sgd", "adafactor", "lion_32bit", "adamw_8bit", "muon",
-                                        "adam_mini")},
+    **{
+        name: {"optim": name}
+        for name in ("adamw_torch", "sgd", "adafactor", "lion_32bit", "adamw_8bit", "muon", "adam_mini")
+    },
     "apollo": {"use_apollo": True, "apollo_rank": 8},
     "galore": {"use_galore": True, "galore_rank": 8},
 }

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from burnish import cli
 from burnish.app.export import _difference, export
 from burnish.app.modelfile import go_template
+from burnish.core.checkpoint import only_writer
 from burnish.core.errors import UserError
 from burnish.core.options import Given
 from burnish.data.templates.table import table
@@ -185,6 +187,34 @@ def test_a_folder_that_holds_something_is_not_written_over_unless_asked(made, tm
         run(made, tmp_path / "out")
     run(made, tmp_path / "out", overwrite_output_dir="true")
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-4/x"])
+def test_a_run_is_never_written_over(made, tmp_path, name):
+    """transformers would put its adapter into the model; one that goes on would write its own files between."""
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(UserError, match=rf"holds a run \({name.partition('/')[0]}\)"):
+        run(made, tmp_path / "out", overwrite_output_dir="true")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name.partition("/")[0]]
+
+
+def test_of_an_earlier_export_nothing_is_left_once_the_new_one_is_there(made, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run(made, out)
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "out-f16.gguf"):
+        (out / name).write_text("{}")
+    before = {path.name for path in out.iterdir()}
+    with monkeypatch.context() as failing:
+        failing.setattr("burnish.models.save.save_config", Mock(side_effect=RuntimeError("half way")))
+        with pytest.raises(RuntimeError, match="half way"):
+            run(made, out, overwrite_output_dir="true")
+    assert {path.name for path in out.iterdir()} == before
+    run(made, out, overwrite_output_dir="true")
+    assert not [path.name for path in out.iterdir() if "-of-" in path.name or path.suffix == ".gguf"]
+    with only_writer(out), pytest.raises(UserError, match="another run is writing"):
+        run(made, out, overwrite_output_dir="true")
 
 
 def test_the_base_is_never_written_over(made):

@@ -77,6 +77,7 @@ def test_a_data_set_behind_its_name_is_not_cleared(user_folder: Path, capsys: py
 PLAIN_WORDS = {
     "add_special_tokens", "add_tokens", "additional_target", "apollo_target", "attn_implementation", "cache_dir",
     "columns", "ddp_backend", "default_system", "export_dir", "export_gguf_type", "export_hub_model_id",
+    "export_quantization_dataset",
     "freeze_extra_modules", "freeze_trainable_modules", "fsdp", "galore_target", "gradient_checkpointing_kwargs",
     "hf_hub_token", "infer_executable", "infer_url", "leave_out", "liger_kernel_config", "llama_cpp", "logging_dir",
     "lora_target", "lr_scheduler_kwargs", "metric_for_best_model", "model_revision", "ms_hub_token", "num_processes",

@@ -87,10 +87,13 @@ class SetAside(TrainerCallback):
     """Moves the files of an earlier run in ``folder`` aside until the new run has its first whole checkpoint.
 
     As a callback it notices that checkpoint, so that both runs are on the disk no longer than necessary.
+
+    Args:
+        also: patterns of names of further files that go; those of an export, for example.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.aside = folder, folder / EARLIER_RUN
+    def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
+        self.folder, self.aside, self.also = folder, folder / EARLIER_RUN, also
 
     def __enter__(self) -> SetAside:
         is_of_a_killed_run = self.aside.is_dir()
@@ -98,7 +101,7 @@ class SetAside(TrainerCallback):
             remove(self.aside)
             is_of_a_killed_run = False
         self.aside.mkdir(exist_ok=True)
-        for path in left_by_a_run(self.folder):
+        for path in [*left_by_a_run(self.folder), *(path for name in self.also for path in self.folder.glob(name))]:
             remove(path) if is_of_a_killed_run else path.rename(self.aside / path.name)
         return self
 

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 
 from burnish.app.absent import take_absent
+from burnish.app.clearing import SetAside
 from burnish.app.gguf import check_gguf, gguf_file, write_gguf
 from burnish.app.modelfile import modelfile
 from burnish.app.options import RunOptions
 from burnish.app.plan import aliases
 from burnish.app.quantised_export import calibration, quantise_into
+from burnish.core.checkpoint import only_writer
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import named_where_full
 from burnish.core.options import Given, build, raise_if, specs
@@ -84,6 +86,8 @@ def export(given: Mapping[str, Given]) -> Path:
     model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
     folder = Path(options.export_dir)
     with (
+        only_writer(folder),
+        SetAside(folder, also=("*.gguf", "Modelfile", "quantize_config.json")),
         named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."),
         _place_of_weights(folder, using is not None) as place,
     ):

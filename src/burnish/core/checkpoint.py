@@ -340,10 +340,10 @@ def load_state(folder: Path) -> TrainerState:
 
 @contextmanager
 def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
-    """Lock ``folder`` for this process. A folder made here is removed again if the run is then refused.
+    """Lock ``folder`` for this process. A folder made here is removed again if nothing is left in it.
 
     Args:
-        traces: names of files that tell of an attempt, and go with such a folder.
+        traces: names of files that tell of an attempt, and go with such a folder where the run is refused.
     Raises:
         UserError: where another run holds it.
     """
@@ -360,13 +360,14 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
                 Problem(
                     "another run is writing into this folder.",
                     where=str(folder),
-                    remedy="Wait for it to end, or give this run an output_dir of its own.",
+                    remedy="Wait for it to end, or name another folder.",
                 )
             )
         try:
             yield
-        except UserError:
-            if is_new and set(os.listdir(folder)) <= {_LOCK, *traces}:
+        except BaseException as error:
+            leaves = {_LOCK, *(traces if isinstance(error, UserError) else ())}
+            if is_new and set(os.listdir(folder)) <= leaves:
                 shutil.rmtree(folder)
             raise
         finally:

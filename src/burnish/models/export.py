@@ -63,6 +63,10 @@ class ExportChoices(Protocol):
     hf_hub_token: str | None
 
 
+OF_A_RUN = ("adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-*")
+"""Files by which the folder of a training is known, of an adapter, or of a training that goes on now."""
+
+
 def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Problem]:
     """Find what is wrong with the folder of the export.
 
@@ -83,6 +87,9 @@ def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Probl
                 remedy="Name another export_dir.",
             )
         ]
+    if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
+        what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be taken for those of the export.'
+        return [Problem(what, remedy="Name another export_dir.")]
     inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
         return []
