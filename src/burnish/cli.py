@@ -189,6 +189,16 @@ def _webui(words: Arguments) -> int:
     return webui(words)
 
 
+def _webchat(words: Arguments) -> int:
+    if _wants_help(words):
+        from burnish.web.options import WebOptions
+
+        return _list_options("webchat", words, WebOptions)
+    from burnish.web.command import webchat
+
+    return webchat(words)
+
+
 def _planner(words: Arguments) -> int:
     """Answers the page's questions about runs that are not begun; started by it, and by nobody else."""
     from burnish.app.explain_json import planner
@@ -294,6 +304,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(_RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export),
     "api": Command("PATH [--adapter name=folder ...] [key=value ...]", "answer over HTTP, as OpenAI's API does", _api),
     "webui": Command("[key=value ...]", "the page: set runs up, watch them, talk to what came of them", _webui),
+    "webchat": Command("PATH [key=value ...]", "the page, opened at a conversation with one model", _webchat),
     "runs": Command("[FOLDER ...] [--json]", "the runs below some folders, and how they are", _runs),
     "chat": Command(
         "PATH [--adapter name=folder] [--once TEXT] [key=value ...]", "talk to a model at a terminal", _chat
@@ -312,13 +323,9 @@ COMMANDS: dict[str, Command] = {
     "env": Command("[--health]", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),
 }
-# Commands of similar tools that burnish does not have -> a replacement.
-_NOT_HERE = {"webchat": "A page to talk to models is in burnish webui (Talk); in a terminal: burnish chat PATH."}
 
 
 def _unknown(name: str) -> Problem:
-    if name in _NOT_HERE:
-        return Problem(f'burnish has no command "{name}".', remedy=_NOT_HERE[name])
     if name.endswith((".yaml", ".yml", ".json")):
         return Problem(f'"{name}" is a file, not a command.', remedy=f"Try: burnish train {name}")
     if name.startswith("--") or "=" in name:

@@ -98,7 +98,7 @@ def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("word", "remedy"),
-    [("webchat", "burnish webui"), ("run.yaml", "burnish train run.yaml"),
+    [("run.yaml", "burnish train run.yaml"),
      ("--stage", "burnish train --stage")],
 )  # fmt: skip
 def test_a_command_that_is_not_there_says_what_to_do(

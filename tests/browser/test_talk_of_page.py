@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import burnish
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 ENGINE = {"id": "e" * 12, "name": "first", "state": "ready", "said": ""}
@@ -99,3 +104,25 @@ def test_a_held_out_record_is_asked_and_its_answer_stands_beside_the_models(visi
     records = [json.loads(line) for line in (server.root / "data/train.jsonl").read_text().splitlines()]
     answers = [one["output"] for one in records if asked == "\n".join(filter(None, (one["instruction"], one["input"])))]
     assert given.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}
+
+
+def test_webchat_opens_at_a_conversation_with_the_model_of_an_inference_file(chromium, tmp_path) -> None:
+    shutil.copytree(Path(burnish.__file__).parent / "demo/model", tmp_path / "model")
+    (tmp_path / "inference.yaml").write_text("model_name_or_path: model\ntemplate: default\n")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "burnish", "webchat", "inference.yaml", "web_port=0"], cwd=tmp_path,
+        env={**os.environ, "BURNISH_HOME": str(tmp_path / "home")}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    page = chromium.new_page()
+    try:
+        page.goto(child.stdout.readline().split()[1])
+        page.wait_for_url("**/talk")
+        page.locator("#engine-states", has_text="inference.yaml ✓").wait_for(timeout=90_000)
+        page.fill("#message", "What is 2 + 3?")
+        page.click("#send")
+        page.locator(".turn.assistant .text:not(:empty)").wait_for(timeout=60_000)
+    finally:
+        page.close()
+        child.terminate()
+        child.wait(20)

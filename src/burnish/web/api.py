@@ -187,8 +187,11 @@ class Api:
         return Json({"engines": await self.site.engines.states()})
 
     async def begin_engine(self, request: Request) -> Response:
-        path, name = await self._target(await json_object(request))
-        one = self.site.engines.begin(path, name)
+        body = await json_object(request)
+        if body.get("named") is True and self.site.named is not None:
+            one = self.site.engines.begin_named(self.site.named)
+        else:
+            one = self.site.engines.begin(*await self._target(body))
         return Json({"id": one.id, "name": one.name, "state": one.state}, 202)
 
     async def _target(self, body: Mapping[str, Any]) -> tuple[Path, str]:

@@ -1,4 +1,4 @@
-"""``burnish webui``: from the first word to the exit status.
+"""``burnish webui`` and ``burnish webchat``: from the first word to the exit status.
 
 In: the words after the command. Out: 128 + the signal that ended it. Runs that were started from the page go on.
 """
@@ -9,14 +9,18 @@ import asyncio
 import logging
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 
-from burnish.app.config import COMMAND_LINE, merge, read_arguments
+from burnish.app.config import COMMAND_LINE, merge, read_arguments, split_arguments
 from burnish.core.errors import MissingExtraError, Problem, UserError, did_you_mean
-from burnish.core.options import build, raise_if
+from burnish.core.options import Given, build, raise_if
 from burnish.report.streams import say
+from burnish.web.named import NamedModel
 from burnish.web.options import WebOptions, check_web, from_environment
+
+_OWN = tuple(field.name for field in fields(WebOptions))
 
 
 def webui(words: Sequence[str]) -> int:
@@ -25,7 +29,20 @@ def webui(words: Sequence[str]) -> int:
     Raises:
         UserError: for options, a port or a folder that cannot be had.
     """
-    options, page = read_options(words)
+    return _serve(*read_options(words))
+
+
+def webchat(words: Sequence[str]) -> int:
+    """The same page, opened at a conversation with one model, as LLaMA-Factory's command of that name.
+
+    Raises:
+        UserError: as ``webui`` does, and where no model is named.
+    """
+    options, named = read_named(words)
+    return _serve(options, "talk", named)
+
+
+def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> int:
     try:
         from burnish.web.app import application
         from burnish.web.home import Home
@@ -41,10 +58,11 @@ def webui(words: Sequence[str]) -> int:
     address = shown_address(found).replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
     home.hold(address)
     key = None if options.web_no_key else options.web_key or home.key()
-    site = Site(options, home)
+    site = Site(options, home, named)
     address += options.web_root_path
-    link = f"{address}/{page}" if key is None else f"{address}/sign-in#key={key}"
-    shown = f"{address}/sign-in" if options.web_key else link  # one that was made here is known from nowhere else
+    sign_in = f"{address}/sign-in{'' if page == 'runs' else f'?to={page}'}"
+    link = f"{address}/{page}" if key is None else f"{sign_in}#key={key}"
+    shown = sign_in if options.web_key else link  # one that was made here is known from nowhere else
     for line in _lines(shown, site.places.first, key is None):
         say(line, sys.stdout, blots=False)
     if options.web_open:
@@ -72,19 +90,45 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
             left.append(word)
     file, flags = read_arguments(left)
     given = merge(file, flags, {})
-    own = [field.name for field in fields(WebOptions)]
     problems = [
-        Problem(f'burnish webui has no option "{name}".{did_you_mean(name, own)}', where=item.where)
+        Problem(f'burnish webui has no option "{name}".{did_you_mean(name, _OWN)}', where=item.where)
         for name, item in given.items()
-        if name not in own
+        if name not in _OWN
     ]
-    known = {name: item for name, item in given.items() if name in own}
-    options, wrong = build(WebOptions, {**known, **from_environment(known)})
-    raise_if([*problems, *wrong, *check_web(options, known, COMMAND_LINE)])
+    options = _built({name: item for name, item in given.items() if name in _OWN}, problems)
     if page not in ("runs", "new", "talk", "export", "compare"):
         raise UserError(Problem(f'There is no page "{page}".', remedy="Known: runs, new, talk, export, compare."))
-    assert isinstance(options, WebOptions)
     return options, page
+
+
+def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
+    """The options of the page, and the model that the other words name, as ``burnish api`` and ``chat`` are told.
+
+    Raises:
+        UserError: with all that is wrong with the options, or where no model is named.
+    """
+    has_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+    _, flags = split_arguments(words[1:] if has_path else words)
+    options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
+    others = {name: item.value for name, item in flags.items() if name not in _OWN}
+    path = words[0] if has_path else ""
+    if not path and "model_name_or_path" not in others:
+        raise UserError(Problem("burnish webchat is told no model.", remedy="Write: burnish webchat PATH"))
+    here = [str(Path(path).absolute()) if Path(path).exists() else path] if path else []
+    flat = [word for name, value in others.items() for word in (f"--{name}", *_as_words(value))]
+    name = path or str(others["model_name_or_path"])
+    return options, NamedModel(name, (*here, *flat), Path.cwd())
+
+
+def _as_words(value: object) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+
+
+def _built(given: Mapping[str, Given], problems: Sequence[Problem]) -> WebOptions:
+    options, wrong = build(WebOptions, {**given, **from_environment(given)})
+    raise_if([*problems, *wrong, *check_web(options, given, COMMAND_LINE)])
+    assert isinstance(options, WebOptions)
+    return options
 
 
 def _lines(link: str, root: object, is_open: bool) -> list[str]:

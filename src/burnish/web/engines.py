@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.web.home import Home
+from burnish.web.named import NamedModel
 from burnish.web.starting import Starter
 from burnish.wire.errors import Refusal
 from burnish.wire.relay import ask
@@ -29,7 +30,6 @@ MOST_ENGINES = 3
 class RunningEngine:
     id: str
     name: str
-    path: Path
     socket: Path
     child: subprocess.Popen[bytes]
     log: Path
@@ -51,7 +51,11 @@ class Engines:
         Raises:
             Refusal: 409 where there are too many.
         """
-        identity = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:12]
+        return self.begin_named(NamedModel(name, (str(path.resolve()),), self.starter.places.first))
+
+    def begin_named(self, named: NamedModel) -> RunningEngine:
+        """The engine of what words name. Raises as ``begin``."""
+        identity = hashlib.sha256(os.fsencode("\0".join(named.words))).hexdigest()[:12]
         if identity in self._all and self._all[identity].child.poll() is None:
             return self._all[identity]
         alive = [one for one in self._all.values() if one.child.poll() is None]
@@ -59,9 +63,9 @@ class Engines:
             raise Refusal(409, "too_many_engines", f"{MOST_ENGINES} models are loaded already; unload one first.")
         socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
         log.unlink(missing_ok=True)
-        words = ["api", str(path), f"api_socket={socket}", f"api_model_name={identity}", "api_max_tokens=2048"]
-        child = self.starter.started(words, log)
-        self._all[identity] = RunningEngine(identity, name, path, socket, child, log)
+        words = ["api", *named.words, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
+        child = self.starter.started(words, log, named.folder)
+        self._all[identity] = RunningEngine(identity, named.name, socket, child, log)
         return self._all[identity]
 
     def of(self, identity: str) -> RunningEngine:

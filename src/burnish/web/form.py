@@ -136,8 +136,9 @@ class Form:
         return {"values": {name: item.value for name, item in given.items()}, "problems": []}
 
     async def models(self, request: Request) -> Response:
-        """Models, adapters and finished runs below the roots."""
-        return Json({"models": await asyncio.to_thread(self._models)})
+        """Models, adapters and finished runs below the roots, and the model that the command named."""
+        named = self.site.named
+        return Json({"models": await asyncio.to_thread(self._models), "named": named and named.name})
 
     def _models(self) -> list[dict[str, str]]:
         found = []

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from burnish.web.engines import Engines
 from burnish.web.home import Home
 from burnish.web.machine import Machine
+from burnish.web.named import NamedModel
 from burnish.web.options import WebOptions
 from burnish.web.places import Places
 from burnish.web.planner import Planner
@@ -26,8 +27,8 @@ Answer = Callable[[Request], Awaitable[Any]]
 class Site:
     """Everything of one page."""
 
-    def __init__(self, options: WebOptions, home: Home) -> None:
-        self.options, self.home = options, home
+    def __init__(self, options: WebOptions, home: Home, named: NamedModel | None = None) -> None:
+        self.options, self.home, self.named = options, home, named
         self.places = Places(options.web_roots)
         self.starter = Starter(self.places, home, options.web_allow)
         self.planner = Planner(self.places.first, home.folder / "planner.log")

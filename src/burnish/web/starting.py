@@ -147,9 +147,9 @@ class Starter:
             return Path(before)
         return self.places.first
 
-    def started(self, words: list[str], output: Path) -> subprocess.Popen[bytes]:
-        """Another command, such as an export or an engine."""
-        child = start(words, self.places.first, output)
+    def started(self, words: list[str], output: Path, folder: Path | None = None) -> subprocess.Popen[bytes]:
+        """Another command, such as an export or an engine, in a folder or in the first root."""
+        child = start(words, folder or self.places.first, output)
         self._children.append(child)
         return child
 

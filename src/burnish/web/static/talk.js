@@ -6,8 +6,9 @@ await ready;
 const chosen = [null, null], engines = [null, null];
 let turns = [], answering = [], chat = sessionStorage.getItem("chat") ?? `chat-${Date.now().toString(36)}`;
 sessionStorage.setItem("chat", chat);
-const { runs } = await get("api/runs"), { models } = await get("api/models");
+const { runs } = await get("api/runs"), { models, named } = await get("api/models");
 const targets = new Map([["", null]]);
+if (named) targets.set("named", { label: named, body: { named: true } });
 for (const run of runs) {
   if (run.maker !== "burnish" && !run.checkpoint) continue;
   targets.set(run.id, { label: run.name, body: { run: run.id } });
@@ -221,7 +222,7 @@ $("#record").addEventListener("click", () => {
 const kept = await get(`api/chats/${chat}`).catch(() => null);
 if (kept) { turns = kept.turns; $("#system").value = kept.system ?? ""; $("#tools").value = kept.tools ?? ""; }
 const wanted = $("#engines").dataset.target;
-const begin = [wanted || kept?.targets?.[0] || "", wanted ? "" : kept?.targets?.[1] || ""];
+const begin = [wanted || kept?.targets?.[0] || (named ? "named" : ""), wanted ? "" : kept?.targets?.[1] || ""];
 for (const side of [0, 1]) {
   if (begin[side] && targets.has(begin[side])) { $(`select[data-side="${side}"]`).value = begin[side]; void load(side, begin[side]); }
 }

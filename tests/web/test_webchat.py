@@ -1,0 +1,64 @@
+"""``burnish webchat PATH``: the page, opened at a conversation with one model that the words name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish.cli import main
+from burnish.core.errors import UserError
+from burnish.web.command import read_named, read_options
+
+
+def test_options_of_the_page_are_told_from_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    words = ["model", "--template", "qwen", "web_port=0", "--stop", "a", "b", "infer_seats=2"]
+    options, named = read_named(words)
+    assert (options.web_port, named.name, named.folder) == (0, "model", tmp_path)
+    assert named.words == (str(tmp_path / "model"), "--template", "qwen", "--stop", "a", "b", "--infer_seats", "2")
+    assert read_named(["org/name"])[1].words == ("org/name",)
+    assert read_named(["--model_name_or_path", "m"])[1].words == ("--model_name_or_path", "m")
+
+
+def test_no_model_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["webchat", "web_port=0"]) == 2
+    assert "burnish webchat is told no model.\n  Write: burnish webchat PATH" in capsys.readouterr().err
+    with pytest.raises(UserError, match='"web_key" stands in the list'):
+        read_named(["model", "web_key=short"])
+
+
+def test_the_page_offers_the_model_that_was_named_and_begins_it_by_its_words(page) -> None:
+    from burnish.web.named import NamedModel
+
+    asked: list[tuple[list[str], Path]] = []
+    site = page.site
+    site.named = NamedModel("model", ("model", "--template", "qwen"), Path("/somewhere"))
+    site.starter.started = lambda words, log, folder: (
+        asked.append((words, folder)) or subprocess.Popen([sys.executable, "-c", ""])
+    )
+    assert '"named":"model"' in page.send("GET", "/api/models")[2].replace(": ", ":")
+    status, _, text = page.send("POST", "/api/engines", {"named": True})
+    assert (status, '"name"' in text) == (202, True)
+    ((words, folder),) = asked
+    assert (words[:4], folder) == (["api", "model", "--template", "qwen"], Path("/somewhere"))
+    site.named = None
+    assert page.send("POST", "/api/engines", {"named": True})[0] == 422
+
+
+@pytest.mark.run
+def test_the_link_leads_to_the_conversation_also_by_way_of_the_sign_in(tmp_path: Path) -> None:
+    assert read_options(["--page", "chat"])[1] == "talk"
+    child = subprocess.Popen(
+        [sys.executable, "-m", "burnish", "webui", "--page", "chat", "web_port=0", f"web_home={tmp_path / 'home'}"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    child.terminate()
+    child.wait(20)
+    assert re.search(r"http://127\.0\.0\.1:\d+/sign-in\?to=talk#key=\S+", line)
