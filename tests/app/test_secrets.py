@@ -191,6 +191,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "demo": (["demo", "max_steps=1", "warmup_steps=0"], 0),
     "api with a wrong option": (["api", "model", "api_port=none"], 2),
     "webui with a wrong option": (["webui", "web_port=none"], 2),
+    "webchat with a wrong option": (["webchat", "model", "web_port=none", f"hf_hub_token={GIVEN}"], 2),
     "an api with its key among the words": (["api", "model", f"api_key={GIVEN}"], 2),
     "a page with its key among the words": (["webui", f"web_key={GIVEN}"], 2),
     "GGUF": (["export", "model_name_or_path=model", "export_dir=single", "export_format=gguf"], 0),
