@@ -102,6 +102,23 @@ def test_a_full_disk_before_the_first_checkpoint_says_that_there_is_none(tmp_pat
     assert "save_total_limit" not in text
 
 
+@pytest.mark.parametrize(
+    ("number", "said", "helps"),
+    [(errno.EMFILE, "lets this process open no more files: ", "ulimit -n"),
+     (errno.EIO, "cannot be written or read: input/output error.", "The disk or the way to it fails"),
+     (errno.EEXIST, "cannot be written or read: file exists.", "move it away")],
+)  # fmt: skip
+def test_what_the_system_refuses_is_said_with_what_helps(number, said, helps, tmp_path, capsys):
+    checkpoint(tmp_path, 20)
+    error = OSError(number, os.strerror(number), str(tmp_path / "model.safetensors"))
+    status, text = told(capsys, error, tmp_path)
+    assert status == 1
+    assert said in text
+    assert f'"{tmp_path / "model.safetensors"}"' in text
+    assert f"Safe: {tmp_path / 'checkpoint-20'}." in text
+    assert helps in text
+
+
 SAVE_PAST_A_LIMIT = """
 import resource, sys
 import torch

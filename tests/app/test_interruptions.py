@@ -66,6 +66,17 @@ def test_a_folder_that_vanishes_is_made_again(user_folder: Path, monkeypatch: py
     assert Path("out/model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("put", [lambda: Path("out").write_text("x"), lambda: os.symlink("nowhere", "out")])
+def test_another_thing_in_the_place_of_a_folder_that_vanished_is_named(
+    put: Any, user_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_step(5, lambda: (shutil.rmtree("out"), put()), monkeypatch)
+    assert cli.main([*WORDS, "save_in_background=false"]) == 1
+    err = told(capsys)[1]
+    assert 'error: "out" cannot be written or read: file exists.' in err
+    assert "It came up in" not in err
+
+
 def mounted(folder: Path, size: str) -> bool:
     """A small file system of memory, where this user may mount one."""
     folder.mkdir()

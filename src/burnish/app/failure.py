@@ -138,8 +138,26 @@ def _in_the_way(error: BaseException, output_dir: str | None) -> Problem:
     )
 
 
+def _no_more_files(error: BaseException, output_dir: str | None) -> Problem:
+    return Problem(
+        f"The system lets this process open no more files: {_place(error, output_dir)}.",
+        why=what_is_safe(output_dir),
+        remedy="Raise the limit (ulimit -n), then run the same command to go on.",
+    )
+
+
+def _disk_fails(error: BaseException, output_dir: str | None) -> Problem:
+    return Problem(
+        f"{_place(error, output_dir)} cannot be written or read: {_reason(error)}.",
+        why=what_is_safe(output_dir),
+        remedy="The disk or the way to it fails: once that is mended, run the same command to go on.",
+    )
+
+
 _DISK = {
-    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO), _in_the_way),
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EEXIST), _in_the_way),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _no_more_files),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _disk_fails),
     errno.ENOSPC: _disk_full,
     errno.EDQUOT: _disk_full,
     errno.EFBIG: _file_too_large,

@@ -22,7 +22,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -367,11 +367,13 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
             yield
         except BaseException as error:
             leaves = {_LOCK, *(traces if isinstance(error, UserError) else ())}
-            if is_new and set(os.listdir(folder)) <= leaves:
-                shutil.rmtree(folder)
+            with suppress(OSError):  # the folder may have gone, or be something else by now
+                if is_new and set(os.listdir(folder)) <= leaves:
+                    shutil.rmtree(folder)
             raise
         finally:
-            (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
+            with suppress(OSError):
+                (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
 
 
 def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) -> None:
