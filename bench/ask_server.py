@@ -85,27 +85,38 @@ class Server:
         connection.close()
         return found
 
-    def at_once(self, length: int) -> float:
-        """Seconds that a token of eight streams takes, each."""
+    def at_once(self, length: int) -> tuple[float, float]:
+        """Seconds that a step of eight streams takes: by the clock, and of the server's processors."""
         found: list[list[float]] = []
+        before = self.processor_s()
         prompts = work()["even"].prompts
         threads = [threading.Thread(target=lambda ids=ids: found.append(self.answer(ids, length))) for ids in prompts]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return max(times[-1] for times in found) / length
+        return max(times[-1] for times in found) / length, (self.processor_s() - before) / length
+
+    def processor_s(self) -> float:
+        """Seconds of processors that it and the processes that it started have used."""
+        return sum(int(words[11]) + int(words[12]) for _, words in self._session()) / os.sysconf("SC_CLK_TCK")
 
     def resident(self) -> int:
         """Bytes of it and of the processes that it started."""
-        sizes = {}
+        total = 0
+        for entry, _ in self._session():
+            with suppress(OSError):
+                lines = (entry / "smaps_rollup").read_text().splitlines()
+                total += next(int(x.split()[1]) for x in lines if x.startswith("Pss:")) * 1024
+        return total
+
+    def _session(self) -> Iterator[tuple[Path, list[str]]]:
+        """Each process of it, and the words of its ``stat`` after the name."""
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                if int(words[3]) == self.process.pid:  # the session
-                    lines = (entry / "smaps_rollup").read_text().splitlines()
-                    sizes[entry.name] = next(int(x.split()[1]) for x in lines if x.startswith("Pss:")) * 1024
-        return sum(sizes.values())
+                if int(words[3]) == self.process.pid:
+                    yield entry, words
 
 
 @contextmanager
@@ -124,8 +135,10 @@ def main(folder: str, small: str, words: list[str]) -> None:
     with started(words, folder) as server:
         found["open_s"], found["ready_s"] = server.until_open(), server.until_ready()
         found["loaded_bytes"] = server.resident()
-        found["token_s"] = min(server.at_once(EVEN) for _ in range(2))
-        found["tokens_per_s"] = SEATS / found["token_s"]
+        server.at_once(EVEN)
+        taken = [server.at_once(EVEN) for _ in range(4)]
+        found["tokens_per_s"] = SEATS / min(clock for clock, _ in taken)
+        found["tokens_per_cpu_s"] = SEATS / min(processor for _, processor in taken)
         long = [3 + at * 7 % (STOP - 3) for at in range(LONG)]
         alone = server.answer(long, 1)[0]
         busy = threading.Thread(target=server.answer, args=([5 + at * 11 % (STOP - 5) for at in range(LONG)], 1))
@@ -137,7 +150,9 @@ def main(folder: str, small: str, words: list[str]) -> None:
     with started(words, small) as server:
         server.until_ready()
         server.at_once(EVEN)
-        found["small_token_s"] = min(server.at_once(4 * EVEN) for _ in range(6))
+        taken = [server.at_once(4 * EVEN) for _ in range(6)]
+        found["small_token_s"] = min(clock for clock, _ in taken)
+        found["small_token_cpu_s"] = min(processor for _, processor in taken)
         for at in range(REQUESTS // 5):
             server.answer([3 + at, 4, 5], 2)
         before = server.resident()

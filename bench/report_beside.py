@@ -242,21 +242,26 @@ def serve(rounds: Sequence[Round], alone: Figures) -> str:
             "first answer, s": amount(rounds, "ready_s", ".1f"),
             "memory then, GB": amount(rounds, "loaded_bytes", unit=GB),
             "tokens / s of 8 streams": amount(rounds, "tokens_per_s", ".0f"),
+            "tokens / processor s": amount(rounds, "tokens_per_cpu_s", ".0f"),
             "first token beside a prompt of 4,000, s": amount(rounds, "first_s"),
             "in pieces of 512": amount(rounds, "pieces", ".1f"),
             "small model: ms a step of 8 streams": amount(rounds, "small_token_s", ".1f", 1e-3),
+            "processor ms": amount(rounds, "small_token_cpu_s", ".1f", 1e-3),
             "memory after 1,000 requests, MB more": amount(rounds, "grown_bytes", ".1f", 1e6),
         },
     )
-    added = statistics.median(found["burnish api"]["small_token_s"] for found in rounds) - alone["small_token_s"]
+    added = [
+        statistics.median(found["burnish api"][name] for found in rounds) - alone[name]
+        for name in ("small_token_s", "small_token_cpu_s")
+    ]
     failed = {name: figures["failed"] for name, figures in rounds[0].items() if "failed" in figures}
     said = "".join(f"\n\n`{name}` failed: {why.strip().splitlines()[-1]}" for name, why in failed.items())
     return (
         "The same model behind `POST /v1/chat/completions`, one thread, greedy, by the clock. A step is one token of "
         "each of eight streams; on a model whose pass takes next to nothing it is what a server needs by itself. "
         f"burnish's engine alone takes {1e3 * alone['small_token_s']:.1f} ms for that step, so the server adds "
-        f"{1e3 * added:.1f} ms. A seat takes {alone['seat_bytes_per_token'] / 1024:.0f} KiB a token of this "
-        f"model.\n\n{lines}{said}"
+        f"{1e3 * added[0]:.1f} ms; of processors {1e3 * added[1]:.1f} ms. A seat takes "
+        f"{alone['seat_bytes_per_token'] / 1024:.0f} KiB a token of this model.\n\n{lines}{said}"
     )
 
 

@@ -6,10 +6,13 @@ import json
 import random
 import socket
 import time
+from collections.abc import Callable
 
 import pytest
 
 from burnish.core.errors import Problem
+from burnish.infer.types import Made
+from burnish.serve.answering import Mailbox
 from serve.client import CHAT, events, post, send
 from serve.fakes import END, ScriptedEngine, saying
 
@@ -100,6 +103,27 @@ def test_an_answer_that_is_cut_says_length(serve) -> None:
     _, whole = post(serve(), "/v1/chat/completions", {**CHAT, "max_tokens": 3})
     assert whole["choices"][0]["message"]["content"] == "hel"
     assert whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_turn_of_the_engine_wakes_the_loop_once_and_what_comes_meanwhile_not_again() -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.calls: list[Callable[[], None]] = []
+
+        def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
+            self.calls.append(call)
+
+    loop, found, beside = Loop(), [], []
+    mailbox = Mailbox(loop)
+    sinks = [mailbox.to(found.append) for _ in range(8)]
+    mailbox.deliver([(sink, Made((number,))) for number, sink in enumerate([*sinks, beside.append])])
+    assert (len(loop.calls), found, beside) == (1, [], [Made((8,))])
+    sinks[0](Made((9,)))
+    assert len(loop.calls) == 1
+    loop.calls.pop()()
+    assert [made.ids for made in found] == [(number,) for number in (*range(8), 9)]
+    mailbox.deliver([(sinks[0], Made((10,)))])
+    assert len(loop.calls) == 1
 
 
 def test_a_stop_string_is_no_part_of_the_text_and_frees_the_seat(serve) -> None:

@@ -94,12 +94,16 @@ def load_answerer(
     )  # fmt: skip
 
 
-def engine_of(answerer: Answerer, waiting: int | None = None) -> Engine:
-    """The engine that the options name: in this process, a server that is started, or one that runs already."""
+def engine_of(answerer: Answerer, waiting: int | None = None, deliver: Deliver | None = None) -> Engine:
+    """The engine that the options name: in this process, a server that is started, or one that runs already.
+
+    Args:
+        deliver: takes all that one turn of the engine in this process made, at once.
+    """
     if answerer.head is not None and answerer.model is not None:
         return ScoreEngine(answerer.model, answerer.head, answerer.context)
     if not is_remote(answerer.options):
-        return seat_engine(answerer, waiting)
+        return seat_engine(answerer, waiting, deliver)
     from burnish.infer.remote import started_engine
 
     return started_engine(answerer, waiting)

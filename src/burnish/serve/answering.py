@@ -4,9 +4,9 @@
     answer.begin(engine)
     async for index, delta in answer.deltas(): ...
 
-The engine calls from its own thread. A ``Mailbox`` carries what it made to the event loop, with one wake-up for all
-that came meanwhile. Each choice keeps one delta that grows until somebody takes it: who reads slowly gets fewer, longer
-deltas and holds up nobody. The whole answer is the same deltas, folded.
+The engine calls from its own thread. A ``Mailbox`` carries what it made to the event loop, with one wake-up for a whole
+turn of the engine, and for all that came meanwhile. Each choice keeps one delta that grows until somebody takes it: who
+reads slowly gets fewer, longer deltas and holds up nobody. The whole answer is the same deltas, folded.
 """
 
 from __future__ import annotations
@@ -91,23 +91,46 @@ class Mailbox:
 
     def to(self, take: Callable[[Made], None]) -> Sink:
         """A sink for the engine, whose ``Made`` reach ``take`` in the event loop."""
+        return _Slit(self, take)
 
-        def sink(made: Made) -> None:
-            self._letters.append((take, made))
-            if not self._is_called.is_set():
-                self._is_called.set()
-                try:
-                    self._loop.call_soon_threadsafe(self._empty)
-                except RuntimeError:  # the loop has ended, and with it whoever waited
-                    self._letters.clear()
+    def deliver(self, made: Sequence[tuple[Sink, Made]]) -> None:
+        """Take all that one turn of an engine made: one call wakes the loop, which would be in the engine's way after
+        the first letter, and again and again."""
+        for sink, each in made:
+            if isinstance(sink, _Slit):
+                self._letters.append((sink.take, each))
+            else:
+                sink(each)
+        self._call()
 
-        return sink
+    def put(self, take: Callable[[Made], None], made: Made) -> None:
+        self._letters.append((take, made))
+        self._call()
+
+    def _call(self) -> None:
+        if self._letters and not self._is_called.is_set():
+            self._is_called.set()
+            try:
+                self._loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:  # the loop has ended, and with it whoever waited
+                self._letters.clear()
 
     def _empty(self) -> None:
         self._is_called.clear()  # first: what comes from now on calls again
         while self._letters:
             take, made = self._letters.popleft()
             take(made)
+
+
+@dataclass(frozen=True)
+class _Slit:
+    """A sink of a mailbox."""
+
+    mailbox: Mailbox
+    take: Callable[[Made], None]
+
+    def __call__(self, made: Made) -> None:
+        self.mailbox.put(self.take, made)
 
 
 class Choice:

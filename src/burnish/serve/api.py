@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from burnish.infer.answerer import Answerer
     from burnish.infer.types import Engine
+    from burnish.serve.answering import Mailbox
     from burnish.serve.app import State
 
 log = logging.getLogger("burnish.api")
@@ -114,8 +115,9 @@ async def _serve(words: Sequence[str], options: ApiOptions, state: State, key: s
     from burnish.wire.serving import serve
 
     async def begin() -> None:
-        answerer, engine = await in_thread(lambda: load(words, options, state))
-        _open(answerer, engine, options, state)
+        loop = asyncio.get_running_loop()
+        answerer, engine, mailbox = await in_thread(lambda: load(words, options, state, loop))
+        _open(answerer, engine, mailbox, options, state)
         for line in opening_lines(answerer, engine, options, key, found):
             say(line, sys.stdout, blots=False)
         while engine.facts().is_alive or state.phase == "draining":
@@ -147,10 +149,14 @@ async def in_thread(work: Callable[[], Any]) -> Any:
     return await told
 
 
-def load(words: Sequence[str], options: ApiOptions, state: State) -> tuple[Answerer, Engine]:
-    """The model and its engine. Called in a thread: imports and weights take seconds."""
+def load(
+    words: Sequence[str], options: ApiOptions, state: State, loop: asyncio.AbstractEventLoop
+) -> tuple[Answerer, Engine, Mailbox]:
+    """The model, its engine, and the mailbox of ``loop`` to which the engine delivers. Called in a thread: imports and
+    weights take seconds."""
     from burnish.app.serving import serving_of
     from burnish.infer.loading import engine_of, load_answerer
+    from burnish.serve.answering import Mailbox
 
     state.share = 0.1
     serving = serving_of(words, own=tuple(OWN))
@@ -159,12 +165,12 @@ def load(words: Sequence[str], options: ApiOptions, state: State) -> tuple[Answe
     for sentence in (*serving.notes, *answerer.notes):
         log.info(sentence)
     state.share = 0.9
-    return answerer, engine_of(answerer, options.api_max_waiting)
+    mailbox = Mailbox(loop)
+    return answerer, engine_of(answerer, options.api_max_waiting, mailbox.deliver), mailbox
 
 
-def _open(answerer: Answerer, engine: Engine, options: ApiOptions, state: State) -> None:
+def _open(answerer: Answerer, engine: Engine, mailbox: Mailbox, options: ApiOptions, state: State) -> None:
     """From here on requests are answered."""
-    from burnish.serve.answering import Mailbox
     from burnish.serve.completions import Desk
     from burnish.serve.served import ServedModel
 
@@ -175,7 +181,6 @@ def _open(answerer: Answerer, engine: Engine, options: ApiOptions, state: State)
         answerer, engine, name, options.api_aliases, options.api_reasoning,
         json.dumps([state.versions, print_of_weights, list(answerer.adapters)]),
     )  # fmt: skip
-    mailbox = Mailbox(asyncio.get_running_loop())
     state.desk = Desk(served, mailbox, options.api_max_tokens, options.api_timeout, set())
     state.models = served.models()
     state.phase, state.share = "ready", 1.0
