@@ -39,8 +39,10 @@ def read(path):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_a_step_does_not_depend_on_its_micro_batches(kind, folder, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "more"), [*((kind, {}) for kind in TRAINERS), ("KTOTrainer", {"kl_pairing": "group"})], ids=str
+)
+def test_a_step_does_not_depend_on_its_micro_batches(kind, more, folder, tmp_path):
     """Eight rows at once, cut as 8x1, 4x2 and 3+3+2."""
     rows = verdicts(8) if kind == "KTOTrainer" else pairs(8)
     found = []
@@ -49,7 +51,7 @@ def test_a_step_does_not_depend_on_its_micro_batches(kind, folder, tmp_path):
             kind, folder / "model", tmp_path, rows,
             {"ref_model": read(folder / "other")} if kind == "DPOTrainer" else {},
             per_device_train_batch_size=size, gradient_accumulation_steps=count, max_steps=1, optim="sgd",
-            max_grad_norm=0, learning_rate=0.1, seed=3,
+            max_grad_norm=0, learning_rate=0.1, seed=3, **more,
         )  # fmt: skip
         before = torch.cat([w.flatten() for w in weights(trainer).values()])
         loss = losses(trainer)
@@ -67,6 +69,7 @@ RUNS = {
     "dpo, lora": ("DPOTrainer", {"lora": True}),
     "aot": ("DPOTrainer", {"loss_type": "aot"}),
     "kto": ("KTOTrainer", {}),
+    "kto, other answers of the step": ("KTOTrainer", {"kl_pairing": "group", "train_sampling_strategy": "random"}),
     "reward, lora": ("RewardTrainer", {"lora": True}),
     "cpo": ("CPOTrainer", {}),
 }
@@ -96,7 +99,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(name, folder, tmp_pa
 def of_two_processes(kind, model, output, asks_beforehand):
     """Seven rows, so that a process has one less than the other; the first writes what was logged."""
     rows = verdicts(7) if kind == "KTOTrainer" else pairs(7)
-    more = {} if asks_beforehand is None else {"precompute_ref_log_probs": asks_beforehand}
+    more = {} if asks_beforehand is None else {"precompute_ref_log_probs": asks_beforehand is True}
+    more |= {"kl_pairing": "group"} if asks_beforehand == "group" else {}
     count = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = make(
         kind, model, output, rows, {"eval_dataset": as_set(rows)}, per_device_train_batch_size=4 // count, max_steps=2,
@@ -113,7 +117,13 @@ def of_two_processes(kind, model, output, asks_beforehand):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "asks_beforehand"),
-    [("DPOTrainer", False), ("DPOTrainer", True), ("KTOTrainer", False), ("RewardTrainer", None)],
+    [
+        ("DPOTrainer", False),
+        ("DPOTrainer", True),
+        ("KTOTrainer", False),
+        ("KTOTrainer", "group"),
+        ("RewardTrainer", None),
+    ],
 )
 def test_two_processes_learn_what_one_does(kind, asks_beforehand, folder, tmp_path):
     for name, run in (("one", lambda *given: of_two_processes(*given)),
@@ -123,6 +133,32 @@ def test_two_processes_learn_what_one_does(kind, asks_beforehand, folder, tmp_pa
     one, two = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "two"))
     assert one.pop("losses") == pytest.approx(two.pop("losses"), rel=1e-5)
     assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
+
+
+def test_other_answers_of_the_step_are_those_of_the_row_before_it_in_the_order_of_the_epoch(folder, tmp_path):
+    trainer = make(
+        "KTOTrainer", folder / "model", tmp_path, verdicts(8), kl_pairing="group", train_sampling_strategy="random",
+        per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    sampler = trainer._get_train_sampler(trainer.train_dataset)
+    order, answers = sampler.of_epoch(0), trainer.train_dataset["completion_ids"]
+    dataset = trainer.get_train_dataloader().dataset
+    for begin in (0, 4):
+        step = order[begin : begin + 4]
+        keys = dataset.keys_of_step(step)
+        for place, number in enumerate(step):
+            backs = [step[(place - back) % 4] for back in range(1, 4)]
+            other = next(one for one in backs if answers[one] != answers[number])
+            assert keys[number] == (number, other)
+            assert dataset[keys[number]]["KL_completion_ids"] == answers[other]
+    with pytest.raises(ValueError, match="Leave a sampler of your own out"):
+        dataset[0]
+
+
+def test_streamed_verdicts_have_no_other_answers_of_a_step(folder, tmp_path):
+    streamed = as_set(verdicts()).to_iterable_dataset()
+    with pytest.raises(ValueError, match="do not stream it"):
+        make("KTOTrainer", folder / "model", tmp_path, streamed, kl_pairing="group").train()
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -401,6 +437,8 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
         ("DPOConfig", {"rpo_alpha": 1.0}, 'loss_type=."sigmoid", "sft".'),
         ("DPOConfig", {"reference_free": True}, "CPOTrainer and ORPOTrainer learn without a reference"),
         ("DPOConfig", {"label_smoothing_factor": 0.1}, "of pairs it is `label_smoothing`"),
+        ("KTOConfig", {"kl_pairing": "group", "precompute_ref_log_probs": True}, '"kl_pairing" group makes rows in it'),
+        ("KTOConfig", {"kl_pairing": "set"}, "must be one of"),
         ("KTOConfig", {"beta": 0}, "`beta` must be greater than 0"),
         ("CPOConfig", {"loss_type": "dpo"}, "must be one of"),
     ],

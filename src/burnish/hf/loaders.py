@@ -72,7 +72,7 @@ def order_of_rows(
         batch_size, accumulation, engine.world_size, engine.rank, args.dataloader_drop_last
     )  # fmt: skip
     seed = int(args.seed if args.data_seed is None else args.data_seed)
-    return EpochOrder(len(dataset), partition, seed, strategy, lengths)
+    return EpochOrder(len(dataset), partition, seed, strategy, lengths, getattr(dataset, "keys_of_step", None))
 
 
 def lengths_of(dataset: Any, column: str, tokenizer: Any) -> list[int]:

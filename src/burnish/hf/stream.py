@@ -11,7 +11,7 @@ Position is counted in micro-batches of this rank: every rank has the same numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class EpochOrder(Sampler[int]):
         num_items: in the data set, over all ranks.
         cut: the division of a step; ``drop_last`` leaves out items that do not fill a micro-batch of every rank.
         seed: of the order; ``strategy`` and ``lengths`` as in ``data.batches.stream.order_of``.
+        keys: all items of a step -> what the set is asked for in place of each (``keys_of_step`` of a set).
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class EpochOrder(Sampler[int]):
         seed: int,
         strategy: str = "random",
         lengths: Sequence[int] | None = None,
+        keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
     ) -> None:
-        self.num_items, self.cut, self.seed = num_items, cut, seed
+        self.num_items, self.cut, self.seed, self.keys = num_items, cut, seed, keys
         self.strategy, self.lengths = strategy, lengths
         self.epoch = 0
         self.start = 0  # micro-batches of the epoch to skip
@@ -61,11 +63,20 @@ class EpochOrder(Sampler[int]):
         """Items of this rank in a whole epoch."""
         return len(self._mine(range(self._used(self.num_items))))
 
-    def __iter__(self) -> Iterator[int]:
-        mine, start = self._mine(self.of_epoch(self.epoch)), self.start
+    def __iter__(self) -> Iterator[Any]:
+        order, start = self.of_epoch(self.epoch), self.start
         self.start = 0
         self.epoch += 1  # for a user's own loader around this one, which does not set the epoch
-        return iter(mine[start * self.cut.batch_size :])
+        mine = self._mine(order)[start * self.cut.batch_size :]
+        return iter(mine) if self.keys is None else self._keyed(order, mine)
+
+    def _keyed(self, order: Sequence[int], mine: Sequence[int]) -> Iterator[Any]:
+        """The keys of this rank's items, of which each is known from all items of its step."""
+        per_step = self.across * self.cut.accumulation
+        step_of = {item: place // per_step for place, item in enumerate(order)}
+        for step, items in groupby(mine, key=step_of.__getitem__):
+            keys = self.keys(order[step * per_step : (step + 1) * per_step]) if self.keys else {}
+            yield from (keys[item] for item in items)
 
     def of_epoch(self, epoch: int) -> list[int]:
         """The items of all ranks."""

@@ -45,13 +45,7 @@ class RowsWithOthers(RowsOver):
     def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
         """The key of each row of a step. Args: chosen: all of them, on all ranks, in order."""
         self._fetch(chosen)
-        answers = [row and answer_of(row) for row in map(self._at_hand.get, chosen)]
-        found: dict[int, Key] = {}
-        for place, number in enumerate(chosen):
-            before = (place - back for back in range(1, len(chosen)))
-            other = next((at for at in before if answers[at] and answers[at] != answers[place]), None)
-            found[number] = number, None if other is None else chosen[other]
-        return found
+        return keys_of(chosen, [row and answer_of(row) for row in map(self._at_hand.get, chosen)])
 
     def _fetch(self, numbers: Sequence[int]) -> None:
         missing = [number for number in dict.fromkeys(numbers) if number not in self._at_hand]
@@ -67,6 +61,16 @@ class RowsWithOthers(RowsOver):
         answer, labels = (part[: self.limit - begin] for part in (answer_of(beside), _labels_of(beside)))
         more = {"kl_input_ids": row["input_ids"][:begin] + answer, "kl_labels": [IGNORE_INDEX] * begin + labels}
         return cast(Row, {**row, **more})
+
+
+def keys_of(chosen: Sequence[int], answers: Sequence[Any]) -> dict[int, Key]:
+    """The key of each row of a step. Args: answers: to each of them, something false where a row has none."""
+    found: dict[int, Key] = {}
+    for place, number in enumerate(chosen):
+        before = (place - back for back in range(1, len(chosen)))
+        other = next((at for at in before if answers[at] and answers[at] != answers[place]), None)
+        found[number] = number, None if other is None else chosen[other]
+    return found
 
 
 def answer_of(row: Row) -> list[int]:

@@ -165,6 +165,18 @@ class KTOConfig(WithReference):
     loss_type: str = option("kto", "KTO, or the same without a baseline.", choices=("kto", "apo_zero_unpaired"))
     desirable_weight: float = option(1.0, "What a desirable answer counts.", ge=0)
     undesirable_weight: float = option(1.0, "What another answer counts.", ge=0)
+    kl_pairing: str = option(
+        "neighbour", "Where other answers come from: the record before in the set, or (group) the row before in the "
+        "same step, anew in each epoch.",
+        choices=("neighbour", "group"),
+    )  # fmt: skip
+
+    def _contradictions(self, choices: Any) -> list[Problem]:
+        found = super()._contradictions(choices)
+        if self.kl_pairing == "group" and self.precompute_ref_log_probs:
+            what = '"precompute_ref_log_probs" asks before the first step, and "kl_pairing" group makes rows in it.'
+            found.append(Problem(what, remedy="Leave one of them out."))
+        return found
 
 
 @dataclass

@@ -24,6 +24,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.length import endless
 from burnish.data.reading.json_files import shortened
+from burnish.data.rows.others_of_step import Key, keys_of
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.formats import bad_records
 from burnish.data.sets.preferences import shared_beginning
@@ -306,6 +307,28 @@ def _looking_back(columns: Columns) -> Columns:
         return columns
     others = [said[_before(said, place)] if len(said) > 1 else [] for place in range(len(said))]
     return {**columns, "KL_completion_ids": [[] if one == own else one for one, own in zip(others, said, strict=True)]}
+
+
+class VerdictsOfSteps:
+    """Verdicts of which each takes its other answer from its own step (``kl_pairing="group"``): a key names the row,
+    and the row whose answer it takes."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
+        """The key of each row of a step. Args: chosen: all of them, on all ranks, in order."""
+        return keys_of(chosen, self.rows[list(chosen)]["completion_ids"])
+
+    def __getitem__(self, key: Key | int) -> dict[str, Any]:
+        if not isinstance(key, tuple):
+            what = '`kl_pairing="group"` takes other answers from the steps of the Trainer\'s own order of rows.'
+            raise ValueError(f"{what} Leave a sampler of your own out, or the option.")
+        number, other = key
+        return {**self.rows[number], "KL_completion_ids": [] if other is None else self.rows[other]["completion_ids"]}
 
 
 def _before(said: Sequence[Any], place: int) -> int:

@@ -43,6 +43,7 @@ from burnish.hf.preferences.rows import (
     EncodeScored,
     EncodeVerdicts,
     ObjectiveRows,
+    VerdictsOfSteps,
     pair_row,
     prepared,
     verdict_row,
@@ -338,7 +339,17 @@ class KTOTrainer(PreferenceTrainer):
 
     def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
         rows = super()._prepared(dataset, name, args)
-        return with_others(rows, name) if self.objective.has_baseline else rows
+        others_come_later = name == "train" and isinstance(args, KTOConfig) and args.kl_pairing == "group"
+        return rows if others_come_later or not self.objective.has_baseline else with_others(rows, name)
+
+    def get_train_dataloader(self) -> Any:
+        """Batches of the training set, whose other answers are those of their step where ``kl_pairing`` says so."""
+        if self.train_dataset is None or self.args.kl_pairing != "group" or not self.objective.has_baseline:
+            return super().get_train_dataloader()
+        if not is_datasets_set(self.train_dataset):
+            raise ValueError('`kl_pairing="group"` needs all rows of a step at once. Load the set, do not stream it.')
+        rows = VerdictsOfSteps(self._remove_unused_columns(self.train_dataset, "Training"))
+        return self._get_dataloader(rows, "Training", self._train_batch_size, self._get_train_sampler, is_training=True)
 
     def _row_of(self, row: Mapping[str, Any]) -> Row:
         return verdict_row(row, self.args.max_length)
