@@ -176,6 +176,7 @@ def preferences(stage: str, method: str) -> tuple[Setting, ...]:
                  **factory),
         replace(script, library="burnish"),
         training(OURS, "burnish", **factory),
+        training("burnish, at most 2,048 tokens to a micro-batch", "burnish", max_tokens_per_batch=2048, **factory),
     )  # fmt: skip
 
 
