@@ -108,6 +108,11 @@ def test_of_a_log_that_grew_the_new_rows_are_read_and_one_begun_anew_is_read_who
     assert (found["step"][-2:], found["loss"][-2:], min(read)) == ([399, 400], [2.5, 0.5], end)
     log.write_text("".join(_line(step, 3.5) + "\n" for step in range(1, 900)))  # cut, and longer than before
     assert log_columns.log_columns(log)[0]["loss"] == [3.5] * 899
+    log_columns.forget_logs()
+    assert log in log_columns._kept
+    log_columns.forget_logs(idle_s=-1)
+    assert not log_columns._kept
+    assert len(log_columns.log_columns(log)[0]["loss"]) == 899
     log.unlink()
     assert log_columns.log_columns(log) == ({"step": []}, 0)
 

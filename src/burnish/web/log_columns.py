@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ _WHOLE_NUMBERS = frozenset({"step", "memory_bytes", "tokens"})
 MOST_ROWS = 200_000
 MOST_BYTES, _PIECE_BYTES, _MARK_BYTES = 64 * 2**20, 2**20, 256
 _MOST_KEPT, _MOST_KEYS = 2, 64
+IDLE_S = 60.0
 _NUMBER = rb"(-?+(?:0|[1-9]\d*+)(?:\.\d++)?+(?:[eE][-+]?+\d++)?+)"
 _ANY_VALUE = rb'(?:"[^"\\\n]*+"|[-+.\w]++)'
 Columns: TypeAlias = dict[str, list[Any]]
@@ -167,6 +169,7 @@ class _Read:
     columns: Columns
     offset: int
     mark: bytes
+    asked_s: float = 0.0
 
 
 _kept: dict[Path, _Read] = {}
@@ -191,10 +194,17 @@ def log_columns(path: Path) -> tuple[Columns, int]:
         if len(pieces) > 1:
             joined = {name: values[-MOST_ROWS:] for name, values in _joined(pieces).items()}
             read = _Read(joined, offset, _before(path, offset))
-        _kept[path] = read
+        _kept[path] = replace(read, asked_s=time.monotonic())
         if len(_kept) > _MOST_KEPT:
             del _kept[next(iter(_kept))]
         return read.columns, read.offset
+
+
+def forget_logs(idle_s: float = IDLE_S) -> None:
+    """Let go of the logs that nobody has asked for since: one of 100,000 rows takes 40 MB."""
+    with _lock:
+        for path in [path for path, read in _kept.items() if time.monotonic() - read.asked_s > idle_s]:
+            del _kept[path]
 
 
 def _before(path: Path, offset: int) -> bytes:

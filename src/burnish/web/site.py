@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from burnish.web.engines import Engines
 from burnish.web.home import Home
+from burnish.web.log_columns import forget_logs
 from burnish.web.machine import Machine
 from burnish.web.named import NamedModel
 from burnish.web.options import WebOptions
@@ -59,11 +60,12 @@ class Site:
         raise Refusal(404, "no_run", "There is no such run; it may have been moved or removed.")
 
     async def look_after(self) -> None:
-        """As long as the page lives: the queue goes on, children are taken note of, idle engines end."""
+        """As long as the page lives: the queue goes on, children are taken note of, what is idle is let go."""
         while True:
             await asyncio.sleep(2.0)
             self.starter.reap()
             self.engines.end_idle()
+            forget_logs()
             if self.starter.queued():
                 try:
                     self.starter.next_of_queue(await self.found())
