@@ -242,6 +242,30 @@ def test_a_value_that_is_no_text_is_refused(user_folder: Path, capsys: pytest.Ca
         assert f'"{name}" must be' in refused(capsys, f"{name}=a\udce6\udca8b")
 
 
+def test_a_tilde_is_the_users_folder_wherever_a_folder_is_named(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(user_folder / "home"))
+    assert cli.main(["train", "run.yaml", "max_steps=1", "output_dir=~/out"]) == 0
+    words = ["export", "model_name_or_path=~/out", "template=chatml", "export_dir=~/whole"]
+    assert cli.main(words) == 0
+    assert not Path("~").exists()
+    assert Path("home/whole/model.safetensors").is_file()
+    assert cli.main(["runs", "~"]) == 0
+
+
+@pytest.mark.parametrize("name", ["~nobodyknown/model", "--", "x--y/z", "\u0663-"])
+def test_a_name_that_stands_for_no_folder_and_no_repository(
+    name: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["explain", "run.yaml"], ["export", "export_dir=whole", "template=chatml"]):
+        assert cli.main([*command, f"model_name_or_path={name}"]) == 2
+        assert name in told(capsys)[1]
+    for folder in (name, "x" * 300):
+        assert cli.main(["runs", f"./{folder}" if name[0] == "-" else folder]) == 2
+        assert "There is no folder" in told(capsys)[1]
+
+
 def test_a_csv_without_a_header_does_not_print_its_first_record(
     user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

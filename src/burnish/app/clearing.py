@@ -20,7 +20,7 @@ from burnish.app.options import RunOptions
 from burnish.core.checkpoint import Checkpoints, output_folder
 from burnish.core.errors import Problem
 from burnish.core.events import TrainerCallback
-from burnish.core.files import remove
+from burnish.core.files import expanded, remove
 from burnish.core.manifest import MANIFEST_NAME
 from burnish.data.sets.dataset_info import local_files
 
@@ -59,7 +59,7 @@ def problems_of_sources(options: RunOptions) -> list[Problem]:
             remedy="Name another output_dir.",
         )
         for name, source in _sources(options)
-        if _would_go(Path(source).expanduser(), folder)
+        if _would_go(expanded(source), folder)
     ]
 
 

@@ -24,7 +24,7 @@ import yaml
 from burnish.core.bounds import MOST_NODES
 from burnish.core.conversion import num_nodes
 from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.files import odd_kind
+from burnish.core.files import expanded, odd_kind
 from burnish.core.options import Given
 
 COMMAND_LINE = "the command line"
@@ -34,7 +34,23 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, Given], dict[str, Given]]:
     """Read the file that a command names, and its flags; ``merge`` overrides the first by the second."""
     config, flags = split_arguments(arguments)
-    return (read_config(config) if config is not None else {}), flags
+    return _with_home(read_config(config) if config is not None else {}), _with_home(flags)
+
+
+PLACES = (
+    "output_dir", "export_dir", "save_dir", "dataset_dir", "tokenized_path", "task_dir", "logging_dir", "cache_dir",
+)  # fmt: skip
+"""Options that name a folder in which something is written or looked up: ``~`` in them is the user's own folder, which
+no shell writes out in ``key=~/value``, and YAML never does."""
+
+
+def _with_home(given: dict[str, Given]) -> dict[str, Given]:
+    return {
+        key: Given(str(expanded(item.value)), item.where)
+        if key in PLACES and isinstance(item.value, str) and item.value.startswith("~")
+        else item
+        for key, item in given.items()
+    }
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Given]]:

@@ -22,6 +22,7 @@ from burnish.app.plan import aliases, provenance_of
 from burnish.app.seen_from import data_seen_from
 from burnish.core.checkpoint import Checkpoints
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import expanded
 from burnish.core.json_files import read_object
 from burnish.core.options import Given, build, raise_if, specs
 from burnish.data.options import DataOptions
@@ -123,7 +124,7 @@ def _trained_by(given: Mapping[str, Given]) -> str | None:
 
 def found_in(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
     """Options for the content of a folder: a model, an adapter with its base, or a run that has only checkpoints."""
-    folder, where = Path(path).expanduser(), path
+    folder, where = expanded(path), path
     if not folder.is_dir():
         return {"model_name_or_path": Given(path, where)}
     if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
@@ -139,7 +140,7 @@ def data_of_run(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
     Args:
         given: the words; where they name a set, the run's own sets are left out.
     """
-    folder = _run_of(Path(path).expanduser())
+    folder = _run_of(expanded(path))
     if folder is None:
         return {}
     where = str(folder / GIVEN)

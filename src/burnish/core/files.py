@@ -28,6 +28,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with ``~`` and ``~name`` as the folders that they stand for; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
 def odd_kind(path: Path) -> str:
     """Name what ``path`` is if it is there and no regular file: a reader of it may wait for ever."""
     try:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import expanded
 from burnish.core.parts import Part
 from burnish.core.pieces import Piece
 from burnish.core.types import Loss
@@ -323,7 +324,7 @@ def _library(device_type: str) -> Any:
     """DeepSpeed, told the device before it is loaded, and quiet."""
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    raise_if_locked(Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser())
+    raise_if_locked(expanded(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")))
     # torch 2.13 has other names for three collectives, and warns of the old ones at every step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed

@@ -25,6 +25,7 @@ from burnish.adapters.lora_fit import check_fit
 from burnish.adapters.lora_model import BASE as WITHOUT
 from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import expanded
 from burnish.core.json_files import read_json
 from burnish.core.options import raise_if
 from burnish.core.types import Example, Message
@@ -88,7 +89,7 @@ def load_answerer(
         (on_note or (lambda said: None))(sentence)
     last = str(adapters[-1] if adapters else options.model_name_or_path)
     return Answerer(
-        name or Path(last).expanduser().resolve().name, options, model, tokenizer, template, form_of(template),
+        name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
         tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
         context_of(options, config), tuple(served), through, tuple(notes), head,
     )  # fmt: skip

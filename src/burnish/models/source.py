@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.files import expanded
 from burnish.core.hubs import is_offline, uses_modelscope
 from burnish.core.json_files import FETCH_AGAIN, read_object
 from burnish.models.options import ModelOptions
@@ -57,7 +58,7 @@ def find_source(
     """
     if not name or not name.strip():
         raise UserError(_no_name(option_name))
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return ModelSource(str(path), path)
     if path.exists():
@@ -124,13 +125,25 @@ def hub_arguments(options: ModelOptions) -> dict[str, Any]:
         "cache_dir": options.cache_dir,
         "token": options.hf_hub_token,
         "trust_remote_code": options.trust_remote_code,
-        "local_files_only": is_offline() or Path(options.model_name_or_path or "").expanduser().is_dir(),
+        "local_files_only": is_offline() or expanded(options.model_name_or_path or "").is_dir(),
     }
 
 
 def _may_be_hub_id(name: str) -> bool:
     """Return whether ``name`` may be a hub id: ``gpt2`` and ``org/model`` may; ``./model`` and ``a/b/c`` are paths."""
-    return bool(_HUB_ID.match(name)) and not name.startswith(".")
+    return bool(_HUB_ID.match(name)) and not name.startswith(".") and (uses_modelscope() or is_hub_id(name))
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether the Hugging Face hub may have a repository of that name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _cached_folder(name: str, options: ModelOptions) -> Path | None:
@@ -228,7 +241,7 @@ def _no_name(option_name: str) -> Problem:
 
 
 def _no_folder(name: str, option_name: str) -> Problem:
-    near = _nearest_folders(Path(name).expanduser())
+    near = _nearest_folders(expanded(name))
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
     return Problem(f'{option_name} "{name}" is no folder.{guess}')
 

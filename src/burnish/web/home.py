@@ -9,10 +9,10 @@ import fcntl
 import json
 import os
 import re
-from pathlib import Path
 from typing import IO, Any
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import expanded
 from burnish.wire.guards import new_key
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -28,7 +28,7 @@ class Home:
     def __init__(self, given: str | None = None) -> None:
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         base = given or os.environ.get("BURNISH_HOME") or f"{state}/burnish"
-        self.folder = Path(base).expanduser() / "web"
+        self.folder = expanded(base) / "web"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.chmod(self.folder, 0o700)
         for name in ("presets", "chats"):

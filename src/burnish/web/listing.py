@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.files import expanded
 from burnish.report.console import answer
 from burnish.report.pace import short_number, short_time
 from burnish.web.remarks import remarks_on
@@ -24,8 +25,8 @@ def runs(words: Sequence[str]) -> int:
     folders = [word for word in words if word != "--json"]
     if options := [word for word in folders if word.startswith("-") or "=" in word]:
         raise UserError(Problem(f"burnish runs takes folders and --json. Received: {options[0]}."))
-    roots = [Path(folder).expanduser() for folder in folders or ["."]]
-    if missing := [root for root in roots if not root.is_dir()]:
+    roots = [expanded(folder) for folder in folders or ["."]]
+    if missing := [root for root in roots if not os.path.isdir(root)]:
         raise UserError(Problem(f'There is no folder "{missing[0]}".'))
     found = find(roots)
     if as_json:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from burnish.core.files import expanded
 from burnish.wire.errors import Refusal
 
 
@@ -17,7 +18,7 @@ class Places:
     """The roots; the first is where relative paths begin, and where runs are started."""
 
     def __init__(self, roots: Sequence[str]) -> None:
-        self.roots = [Path(root).expanduser().resolve() for root in roots]
+        self.roots = [expanded(root).resolve() for root in roots]
 
     @property
     def first(self) -> Path:

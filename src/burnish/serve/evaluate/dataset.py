@@ -15,7 +15,7 @@ from burnish.app.build import train_run
 from burnish.app.plan import placing, plan
 from burnish.app.serving import Serving, paths_of, serving_of
 from burnish.core.errors import Problem, UserError
-from burnish.core.files import named_where_full
+from burnish.core.files import expanded, named_where_full
 from burnish.core.json_files import read_object
 from burnish.core.options import Given, build, changed, option, raise_if
 from burnish.data.templates.choose import RECORDED
@@ -47,7 +47,7 @@ def predict(words: Sequence[str]) -> int:
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
         what = "there is nothing to predict: eval_dataset is missing, and no run.yaml beside the model names a set."
         raise UserError(Problem(what, remedy="Name a set: eval_dataset=heldout"))
-    folder = Path(paths[0]).expanduser() if paths else Path()
+    folder = expanded(paths[0]) if paths else Path()
     beside = str(folder / _BESIDE) if len(paths) == 1 and folder.is_dir() else None
     return evaluate_dataset(servings, options.save_dir or beside, predicts=True)
 

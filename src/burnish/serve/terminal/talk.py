@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from burnish.core.conversion import as_type
 from burnish.core.errors import UserError, did_you_mean
+from burnish.core.files import expanded
 from burnish.serve.terminal.partners import ChatSettings, Ended, Message, Partner, Request
 from burnish.serve.terminal.records import read_record
 from burnish.serve.terminal.screen import Screen
@@ -366,7 +367,7 @@ class Talk:
         return {"messages": [*first, *self.messages], **({"tools": self.tools} if self.tools else {})}
 
     def _save(self, text: str) -> None:
-        path = Path(text or time.strftime("chat-%Y%m%d-%H%M%S.jsonl")).expanduser()
+        path = expanded(text or time.strftime("chat-%Y%m%d-%H%M%S.jsonl"))
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(self.record(), ensure_ascii=False) + "\n")
@@ -377,7 +378,7 @@ class Talk:
         self.screen.say(f"Written: {path}", "dim")
 
     def _load(self, text: str) -> None:
-        record = read_record(Path(text).expanduser())
+        record = read_record(expanded(text))
         messages = record.get("messages") if isinstance(record, dict) else None
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise UserError(f'{text}: a record with "messages" is expected.')
