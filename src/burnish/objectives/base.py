@@ -40,9 +40,13 @@ class StageObjective(Objective, Protocol):
     """``core.protocols.Objective`` with the methods that a run needs besides."""
 
     collate: Collate
+    template: RowEncoder
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """A text that changes whenever the rows of the same examples would change."""
+        return f"{type(self).__name__} {self.template.fingerprint}"
+
     def encode(
         self, examples: Sequence[Example], tally: Any, truncate: bool = True
     ) -> Sequence[Row | FlatRow | None]: ...

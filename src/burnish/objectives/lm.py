@@ -135,10 +135,6 @@ class LmObjective(StageObjective):
         self.collate: Collate = unfitted
 
     @property
-    def fingerprint(self) -> str:
-        return f"{type(self).__name__} {self.template.fingerprint}"
-
-    @property
     def metrics(self) -> list[str]:
         """Names of the metrics of an evaluation; the last only for models with a router."""
         accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy

@@ -106,10 +106,6 @@ class AnswersObjective(StageObjective):
         self.collate: Collate = unfitted
 
     @property
-    def fingerprint(self) -> str:
-        return f"{type(self).__name__} {self.template.fingerprint}"
-
-    @property
     def parts(self) -> Mapping[str, Stateful]:
         """The objective's own parts of a checkpoint."""
         return {} if self.reference is None else self.reference.parts

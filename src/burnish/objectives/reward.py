@@ -128,10 +128,6 @@ class RewardObjective(StageObjective):
         self.margins = Margins()
 
     @property
-    def fingerprint(self) -> str:
-        return f"{type(self).__name__} {self.template.fingerprint}"
-
-    @property
     def metrics(self) -> list[str]:
         """Names of the metrics that an evaluation reports for a set."""
         return ["loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward"]

@@ -19,7 +19,7 @@ Shown = Callable[[int], tuple[str, bytes]]
 
 
 @dataclass(frozen=True)
-class Wire:
+class Shared:
     """Facts that all chunks of one completion share.
 
     Args:
@@ -28,7 +28,6 @@ class Wire:
         has_logprobs: log-probabilities were asked for.
         has_ids: the ids of tokens were asked for.
         has_usage: the stream is to end with a chunk of usage, and all others say that they have none.
-        prompt_ids: of the prompt, where ids were asked for.
     """
 
     id: str
@@ -39,6 +38,12 @@ class Wire:
     has_logprobs: bool = False
     has_ids: bool = False
     has_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Wire(Shared):
+    """One chat completion. Args: prompt_ids: of the prompt, where ids were asked for."""
+
     prompt_ids: Sequence[int] = ()
 
     def chunks(self, index: int, delta: Delta, first_call: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from burnish.infer.types import Logprob
 from burnish.serve.answering import Delta
-from burnish.serve.chat_wire import Shown, finite
+from burnish.serve.chat_wire import Shared, Shown, finite
 
 
 @dataclass
@@ -61,17 +61,8 @@ class TextLog:
 
 
 @dataclass(frozen=True)
-class TextWire:
-    """Facts that all chunks of one text completion share; ``chat_wire.Wire`` explains them."""
-
-    id: str
-    created: int
-    name: str
-    fingerprint: str
-    shown: Shown
-    has_logprobs: bool = False
-    has_ids: bool = False
-    has_usage: bool = False
+class TextWire(Shared):
+    """One text completion."""
 
     def choice(
         self, index: int, delta: Delta, log: TextLog, echo: Echo | None = None, measured: Sequence[Logprob] = ()
