@@ -137,7 +137,7 @@ def _may_be_hub_id(name: str) -> bool:
 def is_hub_id(name: str) -> bool:
     """Return whether the Hugging Face hub may have a repository of that name."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (its list of names leaves it out)
 
     try:
         validate_repo_id(name)
