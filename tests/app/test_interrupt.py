@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a checkpoint, a clean end, and a run that goes on as if nothing had happened."""
+"""Ctrl-C and SIGTERM: a checkpoint, a clean end, and a run that goes on as if nothing had happened."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from burnish.app.interrupt import SIGNALS, InterruptCallback
+from burnish.app.interrupt import GOES_ON, SIGNALS, InterruptCallback
 from burnish.core.checkpoint import load
 from burnish.core.events import TrainerCallback
 from burnish.core.loop import train
@@ -45,7 +45,7 @@ def interrupted(folder, kill, **given):
     return run, interrupt
 
 
-@pytest.mark.parametrize("number", [n for n in SIGNALS if n != signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [n for n in SIGNALS if n not in GOES_ON], ids=lambda number: number.name)
 def test_a_signal_ends_the_step_saves_and_gives_its_exit_status(tmp_path, capfd, number):
     before = [signal.getsignal(each) for each in SIGNALS]
     run, interrupt = interrupted(tmp_path, Kill(5, number), save_strategy="no")
@@ -54,6 +54,29 @@ def test_a_signal_ends_the_step_saves_and_gives_its_exit_status(tmp_path, capfd,
     assert interrupt.exit_code == 128 + number
     assert [signal.getsignal(each) for each in SIGNALS] == before
     assert f"{number.name}: stopping after this step, with a checkpoint." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", GOES_ON, ids=lambda number: number.name)
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_notice_and_a_closed_terminal_save_a_checkpoint_and_end_nothing(tmp_path, capsys, number, twice):
+    run, interrupt = interrupted(tmp_path, Kill(5, *[number] * (1 + twice)), save_strategy="no")
+    assert run.state.global_step == run.state.max_steps
+    assert (tmp_path / "checkpoint-5").is_dir()
+    assert interrupt.exit_code is None
+    assert "saving a checkpoint after this step, and going on." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_terminal_that_is_closed_before_or_after_the_training_ends_nothing(tmp_path, has_trained):
+    interrupt = InterruptCallback()
+    run, options = make_run(tmp_path, [interrupt], save_strategy="no")
+    with interrupt:
+        if has_trained:
+            train(run, options)
+        os.kill(os.getpid(), signal.SIGHUP)
+        if not has_trained:
+            train(run, options)
+    assert (run.state.global_step, interrupt.exit_code) == (run.state.max_steps, None)
 
 
 EVALUATED = {"eval_rows": 5, "eval_strategy": "epoch", "save_strategy": "epoch"}
@@ -97,9 +120,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)]
-)
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_a_signal_with_no_step_to_finish_ends_the_run_at_once(tmp_path, number, kind, has_trained):
     interrupt = InterruptCallback()

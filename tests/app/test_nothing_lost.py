@@ -295,3 +295,24 @@ def test_a_disk_that_is_full_within_a_gguf_file_is_named_and_no_part_of_the_file
     assert not list(Path("whole").glob("*.gguf"))
     assert cli.main([*words, "overwrite_output_dir=true"]) == 0
     assert list(Path("whole").glob("*.gguf"))
+
+
+def test_the_file_of_a_run_that_was_begun_anew_goes_on_with_it(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``burnish train out/run.yaml``, as the page's Continue does."""
+    take_step = loop.take_step
+
+    def take(run: Any, *arguments: Any) -> None:
+        take_step(run, *arguments)
+        if run.state.global_step == 5:
+            raise OSError("gone")
+
+    words = ["overwrite_output_dir=true", "resume=never", "save_strategy=steps", "save_steps=2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step", take)
+        assert cli.main(["train", "run.yaml", *words]) == 1
+    assert "# for its start alone: overwrite_output_dir: true" in Path("out/run.yaml").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert cli.main(["train", "out/run.yaml"]) == 0
+    assert "Continuing from out/checkpoint-4" in told(capsys)[0]

@@ -2,6 +2,7 @@
 on, with everything it had to say in its log."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -49,6 +50,24 @@ def test_a_training_outlives_its_output(where: str, user_folder: Path) -> None:
     said = Path("out/run.log").read_text(encoding="utf-8")
     assert "Training for 8 steps" in said
     assert "Trained 8 steps" in said
+
+
+def test_a_training_outlives_its_terminal(user_folder: Path) -> None:
+    """The terminal's window is closed in the middle of the run: SIGHUP, and every later write fails."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, [*TRAIN, "save_strategy=no", "logging_steps=1", "max_steps=150"],
+                  {**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    seen = b""
+    while b"step   1/150" not in seen:
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Path("out/model.safetensors").is_file()
+    assert list(Path("out").glob("checkpoint-*"))
+    said = Path("out/run.log").read_text(encoding="utf-8")
+    assert f"The terminal was closed: saving a checkpoint after this step, and going on. To stop: kill {child}" in said
+    assert "Trained 150 steps" in said
 
 
 def test_a_reader_that_leaves_does_not_end_a_training(user_folder: Path) -> None:

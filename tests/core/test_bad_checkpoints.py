@@ -258,7 +258,7 @@ def at_step(number: int, does: Callable[[], Any], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loop, "take_step", take)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_saves_and_the_same_command_goes_on(
     number: signal.Signals, user_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

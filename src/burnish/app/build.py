@@ -70,7 +70,7 @@ from burnish.ops.gpu.kernels import ask_for_kernels, kernel_notes
 from burnish.ops.probe import Fitted
 from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
 from burnish.report.console import kept_in, note, set_log_levels, warn
-from burnish.report.journal import JOURNAL_NAMES, Journal, given_yaml
+from burnish.report.journal import JOURNAL_NAMES, OF_ONE_START, Journal, given_yaml
 from burnish.report.options import counts_tokens
 from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
@@ -156,7 +156,7 @@ def journal_of(plan: Plan, engine: Engine, tally: Tally) -> Journal:
     journal = Journal(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": tally.seen, "dropped": sum(count for reason, count in tally if reason.startswith("dropped"))}
-    journal.begin(given_yaml(given, plan.provenance), [str(engine.device)], rows)
+    journal.begin(given_yaml(given, plan.provenance, OF_ONE_START), [str(engine.device)], rows)
     return journal
 
 

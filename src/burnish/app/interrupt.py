@@ -1,13 +1,14 @@
-"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save a checkpoint, stop, so that no training is lost. SIGUSR1,
-which schedulers send some time before they end a run: save a checkpoint after the step, and go on.
+"""Ctrl-C and SIGTERM: finish the step, save a checkpoint, stop, so that no training is lost. SIGUSR1, which schedulers
+send some time before they end a run, and SIGHUP, of a terminal that is closed: save a checkpoint after the step, and go
+on. A training outlives its terminal; what it has to say is in its log.
 
     with InterruptCallback() as interrupt:      # among the callbacks of the run
         train(run, options)
     if interrupt.exit_code is not None: ...     # 128 + signal: the run was cut short and can go on
 
 While the run trains, the first signal asks for the end; a second Ctrl-C raises KeyboardInterrupt at once. Before the
-first step and after the last there is no step to finish, and a signal ends the run at once: Ctrl-C with
-KeyboardInterrupt, the others with SystemExit(128 + signal). Outside the ``with`` block signals act as before.
+first step and after the last there is no step to finish, and these two end the run at once: Ctrl-C with
+KeyboardInterrupt, SIGTERM with SystemExit(143). Outside the ``with`` block signals act as before.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 from burnish.app.clock import TIME_IS_UP
 from burnish.core.events import TrainerCallback
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.report.console import is_speaker
+from burnish.report.console import is_speaker, note
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+GOES_ON = {
+    signal.SIGUSR1: "SIGUSR1: saving a checkpoint after this step, and going on.",
+    signal.SIGHUP: "The terminal was closed: saving a checkpoint after this step, and going on. To stop: kill {pid}",
+}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *GOES_ON)
 
 
 class InterruptCallback(TrainerCallback):
@@ -45,6 +51,7 @@ class InterruptCallback(TrainerCallback):
         self.max_seconds = max_seconds
         self._began = 0.0
         self._is_time_up = self._is_notified = False
+        self._news: list[str] = []  # said at the end of the step, and so in the log too
         self.received: signal.Signals | None = None
         self._is_training = False
         self._has_stopped = False
@@ -82,9 +89,9 @@ class InterruptCallback(TrainerCallback):
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
+        if number in GOES_ON:
             self._is_notified = True
-            _say("SIGUSR1: saving a checkpoint after this step, and going on.")
+            self._news.append(GOES_ON[signal.Signals(number)])
             return
         is_first, is_ctrl_c = self.received is None, number == signal.SIGINT
         if is_ctrl_c and not (is_first and self._is_training):
@@ -107,6 +114,8 @@ class InterruptCallback(TrainerCallback):
         self._is_training = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        while self._news:
+            note(self._news.pop(0).format(pid=os.getpid()))
         wants_to_stop = self._wants_to_stop()
         if state.global_step >= state.max_steps or not self.agree(wants_to_stop or self._is_notified):
             return
@@ -151,4 +160,5 @@ class InterruptCallback(TrainerCallback):
 def _say(text: str) -> None:
     # The signal may have interrupted print(), which would refuse a second call.
     if is_speaker():
-        os.write(2, f"\n{text}\n".encode())
+        with suppress(OSError):  # a terminal that is gone
+            os.write(2, f"\n{text}\n".encode())

@@ -271,7 +271,7 @@ class Processes:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
+        self.received = self.received if number == signal.SIGHUP else number  # a closed terminal ends no run
         if self.running[0].poll() is None:
             self.running[0].send_signal(number)
 

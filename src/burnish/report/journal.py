@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -215,15 +215,24 @@ def boot_id() -> str:
 # --- what was given ---------------------------------------------------------------------------------------------------
 
 
-def given_yaml(values: Mapping[str, Any], provenance: Mapping[str, str]) -> str:
-    """The options that were given, one a line, with who gave each; JSON's values are YAML's. Secrets are left out."""
-    lines = ["# Written by burnish: what this run was given. burnish train run.yaml runs it again."]
+OF_ONE_START = ("overwrite_output_dir", "resume", "resume_from_checkpoint")
+"""Options that say how a run begins. In the file that continues it they would begin it anew."""
+
+
+def given_yaml(values: Mapping[str, Any], provenance: Mapping[str, str], left_out: Container[str] = ()) -> str:
+    """The options that were given, one a line, with who gave each; JSON's values are YAML's. Secrets are left out.
+
+    Args:
+        left_out: names that are told, and have no effect where the file is read.
+    """
+    lines = ["# Written by burnish: what this run was given. burnish train run.yaml goes on with it, or runs it again."]
     for name, value in values.items():
         where = provenance.get(name, "")
         if has_secret_name(name):
             lines.append(f"# {name} is a secret and is not written here.")
             continue
-        lines.append(f"{name}: {_yaml(value)}{f'  # {_one_line(where)}' if where else ''}")
+        mark = "# for its start alone: " if name in left_out else ""
+        lines.append(f"{mark}{name}: {_yaml(value)}{f'  # {_one_line(where)}' if where else ''}")
     return "\n".join(lines) + "\n"
 
 
