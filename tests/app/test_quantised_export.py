@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from burnish.app.export import export
 from burnish.cli import main
@@ -173,6 +173,14 @@ def test_layers_that_do_not_fit_are_named(tmp_path, stand_in):
     (tmp_path / "rows.json").write_text(json.dumps(records(4)))
     with pytest.raises(UserError, match=r"(?s)q_proj has 32 and 32.*export_quantization_method: gptq"):
         run(tmp_path, tmp_path / "out", export_quantization_method="awq")
+
+
+def test_a_model_without_linear_layers_is_refused_by_name(tmp_path, stand_in):
+    make_model(tmp_path / "model")
+    GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.json").write_text(json.dumps(records(4)))
+    with pytest.raises(UserError, match="GPT2LMHeadModel has no linear layers"):
+        run(tmp_path, tmp_path / "out")
 
 
 def test_groups_are_the_largest_that_every_layer_can_be_divided_into(made, tmp_path):

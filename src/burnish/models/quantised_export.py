@@ -105,6 +105,9 @@ def check_quantised_export(options: QuantisedExportOptions, shapes: nn.Module) -
     if method == "awq" and bits != 4:
         what = f'"export_quantization_method" awq writes 4 bits. Received: "export_quantization_bit" {bits}.'
         problems.append(Problem(what, remedy="Set export_quantization_bit: 4, or export_quantization_method: gptq."))
+    if not _layers(shapes):  # GPT-2's
+        what = f"{type(shapes).__name__} has no linear layers of torch, which alone are quantised here."
+        problems.append(Problem(what, remedy="Leave export_quantization_bit out."))
     inputs = _WORD // math.gcd(_WORD, bits or _WORD)
     outputs = _AWQ_OUTPUTS if method == "awq" else inputs
     for name, layer in _layers(shapes):
@@ -151,7 +154,7 @@ def quantise(job: Job, folder: Path) -> tuple[float, float]:
     if done.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
         last = lines[-1] if lines else f"exit status {done.returncode}"
-        raise RuntimeError(f"gptqmodel could not quantise the model: {last}\n  " + "\n  ".join(lines))
+        raise RuntimeError(f"the model could not be quantised with gptqmodel: {last}\n  " + "\n  ".join(lines))
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return result["before"], result["after"]
 
