@@ -1,6 +1,7 @@
 """``burnish eval``: files of tasks, scores by hand, what is written, going on, tables, the harness's model."""
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +260,21 @@ def test_a_task_of_the_harness_runs(model: Path, tmp_path: Path, capsys: pytest.
     assert main(words) == 0
     assert "acc" in json.dumps(json.loads((tmp_path / "out" / "eval_results.json").read_text())["results"]["own"])
     capsys.readouterr()
+
+
+def test_models_of_one_name_write_into_folders_of_their_own(model: Path, tmp_path: Path) -> None:
+    from burnish.app.serving import servings_of
+
+    for place in ("a/checkpoint-4", "b/checkpoint-4", "Qwen2.5-0.5B"):
+        shutil.copytree(model, tmp_path / place)
+    paths = [str(tmp_path / name) for name in ("a/checkpoint-4", "Qwen2.5-0.5B", "b/checkpoint-4")]
+    assert [one.name for one in servings_of(paths)] == ["a-checkpoint-4", "Qwen2.5-0.5B", "b-checkpoint-4"]
+    with pytest.raises(UserError, match="is named twice"):
+        servings_of([paths[0], paths[0]])
+    asked: list[Path | None] = []
+    for serving in servings_of(paths):
+        asked.append(command._folder_of(serving, command.EvalOptions(save_dir="out"), True))
+    assert len({*asked}) == 3
 
 
 def test_every_option_of_eval_is_used() -> None:

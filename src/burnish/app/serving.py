@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,34 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
         given = {**(data_of_run(path, given) if with_data else {}), **found_in(path, given), **given}
     elif trained := _trained_by(given):
         given = {**{k: v for k, v in given.items() if k not in _NAMES}, **found_in(trained, {})}
-    name = Path(path or str(_value(given, "adapter_name_or_path") or _value(given, "model_name_or_path") or "")).stem
+    name = path or str(_value(given, "adapter_name_or_path") or _value(given, "model_name_or_path") or "")
+    name = Path(name).stem if _is_config(name) else Path(name).name
     return _checked(given, rest, name)
+
+
+def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> list[Serving]:
+    """Each model that stands first among the words, with the other words; without one, what these name.
+
+    Their names differ, since each writes into a folder of its name: of ``a/checkpoint-4`` and ``b/checkpoint-4`` they are
+    "a-checkpoint-4" and "b-checkpoint-4".
+
+    Raises:
+        UserError: as ``serving_of`` does, and where a model is named twice.
+    """
+    paths, others = paths_of(words)
+    found = [serving_of([*path, *others], own, with_data) for path in ([[path] for path in paths] or [[]])]
+    parts = [
+        Path(path).expanduser().absolute().with_name(one.name).parts for path, one in zip(paths, found, strict=False)
+    ]
+    names, depth = [one.name for one in found], 1
+    while len({*names}) < len(names):
+        depth += 1
+        if depth > max(map(len, parts)):
+            twice = next(path for path, name in zip(paths, names, strict=True) if names.count(name) > 1)
+            raise UserError(Problem(f'"{twice}" is named twice.', remedy="Name each model once."))
+        names = ["-".join(own[-depth:]) if names.count(name) > 1 else name
+                 for name, own in zip(names, parts, strict=True)]  # fmt: skip
+    return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
 
 
 _NAMES = ("model_name_or_path", "adapter_name_or_path")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from burnish import __version__
-from burnish.app.serving import Serving, paths_of, serving_of
+from burnish.app.serving import Serving, servings_of
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import named_where_full
 from burnish.core.json_files import read_object
@@ -62,8 +62,7 @@ def evaluate(words: Sequence[str]) -> int:
     Raises:
         UserError: for what the user gave.
     """
-    paths, others = paths_of(words)
-    servings = [serving_of([*path, *others], OWN) for path in ([[path] for path in paths] or [[]])]
+    servings = servings_of(words, OWN)
     options, wrong = build(EvalOptions, servings[0].rest)
     raise_if([*wrong, *_problems(options, servings[0])])
     from burnish.serve.evaluate.dataset import FREE_SOME_SPACE, evaluate_dataset
@@ -73,7 +72,7 @@ def evaluate(words: Sequence[str]) -> int:
     if options.task.startswith(HARNESS):
         for serving in servings:
             with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
-                _through_harness(serving, options)
+                _through_harness(serving, options, len(servings) > 1)
         return 0
     subjects = [_limited(subject, options.limit) for subject in read_task(options.task, options.task_dir)]
     with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
@@ -128,7 +127,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     """One model's answers to all questions; those that are there already are read back."""
     answerer, loop = _loaded(serving, options)
     facts = _facts(answerer, options, subjects)
-    folder = Path(options.save_dir) / (serving.name if is_one_of else "") if options.save_dir else None
+    folder = _folder_of(serving, options, is_one_of)
     answers = Answers(folder, facts)
     draws = options.shots == "random"
     chooser = Chooser(
@@ -154,7 +153,12 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     return answers.done
 
 
-def _through_harness(serving: Serving, options: EvalOptions) -> None:
+def _folder_of(serving: Serving, options: EvalOptions, is_one_of: bool) -> Path | None:
+    """The folder for what is written of one model, or of one of several."""
+    return Path(options.save_dir) / (serving.name if is_one_of else "") if options.save_dir else None
+
+
+def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) -> None:
     from burnish.serve.evaluate.harness import EngineModel, run_tasks
 
     assert options.task is not None
@@ -168,8 +172,7 @@ def _through_harness(serving: Serving, options: EvalOptions) -> None:
     for task, values in found["results"].items():
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if isinstance(value, float))
         note(f"{answerer.name}: {task}: {numbers}")
-    if options.save_dir:
-        folder = Path(options.save_dir)
+    if (folder := _folder_of(serving, options, is_one_of)) is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "eval_results.json"
         before = read_object(path, "Move it away, or name another save_dir.") if path.is_file() else {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from burnish.app.build import train_run
 from burnish.app.plan import placing, plan
-from burnish.app.serving import Serving, paths_of, serving_of
+from burnish.app.serving import Serving, paths_of, servings_of
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import expanded, named_where_full
 from burnish.core.json_files import read_object
@@ -39,9 +39,8 @@ class PredictOptions:
 
 def predict(words: Sequence[str]) -> int:
     """Write answers or scores to the evaluation sets of runs, or of ``eval_dataset``. Returns the exit status."""
-    paths, others = paths_of(words)
-    own = [field.name for field in fields(PredictOptions)]
-    servings = [serving_of([*path, *others], own, with_data=True) for path in ([[path] for path in paths] or [[]])]
+    paths, _ = paths_of(words)
+    servings = servings_of(words, [field.name for field in fields(PredictOptions)], with_data=True)
     options, wrong = build(PredictOptions, servings[0].rest)
     raise_if(wrong)
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
