@@ -80,17 +80,16 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
 def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> list[Serving]:
     """Each model that stands first among the words, with the other words; without one, what these name.
 
-    Their names differ, since each writes into a folder of its name: of ``a/checkpoint-4`` and ``b/checkpoint-4`` they are
-    "a-checkpoint-4" and "b-checkpoint-4".
+    Their names differ, since each writes into a folder of its name: those of ``a/checkpoint-4`` and ``b/checkpoint-4``
+    are "a-checkpoint-4" and "b-checkpoint-4".
 
     Raises:
         UserError: as ``serving_of`` does, and where a model is named twice.
     """
     paths, others = paths_of(words)
     found = [serving_of([*path, *others], own, with_data) for path in ([[path] for path in paths] or [[]])]
-    parts = [
-        Path(path).expanduser().absolute().with_name(one.name).parts for path, one in zip(paths, found, strict=False)
-    ]
+    folders = [Path(path).expanduser().absolute().parent for path in paths]
+    parts = [(*folder.parts, one.name) for folder, one in zip(folders, found, strict=False)]
     names, depth = [one.name for one in found], 1
     while len({*names}) < len(names):
         depth += 1
