@@ -129,6 +129,7 @@ def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
             kill_at(at, kind)
         status = main(["train", "run.yaml", *words])
         sys.stdout.flush()
+        sys.stderr.flush()
     finally:
         os._exit(status)
 

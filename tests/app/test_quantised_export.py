@@ -193,7 +193,8 @@ def test_the_file_of_llamafactory_that_quantises_is_read(made, tmp_path, stand_i
     Path("c4_demo.jsonl").write_text("".join(json.dumps({"text": f"stone {n} river lamp"}) + "\n" for n in range(30)))
     Path("quantize.yaml").write_text(
         "### model\nmodel_name_or_path: model\ntemplate: qwen3_nothink\ntrust_remote_code: true\n\n"
-        f"### export\nexport_dir: {tmp_path / 'gptq'}\nexport_quantization_bit: 4\n"
+        f"### export\nexport_dir: {tmp_path / 'gptq'}\n"
+        "export_quantization_bit: 4\n"
         "export_quantization_dataset: c4_demo.jsonl\nexport_size: 5\nexport_device: cpu\nexport_legacy_format: false\n"
     )
     assert main(["export", "quantize.yaml"]) == 0
