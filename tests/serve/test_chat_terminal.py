@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from burnish.core.errors import UserError
 from burnish.report.streams import OutputError
 from burnish.serve.terminal.partners import ChatSettings, Ended, Event, Request
 from burnish.serve.terminal.screen import Screen, is_typed, visible
-from burnish.serve.terminal.talk import Talk
+from burnish.serve.terminal.talk import HELP, Talk
 from small_run import make_model
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -148,6 +149,37 @@ def test_an_answer_that_is_stopped_is_kept_and_marked() -> None:
     assert "[stopped]" in out.getvalue()
 
 
+def test_where_no_answer_comes_the_conversation_stays_as_it_was() -> None:
+    talk, partner, out = talk_of()
+    talk.take("One?")
+    kept = list(talk.messages)
+
+    def refuse(request):
+        raise UserError("the prompt has 1,800 tokens.")
+        yield
+
+    partner.answer = refuse
+    for line in ("Too long.", "/retry"):
+        assert talk.take(line) == 1
+        assert talk.messages == kept
+    del partner.answer
+    partner.waiting = [[KeyboardInterrupt]]
+    talk.take("Stopped before the first word?")
+    assert talk.messages == kept
+    assert "1,800 tokens" in out.getvalue()
+
+
+def test_help_and_sentences_are_folded_between_words_at_the_width_of_the_terminal(monkeypatch) -> None:
+    for columns in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        talk, _, out = talk_of()
+        talk.take("/help")
+        assert max(map(len, out.getvalue().splitlines())) < columns
+        assert " ".join(out.getvalue().split()) == " ".join(HELP.split())
+    assert "\n" + " " * 22 + "p=0.9" not in out.getvalue()
+    assert "\n/new, /exit           begin anew" in out.getvalue()
+
+
 def test_an_answer_that_failed_takes_the_question_back() -> None:
     talk, _, out = talk_of([Event("end", end=Ended("failed", error="non_finite_logits"))])
     talk.partner.answer = lambda request: iter([Event("end", end=Ended("failed", error="non_finite_logits"))])
@@ -237,10 +269,11 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
     )
     seen = ""
 
-    def read_until(text: str) -> None:
+    def read_until(text: str, more: int = 0) -> None:
         nonlocal seen
         until = time.monotonic() + 120
-        while text not in seen:
+        while text not in seen or len(seen) < seen.index(text) + len(text) + more:
+            assert process.poll() is None, seen
             assert time.monotonic() < until, seen
             if select.select([main], [], [], 0.2)[0]:
                 seen += os.read(main, 4096).decode("utf-8", "replace")
@@ -249,6 +282,13 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert "/help lists what can be typed" in seen
     os.write(main, b"Hello\n")
     read_until("context left")
+    time.sleep(0.5)  # Python sees a signal that comes just before readline waits with the next key only
+    process.send_signal(signal.SIGINT)
+    read_until("once more")
+    os.write(main, b"/set max_new_tokens=2000 seed=1 temperature=9\nTell me.\n")
+    read_until("Tell me.\r\n", more=20)
+    process.send_signal(signal.SIGINT)
+    read_until("[stopped]")
     os.write(main, b"/exit\n")
     assert process.wait(30) == 0
     os.close(main)

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +141,24 @@ def test_errors_are_the_clients_own_exceptions(real: Real) -> None:
     with pytest.raises(openai.BadRequestError) as thoughts:
         create(model="demo", messages=ASKED, reasoning_effort="high")
     assert thoughts.value.param == "reasoning_effort"
+    assert create(model="demo", messages=ASKED, reasoning_effort="none", max_tokens=1).choices
     with pytest.raises(openai.BadRequestError):
         create(model="demo", messages=[{"role": "user", "content": "x " * 2000}])
+    with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
+        real.client.embeddings.create(model="demo", input="hot")
+
+
+def test_a_refusal_does_not_wait_for_more_of_a_body_that_has_come(real: Real) -> None:
+    began = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(openai.NotFoundError):
+            real.client.chat.completions.create(model="gpt-4o", messages=ASKED)
+    assert time.monotonic() - began < 2.0  # each took a second
+
+
+def test_a_text_completion_has_openais_length_where_the_request_names_none(real: Real) -> None:
+    found = real.client.completions.create(model="demo", prompt="hot\n", extra_body={"ignore_eos": True})
+    assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (16, "length")
 
 
 def test_many_ask_at_once_and_each_gets_its_own_answer(real: Real) -> None:
@@ -211,9 +228,14 @@ def test_tools_that_a_template_cannot_write_calls_of_are_refused_by_name(real: R
         assert (found.choices[0].finish_reason, call.function.name) == ("tool_calls", "opposite_of")
         assert json.loads(call.function.arguments)["word"] in {"hot", "big"}
         return
-    with pytest.raises(openai.BadRequestError) as refused:
-        real.client.chat.completions.create(model="demo", messages=ASKED, tools=[TOOL], tool_choice="required")
-    assert refused.value.param == "tool_choice"
+    for choice in ("required", "auto"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            real.client.chat.completions.create(model="demo", messages=ASKED, tools=[TOOL], tool_choice=choice)
+        assert refused.value.param == "tools"
+    found = real.client.chat.completions.create(
+        model="demo", messages=ASKED, tools=[TOOL], tool_choice="none", max_tokens=1
+    )
+    assert found.choices[0].finish_reason == "length"
 
 
 def test_adapters_answer_side_by_side_under_names_of_their_own(tmp_path) -> None:

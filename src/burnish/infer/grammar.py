@@ -87,7 +87,8 @@ class Grammars:
         """
         if tool_format not in _CALLS:
             known = ", ".join(_CALLS)
-            what = f'a call cannot be required of tool format "{tool_format}".'
+            written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
+            what = f"a call cannot be required {written}."
             raise UserError(Problem(what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}."))
         opens, closes, key = _CALLS[tool_format]
         opens, closes = (self._with_tokens(text) for text in (opens, closes))

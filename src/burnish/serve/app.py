@@ -333,7 +333,7 @@ def _ends(messages: list[Any]) -> bool:
 
 
 async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
-    raise Refusal(404, "unknown_url", f"There is nothing at this address. {THERE_IS}")
+    raise Refusal(404, "unknown_url", f"There is nothing at {scope['path'][:100]}. {THERE_IS}")
 
 
 def unknown_model(name: str, known: list[str]) -> Refusal:

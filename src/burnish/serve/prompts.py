@@ -85,6 +85,12 @@ class Prompter:
         """The conversation as a record of training data."""
         messages: Sequence[ChatMessage] = request.messages[: -1 if request.continue_final_message else None]
         tools = "" if request.tool_choice.kind == "none" or not request.tools else _json(request.tools)
+        if tools and not self.shows_tools:
+            message = (
+                f"This model's template ({self.template.name}) tells a model of no tools: leave tools out, or serve "
+                "the model with a template that does."
+            )
+            raise Refusal(400, "unsupported_parameter", message, param="tools")
         system = None
         if messages and messages[0].role == "system":
             system, messages = messages[0].content, messages[1:]
@@ -107,7 +113,7 @@ class Prompter:
         """Check the request's arguments for the template."""
         given = dict(request.template_arguments)
         effort = request.reasoning_effort
-        if effort is not None:
+        if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # none are none everywhere
             if not self.thinks:
                 message = "This model's template writes no thoughts: leave reasoning_effort out."
                 raise Refusal(400, "unsupported_parameter", message, param="reasoning_effort")
@@ -132,10 +138,19 @@ class Prompter:
         return self.template.spec.reasoning if self.template.spec is not None else "enable_thinking" in self.reads
 
     @property
+    def shows_tools(self) -> bool:
+        """Return whether tools reach the prompt: every named template writes them, a chat template may not."""
+        return self.template.spec is not None or "tools" in self._variables()
+
+    @property
     def reads(self) -> frozenset[str]:
         """Names of arguments that the template reads."""
         if self.template.spec is not None:
             return frozenset({"enable_thinking", "preserve_thinking"} if self.template.spec.reasoning else ())
+        return self._variables() - _SETTLED
+
+    def _variables(self) -> frozenset[str]:
+        """Names that the chat template reads."""
         form = self.template.form
         assert isinstance(form, JinjaFormat)
         return _names_read("\0".join(form.templates.values()))
@@ -190,7 +205,7 @@ def _names_read(text: str) -> frozenset[str]:
     plain = text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     for mark in ("{%- generation -%}", "{%- endgeneration -%}", "{%- generation %}", "{%- endgeneration %}"):
         plain = plain.replace(mark, "")
-    return frozenset(meta.find_undeclared_variables(environment.parse(plain))) - _SETTLED
+    return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
 
 
 def _literal(value: Any) -> str:

@@ -101,6 +101,10 @@ class Limits:
     is_strict: bool = False
 
 
+COMPLETION_TOKENS = 16
+"""The length of a text completion whose request names none, as OpenAI's and vLLM's."""
+
+
 def read_chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
     """The body of a chat completion.
 
@@ -179,6 +183,8 @@ def _settings(fields: Fields, limits: Limits, chat: bool, least_tokens: int = 1)
     include_usage = options.flag("include_usage") if options else False
     older = fields.integer("max_tokens", ge=least_tokens)
     newer = fields.integer("max_completion_tokens", ge=least_tokens) if chat else None
+    if older is None and not chat:
+        older = COMPLETION_TOKENS
     return Settings(
         stream=stream,
         include_usage=include_usage,

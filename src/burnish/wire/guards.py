@@ -149,7 +149,7 @@ class Guard:
             if head.method == "OPTIONS" and "origin" in head.headers:
                 await Response(status_code=204)(scope, receive, answer)
             else:
-                await self.app(scope, self._counting(receive), answer)
+                await self.app(scope, self._counting(receive, answer), answer)
         except (Refusal, HTTPException) as error:
             await self._refuse(as_refusal(error), scope, receive, answer)
         except Exception:  # the outermost frame: what is not foreseen is one line for the client, and the log has it
@@ -174,12 +174,13 @@ class Guard:
         if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has seen that it is a number
             raise self._too_large()
 
-    def _counting(self, receive: Receive) -> Receive:
+    def _counting(self, receive: Receive, answer: _Answer) -> Receive:
         received = 0
 
         async def counted() -> Message:
             nonlocal received
             message = await receive()
+            answer.has_body = not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self.rules.max_body_bytes:
                 raise self._too_large()
@@ -192,7 +193,7 @@ class Guard:
         return Refusal(413, "body_too_large", message, headers={"Connection": "close"})
 
     async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        if refusal.status in _READ_ON:
+        if refusal.status in _READ_ON and not answer.has_body:
             await _discard(receive)
         if answer.status == 0:  # else the response has begun: who streams says the rest in the stream
             response = Json(self.as_object(refusal), refusal.status, headers=refusal.headers)
@@ -226,10 +227,14 @@ def under(prefix: str, app: ASGIApp) -> ASGIApp:
 
 
 class _Answer:
-    """``send`` that remembers the status, and adds the headers that every response carries."""
+    """``send`` that remembers the status, and adds the headers that every response carries.
+
+    ``has_body`` says that the request has been read to its end: nothing more will come.
+    """
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.send, self.headers, self.status, self.request_id = send, list(headers), 0, ""
+        self.has_body = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

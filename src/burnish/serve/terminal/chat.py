@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.secrets import without_secrets
+from burnish.core.sigint import interruptible
 from burnish.report.streams import say
 from burnish.serve.terminal.partners import ChatSettings, LocalPartner, Partner, Request, UrlPartner
 from burnish.serve.terminal.screen import Screen, history_file, is_typed
@@ -45,6 +46,7 @@ def chat(words: Sequence[str]) -> int:
         screen = Screen(history_file() if own.keeps_history else None)
         for line in lines:
             screen.say(without_secrets(line), "dim")
+        interruptible()  # Ctrl-C ends an answer or a line, not the conversation
         status = Talk(partner, screen, settings, own.system).run()
         screen.keep_history()
         return status

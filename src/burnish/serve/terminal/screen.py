@@ -9,6 +9,8 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Final, TextIO
 
 from burnish.report.streams import say
@@ -33,6 +35,13 @@ def _picture(letter: str) -> str:
     if code == 127:
         return "␡"
     return "�" if 128 <= code < 160 or letter in "\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069" else letter
+
+
+def _folded(line: str) -> str:
+    width = get_terminal_size().columns - 1
+    column = len(line) - len(line.split("  ", 1)[-1].lstrip()) if "  " in line else 0
+    indent = " " * (column if column < width // 2 else 4 if column else 0)
+    return "\n".join(wrap(line, max(width, 20), subsequent_indent=indent, break_long_words=False)) if line else line
 
 
 def is_typed() -> bool:
@@ -61,6 +70,10 @@ class Screen:
 
     def say(self, text: str = "", colour: str = "", end: str = "\n") -> None:
         say(self.coloured(visible(text), colour), self.out, must=True, end=end)
+
+    def tell(self, text: str, colour: str = "") -> None:
+        """Sentences, folded between words at the width of the terminal; the columns of a table stay."""
+        self.say("\n".join(_folded(line) for line in text.splitlines()), colour)
 
     def coloured(self, text: str, colour: str) -> str:
         if not (colour and text and self.has_colours):

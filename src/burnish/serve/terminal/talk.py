@@ -100,13 +100,13 @@ class Talk:
             else:
                 return self.say(line.strip("\n"))
         except UserError as error:
-            self.screen.say(str(error), "red")
+            self.screen.tell(str(error), "red")
             return 1
         return 0
 
     def _command(self, name: str, rest: str) -> int:
         commands: dict[str, Callable[[str], int | None]] = {
-            "help": lambda _: self.screen.say(HELP, end=""), "system": self._system, "set": self._set,
+            "help": lambda _: self.screen.tell(HELP), "system": self._system, "set": self._set,
             "think": self._think, "tools": self._tools, "answer": self._answer, "retry": lambda _: self._retry(),
             "undo": lambda _: self._undo(), "edit": lambda _: self._edit(), "adapter": self._adapter,
             "both": self._both, "tokens": self._tokens, "prompt": lambda _: self._prompt(), "save": self._save,
@@ -126,18 +126,18 @@ class Talk:
     def say(self, text: str) -> int:
         """A message of the user, and the answer to it."""
         self._refuse_while_called()
-        self.messages.append({"role": "user", "content": text})
         self._retries = 0
-        return self._respond()
+        return self._respond([*self.messages, {"role": "user", "content": text}])
 
-    def _respond(self) -> int:
-        """Let the partner answer what stands; an answer that failed takes the question back."""
-        found = self._listen(self._request())
-        if found is None:
-            self.messages.pop()
-            return 1
-        self.messages.append(found)
-        return 0
+    def _respond(self, messages: list[Message]) -> int:
+        """Let the partner answer these messages; where no answer comes the conversation stays as it was."""
+        before, self.messages = self.messages, messages
+        found = None
+        try:
+            found = self._listen(self._request())
+        finally:
+            self.messages = before if found is None else [*messages, found]
+        return int(found is None)
 
     def _request(self, **changes: Any) -> Request:
         first = [{"role": "system", "content": self.system}] if self.system else []
@@ -180,7 +180,8 @@ class Talk:
             found["reasoning_content"] = thought
         if calls:
             found["tool_calls"] = calls
-        return found if self._measured(ended) else None
+        is_empty = ended is None and len(found) == 2 and not found["content"]  # stopped before the first word
+        return found if self._measured(ended) and not is_empty else None
 
     def _end_thought(self, thought: str, seconds: float) -> None:
         if self.thoughts == "hide":
@@ -205,7 +206,7 @@ class Talk:
         if ended is None:
             return True  # stopped
         if ended.error and ended.reason == "failed":
-            self.screen.say(ended.error, "red")
+            self.screen.tell(ended.error, "red")
             return False
         parts = []
         if ended.tokens is not None:
@@ -216,7 +217,7 @@ class Talk:
             parts.append(f"{ended.left:,} tokens of context left")
         if ended.reason == "length":
             parts.append("cut by max_new_tokens")
-        self.screen.say(", ".join(parts), "dim")
+        self.screen.tell(", ".join(parts), "dim")
         return True
 
     # --- commands -----------------------------------------------------------------------------------------------------
@@ -288,15 +289,16 @@ class Talk:
         waiting = self._open_calls()
         if not waiting:
             raise UserError("No call waits for an answer.")
-        self.messages.append({"role": "tool", "content": text, "tool_call_id": waiting[0]})
-        return self._respond() if len(waiting) == 1 else 0
+        messages = [*self.messages, {"role": "tool", "content": text, "tool_call_id": waiting[0]}]
+        if len(waiting) > 1:
+            self.messages = messages
+        return self._respond(messages) if len(waiting) == 1 else 0
 
     def _retry(self) -> int:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UserError("There is no answer to be made again.")
-        self.messages.pop()
         self._retries += 1
-        return self._respond()
+        return self._respond(self.messages[:-1])
 
     def _undo(self) -> None:
         if not self.messages:
