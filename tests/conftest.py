@@ -31,6 +31,14 @@ def _signals_are_heard():
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _no_group_is_left():
+    """A group of processes that a test opened is none of the next test, nor of the processes that it forks."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and its tokenizer, to be read and copied."""
