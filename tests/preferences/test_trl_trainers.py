@@ -292,10 +292,18 @@ def test_a_reward_model_is_read_by_transformers_where_it_was_trained(name, folde
         assert alone == pytest.approx(scores[0, side], abs=1e-5)
 
 
+def test_ids_in_columns_of_the_older_names_are_learned_with_one_warning(folder, tmp_path):
+    ids = [{"chosen_input_ids": [5, 6, 7 + n], "rejected_input_ids": [5, 6, 20 + n]} for n in range(8)]
+    with pytest.warns(FutureWarning, match="`chosen_input_ids` is `chosen_ids` today"):
+        trainer = make("RewardTrainer", folder / "plain", tmp_path, ids, max_steps=1)
+    assert {"chosen_ids", "rejected_ids"} <= {*trainer.train_dataset.column_names}
+    assert losses(trainer)
+
+
 def test_a_classifier_of_several_labels_is_no_reward_model(folder, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=3)
     given = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
-    with pytest.raises(UserError, match=r"one label\. Received: LlamaForSequenceClassification with 3 labels"):
+    with pytest.raises(UserError, match=r"`num_labels=1`\. Received: LlamaForSequenceClassification with 3 labels"):
         make("RewardTrainer", model, tmp_path, given=given)
 
 

@@ -168,7 +168,8 @@ class Score(nn.Module):
         if not isinstance(score, nn.Module) or inner.config.num_labels != 1:
             raise UserError(
                 Problem(
-                    f"A reward model is a sequence classifier with one label. Received: {type(inner).__name__} with "
+                    f"A reward model is a sequence classifier: reward models require `num_labels=1`. Received: "
+                    f"{type(inner).__name__} with "
                     f"{getattr(inner.config, 'num_labels', 'no')} labels.",
                     remedy="Load it with AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), or "
                     "give RewardTrainer its name.",

@@ -51,7 +51,7 @@ from burnish.hf.preferences.rows import (
 )
 from burnish.hf.reporting import Count
 from burnish.hf.sft.checks import check_sets, refuse_images
-from burnish.hf.sft.rows import first_row
+from burnish.hf.sft.rows import column_names, first_row
 from burnish.hf.sft.setup import (
     arguments_of,
     attach_peft,
@@ -378,6 +378,14 @@ class RewardTrainer(PreferenceTrainer):
 
     def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
         super().__init__(model, None, args, *rest, **given)
+
+    def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
+        old = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
+        if old.keys() <= {*column_names(dataset)}:
+            said = ", ".join(f"`{word}` is `{today}` today" for word, today in old.items())
+            notes.warn(f"{said}; in TRL the older names will not be supported in v1.", FutureWarning, stacklevel=4)
+            dataset = dataset.rename_columns(old)
+        return super()._prepared(dataset, name, args)
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
         """A token that ends no answer: transformers reads the score before the first padding token of a row."""
