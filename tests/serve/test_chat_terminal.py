@@ -286,7 +286,7 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     read_until("once more")
     os.write(main, b"/set max_new_tokens=2000 seed=1 temperature=9\nTell me.\n")
-    read_until("Tell me.\r\n", more=20)
+    read_until("> Tell me.\r\n", more=20)  # behind its prompt: what is typed ahead is shown once before that
     process.send_signal(signal.SIGINT)
     read_until("[stopped]")
     os.write(main, b"/exit\n")

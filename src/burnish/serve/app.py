@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("burnish.api")
 OPEN_PATHS = ("/healthz", "/readyz", "/health")
+ABSENT = tuple(f"/v1/{name}" for name in (
+    "assistants", "audio", "batches", "embeddings", "files", "fine_tuning", "images", "moderations", "realtime",
+    "responses", "threads", "uploads", "vector_stores",
+))  # fmt: skip
+"""OpenAI's addresses that are not here; others are not repeated, as a key may stand in them."""
 THERE_IS = (
     "There is POST /v1/chat/completions, /v1/completions, /v1/score/evaluation, /tokenize, /detokenize, and GET "
     "/v1/models, /version, /readyz, /metrics."
@@ -333,7 +338,8 @@ def _ends(messages: list[Any]) -> bool:
 
 
 async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
-    raise Refusal(404, "unknown_url", f"There is nothing at {scope['path'][:100]}. {THERE_IS}")
+    named = next((known for known in ABSENT if str(scope["path"]).startswith(known)), "this address")
+    raise Refusal(404, "unknown_url", f"There is nothing at {named}. {THERE_IS}")
 
 
 def unknown_model(name: str, known: list[str]) -> Refusal:
