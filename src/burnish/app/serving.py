@@ -88,7 +88,7 @@ def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool =
     """
     paths, others = paths_of(words)
     found = [serving_of([*path, *others], own, with_data) for path in ([[path] for path in paths] or [[]])]
-    folders = [Path(path).expanduser().absolute().parent for path in paths]
+    folders = [expanded(path).absolute().parent for path in paths]
     parts = [(*folder.parts, one.name) for folder, one in zip(folders, found, strict=False)]
     names, depth = [one.name for one in found], 1
     while len({*names}) < len(names):
