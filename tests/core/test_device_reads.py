@@ -15,7 +15,7 @@ from burnish.app.prepare import prepare
 from burnish.core.loop import evaluate, log_step, take_step
 from burnish.core.meter import Meter
 from burnish.core.options import Given
-from burnish.core.schedule import StepSchedule
+from burnish.core.schedule import Schedule
 from burnish.engine.base import SingleEngine
 from burnish.ops import attention
 from small_run import make_user
@@ -59,7 +59,7 @@ def on_meta(folder, **given):
     run.model.to("meta")
     run.engine, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
     run.optimizer = torch.optim.SGD([weight for weight in run.model.parameters() if weight.requires_grad], lr=0.1)
-    run.schedule = StepSchedule(torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0))
+    run.schedule = Schedule(torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0))
     run.model.train()
     return run, planned.options
 

@@ -56,15 +56,9 @@ def option(
         is_secret: the value is shown and written nowhere (``core/secrets.py``).
     """
     metadata = {
-        "help": help,
-        "choices": choices,
-        "refused": refused,
-        "unit": unit,
-        "aliases": list(aliases),
-        "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt},
-        "ignored": ignored,
-        "is_secret": is_secret,
-    }
+        "help": help, "choices": choices, "refused": refused, "unit": unit, "aliases": tuple(aliases),
+        "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt}, "ignored": ignored, "is_secret": is_secret,
+    }  # fmt: skip
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata, repr=not is_secret)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from burnish.core.errors import Problem, UserError, why_not
 from burnish.core.options import option
@@ -239,54 +239,31 @@ FOLLOWS_METRIC = ("reduce_lr_on_plateau", "greedy")
 _FOLLOWS_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the classes behind them: torch's, and transformers'
 
 
-class Schedule(Protocol):
-    """A learning-rate schedule: the loop reports each step and evaluation, and the schedule decides whether to move."""
-
-    @property
-    def scheduler(self) -> Any:
-        """Torch's object, which holds the state."""
-        ...
-
-    def after_step(self) -> None: ...
-    def after_evaluation(self, metrics: Mapping[str, float]) -> None: ...
-
-
 @dataclass(frozen=True)
-class StepSchedule:
-    """A schedule that moves with each step."""
-
-    scheduler: Any
-
-    def after_step(self) -> None:
-        self.scheduler.step()
-
-    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class MetricSchedule:
-    """A schedule that moves with a metric of the evaluations.
+class Schedule:
+    """A learning-rate schedule: the loop reports each step and each evaluation, and one of the two moves it.
 
     Args:
-        deciding: the metrics of an evaluation -> the one that decides.
+        scheduler: torch's object, which holds the state.
+        deciding: the metrics of an evaluation -> the one that decides; None where each step moves it.
     """
 
     scheduler: Any
-    deciding: Callable[[Mapping[str, float]], float]
+    deciding: Callable[[Mapping[str, float]], float] | None = None
 
     def after_step(self) -> None:
-        return None
+        if self.deciding is None:
+            self.scheduler.step()
 
     def after_evaluation(self, metrics: Mapping[str, float]) -> None:
-        self.scheduler.step(self.deciding(metrics))
+        if self.deciding is not None:
+            self.scheduler.step(self.deciding(metrics))
 
 
 def schedule_of(scheduler: Any, deciding: Callable[[Mapping[str, float]], float]) -> Schedule:
     """Wrap a scheduler of torch, of transformers or of a script as a ``Schedule``."""
-    if any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__):
-        return MetricSchedule(scheduler, deciding)
-    return StepSchedule(scheduler)
+    follows_metric = any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__)
+    return Schedule(scheduler, deciding if follows_metric else None)
 
 
 def curve_names() -> list[str]:
