@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.core.environment import number_in
 from burnish.core.errors import Problem
-from burnish.core.numbers import number_in
 from burnish.core.options import Given
 from burnish.core.secrets import has_secret_name, keep_secret
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from burnish.core.environment import count_in, number_in
 from burnish.core.errors import Problem
-from burnish.core.numbers import count_in, number_in
 from burnish.core.options import Given, raise_if
 from burnish.engine.places import (
     AUTO,

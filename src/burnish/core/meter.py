@@ -2,12 +2,18 @@
 
 Between two logs nothing is copied to the host: a read of one number from a GPU waits for all the work queued before
 it. A log then costs one read, and one sum over ranks, of one small vector.
+
+Beside them the share of time in which the thread that trains waits: for other processes in collectives, or for data.
+Waiting is what is left of the time when the thread neither ran nor stood ready to run: on a CPU, where products run in
+this thread, that is the time in which it waits for others. On a GPU the thread runs ahead of the device and tells
+nothing: none is logged there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +23,6 @@ from burnish.core.metrics import Metrics
 from burnish.core.protocols import Engine
 from burnish.core.state import TrainerState
 from burnish.core.types import Loss, Metric
-from burnish.core.waiting import Waiting
 
 
 class Meter:
@@ -203,3 +208,28 @@ class Clock:
         rows_per_second = None if num_rows is None else num_rows / runtime_s
         values = (runtime_s, rows_per_second, num_steps / runtime_s)
         return {f"{prefix}_{name}": value for name, value in zip(RATES, values, strict=True) if value is not None}
+
+
+class Waiting:
+    """A clock of the thread that made it. A lap reads one small file of the system, some 20 microseconds (``run_delay``
+    in https://docs.kernel.org/scheduler/sched-stats.html); other systems than Linux count time ready to run as waiting.
+    """
+
+    def __init__(self) -> None:
+        self.passed_s, self.busy_s = time.perf_counter(), _busy_s()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds waited and seconds passed since the last lap."""
+        passed_s, busy_s = time.perf_counter(), _busy_s()
+        passed, busy = passed_s - self.passed_s, busy_s - self.busy_s
+        self.passed_s, self.busy_s = passed_s, busy_s
+        return max(0.0, passed - busy), passed
+
+
+def _busy_s() -> float:
+    """Seconds in which this thread ran or was ready to."""
+    try:
+        ready_ns = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
+    except OSError:
+        ready_ns = 0
+    return time.thread_time() + ready_ns / 1e9

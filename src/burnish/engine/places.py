@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from burnish.core.environment import count_in
 from burnish.core.errors import Problem
-from burnish.core.numbers import count_in
 from burnish.engine.launched import is_told_to_stay_on_cpu
 
 AUTO = "auto"
@@ -75,10 +75,8 @@ def num_gpus() -> int:
     nvidia = Path("/proc/driver/nvidia/gpus")
     if nvidia.is_dir():
         return len(list(nvidia.iterdir()))
-    return len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/mem_banks/0"))) and _torch_count()
-
-
-def _torch_count() -> int:
+    if not any(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/mem_banks/0")):
+        return 0
     import torch
 
     return torch.cuda.device_count()

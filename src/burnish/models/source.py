@@ -19,10 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.environment import is_offline, uses_modelscope
+from burnish.core.errors import MissingExtraError, Problem, UserError, first_line
 from burnish.core.files import expanded
-from burnish.core.hubs import is_offline, uses_modelscope
 from burnish.core.json_files import FETCH_AGAIN, read_object
+from burnish.core.options import raise_if
 from burnish.models.options import ModelOptions
 
 CONNECT_TIMEOUT_S = 5.0
@@ -57,7 +58,8 @@ def find_source(
         UserError: where there is no such model, with similar names.
     """
     if not name or not name.strip():
-        raise UserError(_no_name(option_name))
+        remedy = "Name a local folder with a model in it, or a model on the hub."
+        raise UserError(Problem(f"{option_name} is not given.", remedy=remedy))
     path = expanded(name)
     if path.is_dir():
         return ModelSource(str(path), path)
@@ -113,8 +115,7 @@ def adapter_folders(options: ModelOptions) -> list[Path]:
             folders.append(local_folder(name, options, "adapter_name_or_path", ("adapter_*",)))
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return folders
 
 
@@ -190,7 +191,7 @@ def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_
         where = "ModelScope's cache (the hubs are switched off, HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
         raise UserError(
             Problem(
-                f'{option_name} "{name}" is no local folder, and not to be had from {where}: {_first_line(error)}',
+                f'{option_name} "{name}" is no local folder, and not to be had from {where}: {first_line(error)}',
                 remedy=f"Check the name, model_revision (asked for: {revision}) and the network; for a private model "
                 "give ms_hub_token.",
             )
@@ -212,10 +213,6 @@ def _from_modelscope(
     )  # fmt: skip
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-
-
 def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem | None:
     """The reason why the hub does not provide ``name``, or None if it does. One request, because the libraries' own
     clients retry for a minute before they fail."""
@@ -234,27 +231,21 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
     return None
 
 
-def _no_name(option_name: str) -> Problem:
-    return Problem(
-        f"{option_name} is not given.", remedy="Name a local folder with a model in it, or a model on the hub."
-    )
-
-
 def _no_folder(name: str, option_name: str) -> Problem:
     near = _nearest_folders(expanded(name))
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
     return Problem(f'{option_name} "{name}" is no folder.{guess}')
 
 
-def _nearest_folders(path: Path, limit: int = 3) -> list[str]:
+def _nearest_folders(path: Path) -> list[str]:
     """Folders in the deepest existing parent of ``path``, those with a similar name first."""
     missing = path
     while not missing.parent.is_dir() and missing.parent != missing:
         missing = missing.parent
     beside = sorted(item.name for item in missing.parent.iterdir() if item.is_dir() and not item.name.startswith("."))
-    near = get_close_matches(missing.name, beside, n=limit, cutoff=0.5)
+    near = get_close_matches(missing.name, beside, n=3, cutoff=0.5)
     models = [item for item in beside if (missing.parent / item / "config.json").is_file()]
-    found = list(dict.fromkeys(near + models))[:limit]
+    found = list(dict.fromkeys(near + models))[:3]
     rest = path.relative_to(missing)
     whole = (missing.parent / item / rest for item in found)
     return [str(place if place.is_dir() else missing.parent / item) for place, item in zip(whole, found, strict=True)]

@@ -18,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.hubs import uses_modelscope
+from burnish.core.environment import uses_modelscope
+from burnish.core.errors import Problem, UserError, did_you_mean, few
+from burnish.core.options import raise_if
 from burnish.data.options import DataOptions
 from burnish.data.reading.files import READERS, loading_script, missing_file
 from burnish.data.reading.json_files import UnreadableJson, parsed_file, shortened, whole_text
@@ -67,8 +68,7 @@ def find_sources(
                 sources.append(_bare(name, folder, info, where, bare, asked))
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return sources
 
 
@@ -122,8 +122,7 @@ def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> D
     where = f'{info_where}, "{name}"'
     if not isinstance(entry, Mapping):
         raise UserError(Problem(f"an entry must be an object. Received: {entry!r}.", where))
-    if problems := list(_entry_problems(entry, where)):
-        raise UserError(problems)
+    raise_if(_entry_problems(entry, where))
     kind, location = _place(entry, where, folder)
     described = {
         key: entry[key]
@@ -232,16 +231,12 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str, as
     candidates = [*names, *(f for f in files if f != INFO_NAME)]
     guess = did_you_mean(name, candidates, limit=3) or did_you_mean(name, [Path(c).stem for c in candidates])
     if info is not None:
-        known = f"Defined there: {_some(names)}." if names else "It defines no data set."
+        known = f"Defined there: {few(names, 12)}." if names else "It defines no data set."
         what = f'"{asked}": "{name}" is not defined in {where}, and is no file or folder.{guess}'
         return Problem(what, remedy=known + hub)
     if folder is not None and not folder.is_dir():
         what = f'the folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is no file or folder.'
         return Problem(what, remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or give a path as dataset.{hub}")
-    there = f"In that folder: {_some(files)}." if files else ""
+    there = f"In that folder: {few(files, 12)}." if files else ""
     what = f'"{asked}": "{name}" is no file or folder, and {where} does not exist.{guess}'
     return Problem(what, remedy=there + hub)
-
-
-def _some(names: Sequence[str], limit: int = 12) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
