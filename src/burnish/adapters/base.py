@@ -20,9 +20,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.errors import Problem, UserError, did_you_mean, few, times
 from burnish.core.options import option
 from burnish.core.registry import Registry
+from burnish.core.snapshot import named_once
 
 
 class NamedType(Protocol):
@@ -130,13 +131,7 @@ def parameter_lines(model: nn.Module, options: FinetuningOptions) -> list[str]:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and stored buffer; a tied weight once, under its first name."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+    return {name: tensor.detach() for name, tensor in named_once(model).items()}
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -155,16 +150,16 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def raise_unless_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor], what: str) -> None:
     """Raise one UserError where two states differ in names or shapes."""
     parts = [
-        f"{verb} {_few(names)}"
+        f"{verb} {few(names)}"
         for verb, names in (("lack", sorted(own.keys() - given)), ("have beyond it", sorted(given.keys() - own)))
         if names
     ]
     other = [
-        f"{name} is {_shape(given[name])}, here {_shape(own[name])}"
+        f"{name} is {times(given[name].shape)}, here {times(own[name].shape)}"
         for name in own.keys() & given.keys()
         if own[name].shape != given[name].shape
     ]
-    parts += [f"differ in shape ({_few(sorted(other))})"] if other else []
+    parts += [f"differ in shape ({few(sorted(other))})"] if other else []
     if parts:
         raise UserError(
             Problem(
@@ -185,12 +180,3 @@ def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str],
         for name in wanted
         if name not in known
     ]
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape))
-
-
-def _few(names: Sequence[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

@@ -19,8 +19,8 @@ from torch import nn
 
 from burnish.adapters.base import ADAPTERS, unknown_names
 from burnish.adapters.full import FullAdapter
-from burnish.core.errors import Problem, UserError
-from burnish.core.options import option
+from burnish.core.errors import Problem
+from burnish.core.options import option, raise_if
 
 
 @dataclass
@@ -93,9 +93,7 @@ class FreezeAdapter(FullAdapter):
         return layers[-count:] if count > 0 else layers[:-count]
 
     def attach(self, model: nn.Module) -> nn.Module:
-        problems = self.check(model)
-        if problems:
-            raise UserError(problems)
+        raise_if(self.check(model))
         model.requires_grad_(False)
         _, layers = decoder_layers(model)
         if abs(self._options.freeze_trainable_layers) > len(layers):

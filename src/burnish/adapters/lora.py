@@ -10,7 +10,6 @@ read, since ``check`` needs only the model's shapes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -37,9 +36,10 @@ from burnish.adapters.lora_model import (
     shortest_names,
     train_only,
 )
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem, few
 from burnish.core.files import from_anywhere
-from burnish.core.options import option, set_without
+from burnish.core.json_files import write_json
+from burnish.core.options import option, raise_if, set_without
 
 DEFAULT = "default"
 """The name, in memory, of the adapter that is trained; the same as in peft."""
@@ -115,9 +115,7 @@ class LoraAdapter:
         return problems
 
     def attach(self, model: nn.Module) -> nn.Module:
-        problems = self.check(model)
-        if problems:
-            raise UserError(problems)
+        raise_if(self.check(model))
         for folder in self.to_merge:
             load_adapter(model, folder)
             merge_into_base(model)
@@ -165,8 +163,7 @@ class LoraAdapter:
         config = self._beginning.as_lora(self.config) if self._beginning else self.config
         config = config.to_dict() | {"inference_mode": True, "fan_in_fan_out": any(map(is_conv1d, model.modules()))}
         listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        text = json.dumps(listed, indent=2, sort_keys=True)
-        (Path(folder) / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+        write_json(Path(folder) / CONFIG_NAME, listed, sort_keys=True)
 
     def _new_config(self, model: nn.Module) -> tuple[Fit, list[Problem]]:
         """The adapter that the options ask for, and the problems that keep it from being made."""
@@ -280,8 +277,7 @@ def _chosen(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
     """Notes on choices for a new adapter that the options do not make."""
     notes = []
     if options.additional_target:
-        more = f" and {len(fit.whole) - 3} more" if len(fit.whole) > 3 else ""
-        notes.append(f"Trained whole beside the adapter: {', '.join(fit.whole[:3])}{more} (additional_target).")
+        notes.append(f"Trained whole beside the adapter: {few(fit.whole)} (additional_target).")
     elif fit.whole:
         names = " and ".join(fit.config.modules_to_save or ())
         notes.append(f"The vocabulary has grown, so {names} are trained whole beside the adapter.")
@@ -301,9 +297,7 @@ def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> None:
     Raises:
         UserError: where it does not fit.
     """
-    problems = check_fit(model, folder)
-    if problems:
-        raise UserError(problems)
+    raise_if(check_fit(model, folder))
     fit = Fit.of_folder(folder)
     add_adapter(model, name, fit.config, fit.targets, fit.whole)
     fill_adapter(model, folder, fit, name)

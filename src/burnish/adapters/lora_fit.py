@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from burnish.adapters.base import raise_unless_same
 from burnish.adapters.lora_model import FILE_PREFIX, features, linear_layers
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem, UserError, few, times
 from burnish.core.json_files import FETCH_AGAIN, read_object
 from burnish.core.options import raise_if
 from burnish.core.tensor_files import TensorInfo, read_header
@@ -193,10 +193,12 @@ def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
     modules = dict(model.named_modules())
     absent = [path for path in fit.targets if path not in places] + [path for path in fit.whole if path not in modules]
     if absent:
-        return [_absent(model, folder, fit, absent)]
+        what = f"the adapter is for a model with {few(absent, 1)}, which {type(model).__name__} does not have."
+        return [_misfit(folder, fit, what)]
     other = [text for key, info in header.items() if (text := _difference(model, fit, key, info))]
     if other:
-        return [_misfit(model, folder, fit, other)]
+        more = f" ({len(other)} tensors differ)" if len(other) > 1 else ""
+        return [_misfit(folder, fit, f"the adapter does not fit this {type(model).__name__}: {other[0]}{more}.")]
     return fit.problems(model)
 
 
@@ -269,7 +271,7 @@ def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
         expected = tuple(parameters[path].shape)
     if info.shape == expected:
         return ""
-    return f"{path} {kind} is {_times(info.shape)} in the adapter, and would be {_times(expected)}".replace("  ", " ")
+    return f"{path} {kind} is {times(info.shape)} in the adapter, and would be {times(expected)}".replace("  ", " ")
 
 
 def _rank(state: Mapping[str, Tensor]) -> int | None:
@@ -277,34 +279,10 @@ def _rank(state: Mapping[str, Tensor]) -> int | None:
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def _absent(model: nn.Module, folder: Path, fit: Fit, absent: Sequence[str]) -> Problem:
-    more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-    return Problem(
-        f"the adapter is for a model with {absent[0]}{more}, which {type(model).__name__} does not have.",
-        where=str(folder),
-        remedy=_its_base(fit),
-    )
-
-
-def _misfit(model: nn.Module, folder: Path, fit: Fit, differences: Sequence[str]) -> Problem:
-    more = f" ({len(differences)} tensors differ)" if len(differences) > 1 else ""
-    return Problem(
-        f"the adapter does not fit this {type(model).__name__}: {differences[0]}{more}.",
-        where=str(folder),
-        remedy=_its_base(fit),
-    )
-
-
-def _its_base(fit: Fit) -> str:
-    return (
-        f"It was trained on {fit.config.base_model_name_or_path}."
-        if fit.config.base_model_name_or_path
-        else "Give the model it was trained on."
-    )
-
-
-def _times(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "a single number"
+def _misfit(folder: Path, fit: Fit, what: str) -> Problem:
+    base = fit.config.base_model_name_or_path
+    remedy = f"It was trained on {base}." if base else "Give the model it was trained on."
+    return Problem(what, where=str(folder), remedy=remedy)
 
 
 def _no_adapter(folder: Path) -> Problem:

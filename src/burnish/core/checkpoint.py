@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from burnish.core.errors import Problem, UserError
 from burnish.core.events import EVENTS
 from burnish.core.files import open_lock, remove
+from burnish.core.json_files import write_json
 from burnish.core.manifest import faults, flush_folders, write_manifest
 from burnish.core.options import option
 from burnish.core.parts import Part
@@ -382,8 +383,7 @@ def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) 
 
         save_file(dict(tensors), folder / f"{stem}.safetensors", metadata={"format": "pt"})
     if not tensors or set(data) != set(tensors):  # a flat dict of tensors needs no JSON beside it
-        text = json.dumps(data, indent=2, sort_keys=stem == "trainer_state")
-        (folder / f"{stem}.json").write_text(text + "\n", encoding="utf-8")
+        write_json(folder / f"{stem}.json", data, sort_keys=stem == "trainer_state")
 
 
 def has_part(folder: Path, stem: str) -> bool:

@@ -5,7 +5,7 @@ problems that could be found at once. The command line prints them and exits wit
 for their own mistake. What the machine did wrong (a full disk, memory) is a ``RuntimeError`` and exits with 1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -91,6 +91,22 @@ def skipped_sentence(num_steps: int, step: int) -> str:
         f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the "
         "loss or the gradient was not finite. A lower learning_rate or a look at the data may help."
     )
+
+
+def first_line(error: BaseException, most: int = 300) -> str:
+    """The first line of what a library says, or the kind of its error where it says nothing."""
+    return (next(iter(str(error).strip().splitlines()), "") or type(error).__name__)[:most]
+
+
+def few(names: Sequence[str], shown: int = 3) -> str:
+    """``a, b, c and 2 more``"""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def times(shape: Iterable[int]) -> str:
+    """A shape in words: ``320x32``."""
+    return "x".join(map(str, shape)) or "a single number"
 
 
 def why_not(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """JSON that came from a disk, and may be empty, cut off, flipped, or something else altogether.
 
 In: a path. Out: its data. Refuses, with file, line and remedy: what is no JSON, no text, nested beyond all use, or of
-another kind than the reader can use.
+another kind than the reader can use. And the one way to write such a file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import Problem, UserError
 
 FETCH_AGAIN = "Fetch the file again, or mend it there."
@@ -54,6 +55,30 @@ def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str
             what = f'"{key}" must be {_KINDS.get(kind, "a whole number")}. Received: {in_words(found[key])}.'
             raise UserError(Problem(what, where=str(path), remedy=remedy))
     return found
+
+
+def read_settings(path: Path) -> Any:
+    """The content of a file of settings that a user wrote. Raises ValueError, a half sentence, where it is no JSON or
+    gives a key twice."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except GivenTwice:
+        raise
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+
+
+def json_beside(path: Path) -> str:
+    """``There are: a.json, b.json.``, in the folder of a file that is not there; "" where there are none."""
+    there = sorted(map(str, path.parent.glob("*.json")))[:5]
+    return f"There are: {', '.join(there)}." if there else ""
+
+
+def write_json(path: Path, data: Any, *, indent: int = 2, sort_keys: bool = False) -> None:
+    """Write a file that ends with a line end. TypeError for what is no JSON data."""
+    path.write_text(json.dumps(data, indent=indent, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
 def in_words(value: Any) -> str:

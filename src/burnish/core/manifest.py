@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.errors import UserError
-from burnish.core.json_files import read_object
+from burnish.core.json_files import read_object, write_json
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-_BLOCK_BYTES = 1 << 22
 
 
 def write_manifest(
@@ -35,16 +34,16 @@ def write_manifest(
         if name not in files:
             files[name] = measured(path)
     manifest = {"format": FORMAT, "global_step": step, "files": files, "fingerprints": fingerprints}
-    manifest["sha256"] = _own_sha256(manifest)
+    manifest["sha256"] = own_sha256(manifest)
     target = folder / MANIFEST_NAME
-    target.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(target, manifest, sort_keys=True)
     _flush(target)
 
 
 def measured(path: Path) -> dict[str, Any]:
     """Flush a file, and return its size and hash."""
     _flush(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -56,14 +55,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_object(path, needs=[("files", dict), ("global_step", int), ("fingerprints", dict)])
     except UserError as error:
         raise ValueError(f"its {MANIFEST_NAME} is damaged ({error.problems[0].what.rstrip('.')})") from error
-    if manifest.get("sha256", own := _own_sha256(manifest)) != own:  # one without was written before there was any
+    if manifest.get("sha256") != own_sha256(manifest):
         raise ValueError(f"its {MANIFEST_NAME} was changed after it was written (its checksum differs)")
     if not all(map(_is_entry, manifest["files"].items())):
         raise ValueError(f"its {MANIFEST_NAME} is damaged (what it lists are not files of this folder)")
     return manifest
 
 
-def _own_sha256(manifest: Mapping[str, Any]) -> str:
+def own_sha256(manifest: Mapping[str, Any]) -> str:
     """The hash of a manifest without its own hash, so that the fingerprints in it are protected like the files."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
@@ -93,7 +92,7 @@ def faults(folder: Path, contents: bool = True) -> list[str]:
             found.append(f"{name} is missing")
         elif path.stat().st_size != wanted["bytes"]:
             found.append(f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}")
-        elif contents and _sha256(path) != wanted["sha256"]:
+        elif contents and sha256_of(path) != wanted["sha256"]:
             found.append(f"{name} was changed after it was written (its checksum differs)")
     return found
 
@@ -112,9 +111,6 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.json_files import write_json
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,7 @@ def write_index(folder: Path, stem: str, world_size: int) -> None:
                 entry["pieces"].append([name, begin, stretch.get_shape()[0]])
     for entry in tensors.values():
         entry["pieces"].sort(key=lambda piece: piece[1])
-    text = json.dumps({"tensors": tensors}, indent=1, sort_keys=True)
-    (folder / index_name(stem)).write_text(text + "\n", encoding="utf-8")
+    write_json(folder / index_name(stem), {"tensors": tensors}, indent=1, sort_keys=True)
 
 
 def read_scattered(folder: Path, stem: str) -> dict[str, Scattered]:

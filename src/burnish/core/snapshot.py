@@ -7,12 +7,12 @@ cannot be written without a pickle does not belong in a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burnish.core.pieces import Piece
 
@@ -67,6 +67,17 @@ def join(tensors: Mapping[str, Any], data: Any) -> Any:
     if _TUPLE in data:
         return tuple(join(tensors, item) for item in data[_TUPLE])
     return {key: join(tensors, item) for key, item in data.items()}
+
+
+def named_once(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Tensor]:
+    """Every weight and stored buffer of a model, as it is; one that has several names under the first of them."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen and name not in left_out:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
 
 
 def _identity(tensor: Tensor | Piece) -> Any:

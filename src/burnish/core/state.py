@@ -7,13 +7,12 @@ The field names, the JSON file and the meaning are transformers', so that its ca
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.core.json_files import read_object
+from burnish.core.json_files import read_object, write_json
 from burnish.core.schedule import steps_of
 
 STATE_NAME = "trainer_state.json"
@@ -66,8 +65,7 @@ class TrainerState:
                 setattr(self, name, value)
 
     def save_to_json(self, json_path: str) -> None:
-        text = json.dumps(self.state_dict(), indent=2, sort_keys=True) + "\n"
-        Path(json_path).write_text(text, encoding="utf-8")
+        write_json(Path(json_path), self.state_dict(), sort_keys=True)
 
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:

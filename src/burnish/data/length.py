@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from burnish.core.bounds import LONGEST_RECORD
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem
+from burnish.core.options import raise_if
 from burnish.core.types import Example
 
 REMEDY = "Cut it into several records, at the ends of its chapters or paragraphs."
@@ -25,9 +26,7 @@ def num_characters(example: Example) -> int:
 def refuse_endless(examples: Iterable[Example]) -> None:
     """Raise UserError with every example that is too long."""
     sizes = ((example.place, num_characters(example)) for example in examples)
-    problems = [Problem(_too_long(size), where=place, remedy=REMEDY) for place, size in sizes if size > LONGEST_RECORD]
-    if problems:
-        raise UserError(problems)
+    raise_if([Problem(_too_long(size), where=place, remedy=REMEDY) for place, size in sizes if size > LONGEST_RECORD])
 
 
 def endless(columns: Iterable[Any]) -> str:

@@ -22,7 +22,6 @@ from burnish.core.parts import Part
 from burnish.core.types import Batch, Stateful
 from burnish.engine.checkpointing import checkpoint_activations
 from burnish.engine.choices import EngineChoices
-from burnish.engine.layers import layers_of
 from burnish.engine.memory import keep_few_kernels, keep_freed_memory
 from burnish.engine.offloading import Offloading
 from burnish.engine.options import EngineOptions, autocast_dtype, check_engine, device_of
@@ -192,6 +191,14 @@ class SingleEngine:
         """Return the module that was given to ``prepare``."""
         inner: nn.Module = getattr(model, "_orig_mod", model)
         return inner
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of the model's outermost stacks, which are alike and follow each other; experts in a layer are part of
+    it. Empty where the model has no stack."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = {id(module) for stack in stacks for layer in stack for module in layer.modules()}
+    return [layer for stack in stacks if id(stack) not in inside for layer in stack]
 
 
 def compile_layers(model: nn.Module, **arguments: Any) -> None:

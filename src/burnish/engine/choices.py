@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from burnish.engine.deepspeed_settings import DeepspeedChoices
 from burnish.engine.fsdp_settings import FsdpChoices
+from burnish.engine.launched import MixedChoices
 from burnish.engine.places import ProcessOptions
 
 
@@ -15,14 +16,11 @@ class DeviceChoice(Protocol):
     use_cpu: bool
 
 
-class FormatChoices(Protocol):
+class FormatChoices(MixedChoices, Protocol):
     """The options that say in which formats is computed."""
 
-    bf16: bool
     bf16_full_eval: bool
-    fp16: bool
     fp16_full_eval: bool
-    pure_bf16: bool
 
 
 class EngineChoices(DeepspeedChoices, FsdpChoices, FormatChoices, DeviceChoice, ProcessOptions, Protocol):

@@ -110,8 +110,10 @@ class DeepSpeedEngine(ParallelEngine):
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """() the norm before clipping. Gradients are scaled when the update is made, to the ``max_grad_norm`` that the
         settings were filled with."""
+        from deepspeed.runtime.zero.stage3 import combine_grad_norm_groups
+
         zero = self.runner.optimizer
-        norm = zero.scaled_global_norm() if self.stage < 3 else _combined(zero._get_norm_groups())
+        norm = zero.scaled_global_norm() if self.stage < 3 else combine_grad_norm_groups(zero._get_norm_groups())
         norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device) / zero.loss_scale
         return torch.where(norm < 0, torch.nan, norm)  # -1 stands for a norm that is not finite
 
@@ -281,12 +283,6 @@ def _link_as_laid(zero: Any) -> None:
             partition_start=dist.get_rank(processes) * size, partition_size=size, dp_group=processes,
             param_offsets=[offsets[id(weight)] for weight in weights],
         )  # fmt: skip
-
-
-def _combined(norms: Any) -> Any:
-    from deepspeed.runtime.zero.stage3 import combine_grad_norm_groups
-
-    return combine_grad_norm_groups(norms)
 
 
 def _hidden_size(model: nn.Module) -> int:

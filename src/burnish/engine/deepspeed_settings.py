@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import Problem, did_you_mean
-from burnish.engine.launched import mixed_precision
+from burnish.core.json_files import json_beside, read_settings
+from burnish.engine.launched import MixedChoices, mixed_precision
 
 AUTO = "auto"
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
@@ -48,16 +48,13 @@ _OWN = {
 }
 
 
-class DeepspeedChoices(Protocol):
+class DeepspeedChoices(MixedChoices, Protocol):
     """The options read here."""
 
     deepspeed: dict[str, Any] | str | None
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     max_grad_norm: float
-    bf16: bool
-    fp16: bool
-    pure_bf16: bool
 
 
 def asks_for_deepspeed(options: DeepspeedChoices) -> bool:
@@ -82,16 +79,9 @@ def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
     if isinstance(source, str) and source in NAMES:
         return named(source)
     if isinstance(source, str):
-        try:
-            if not Path(source).is_file():  # a pipe would be waited for, a device never ends
-                raise ValueError("is no file")
-            source = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
-        except GivenTwice as error:
-            raise ValueError(str(error)) from error
-        except OSError as error:
-            raise ValueError(f"cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"is not JSON: {error}") from error
+        if not Path(source).is_file():  # a pipe would be waited for, a device never ends
+            raise ValueError("is no file")
+        source = read_settings(Path(source))
     if not isinstance(source, Mapping):
         raise ValueError(f"holds no object. Received: {source!r}")
     return copy.deepcopy({key: value for key, value in source.items() if not str(key).startswith("_")})
@@ -158,11 +148,9 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
         return
     where = f"deepspeed {source}" if isinstance(source, str) else "deepspeed"
     if isinstance(source, str) and source not in NAMES and not Path(source).is_file():
-        there = sorted(map(str, Path(source).parent.glob("*.json"))) if Path(source).parent.is_dir() else []
-        beside = f" There are: {', '.join(there[:5])}." if there else ""
         yield Problem(
             f'"deepspeed" names a file that does not exist: {Path(source).absolute()}.{did_you_mean(source, NAMES)}',
-            remedy=f"Known by name: {', '.join(NAMES)}.{beside}",
+            remedy=f"Known by name: {', '.join(NAMES)}. {json_beside(Path(source))}".rstrip(),
         )
         return
     try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.pieces import Piece
+from burnish.core.snapshot import named_once
 from burnish.core.types import Stateful
 
 
@@ -50,9 +51,10 @@ class WeightShards:
 
     def state_dict(self, held: Any) -> dict[str, Any]:
         trains = {id(weight) for weight in self.engine.weights}
+        weights: dict[str, Any] = named_once(held.model)
         return {
             name: self.engine.piece(weight) if id(weight) in trains else self._still(weight)
-            for name, weight in _named_once(held.model).items()
+            for name, weight in weights.items()
         }
 
     def _still(self, weight: Any) -> Any:
@@ -64,7 +66,7 @@ class WeightShards:
         return Piece(own[:count], self.engine.rank * size, tuple(weight.ds_shape))
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
-        weights = _named_once(held.model)
+        weights: dict[str, Any] = named_once(held.model)
         _raise_unless_same(weights, state)
         trains = {id(weight) for weight in self.engine.weights}
         for name, weight in weights.items():
@@ -166,17 +168,6 @@ class StateShards:
                     continue
                 flat = kept.setdefault(key, torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False))
                 flat[place.offset : place.offset + place.length].copy_(value.stretch(place.begin, place.length))
-
-
-def _named_once(model: nn.Module) -> dict[str, Any]:
-    """Every weight and stored buffer; a tied weight once, under its first name, as ``adapters.base`` has it."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
 
 
 def _raise_unless_same(weights: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -33,9 +33,9 @@ from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.parts import Part
 from burnish.core.pieces import Piece, Scattered
 from burnish.core.types import Loss, Stateful
+from burnish.engine.base import layers_of
 from burnish.engine.choices import EngineChoices
 from burnish.engine.fsdp_settings import FsdpSettings, fsdp_settings
-from burnish.engine.layers import layers_of
 from burnish.engine.parallel import ParallelEngine, with_weights
 
 # fully_shard looks for tensors in what a module returns, to know when the backward pass reaches it.
@@ -108,7 +108,7 @@ class FsdpEngine(ParallelEngine):
         lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
         own = torch.stack([length.to(self.device) for length in lengths]) if lengths else torch.zeros(1)
         square = own.to(self.device).square().sum()
-        dist.all_reduce(square, group=_shards(self.mesh).get_group())
+        dist.all_reduce(square, group=self.mesh["shard"].get_group())
         norm = square.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if max_norm > 0 and gradients and (norm.device.type != "cpu" or factor != 1):
@@ -153,8 +153,7 @@ class FsdpEngine(ParallelEngine):
                 module.reshard()
 
     def whole(self, tensor: Tensor) -> Tensor:
-        gathered: Tensor = _gathered(tensor)
-        return gathered
+        return _gathered(tensor)  # type: ignore[no-any-return]
 
 
 class ModelShards:
@@ -268,10 +267,6 @@ def _mesh(settings: FsdpSettings, device_type: str, world_size: int) -> DeviceMe
     if world_size % copies:
         raise UserError(Problem(f"{world_size} processes cannot hold {copies} copies of a sharded model."))
     return init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("copy", "shard"))
-
-
-def _shards(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh["shard"]
 
 
 def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:

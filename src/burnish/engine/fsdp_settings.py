@@ -9,15 +9,14 @@ https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import Problem, did_you_mean
+from burnish.core.json_files import json_beside, read_settings
 from burnish.engine.launched import is_true
 
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "no_shard")
@@ -107,11 +106,8 @@ _OLD_RESHARD = {
 def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
     value = options.fsdp_config
     if isinstance(value, str) and not Path(value).is_file():
-        there = sorted(map(str, Path(value).parent.glob("*.json"))) if Path(value).parent.is_dir() else []
-        yield Problem(
-            f'"fsdp_config" names a file that does not exist: {Path(value).absolute()}.',
-            remedy=f"There are: {', '.join(there[:5])}." if there else "",
-        )
+        what = f'"fsdp_config" names a file that does not exist: {Path(value).absolute()}.'
+        yield Problem(what, remedy=json_beside(Path(value)))
         return
     if value and not asks_for_fsdp(options):
         yield Problem('"fsdp_config" has no effect without "fsdp".', remedy="Set fsdp: full_shard, or leave it out.")
@@ -157,7 +153,7 @@ def _words(options: FsdpChoices) -> set[str]:
 
 
 def _values(options: FsdpChoices) -> dict[str, Any]:
-    return {**_of_environment(), **_given(options)}
+    return {**{name: value for name, value in _told().items() if name in _READ}, **_given(options)}
 
 
 def _given(options: FsdpChoices) -> dict[str, Any]:
@@ -168,19 +164,10 @@ def _given(options: FsdpChoices) -> dict[str, Any]:
     """
     given: Any = options.fsdp_config or {}
     if isinstance(given, str):
-        try:
-            given = json.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
-        except GivenTwice as error:
-            raise ValueError(str(error)) from error
-        except ValueError as error:
-            raise ValueError(f"is not JSON: {error}") from error
+        given = read_settings(Path(given))
         if not isinstance(given, dict):
             raise ValueError("holds no object")
     return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in given.items()}
-
-
-def _of_environment() -> dict[str, Any]:
-    return {name: value for name, value in _told().items() if name in _READ}
 
 
 def _told() -> dict[str, str]:

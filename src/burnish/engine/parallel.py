@@ -51,13 +51,8 @@ class ParallelEngine(SingleEngine):
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:  # sharding with a single process
-            dist.init_process_group(
-                backend,
-                timeout=timeout,
-                store=dist.HashStore(),  # type: ignore[attr-defined]
-                rank=0,
-                world_size=1,
-            )
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
 
     def leave(self) -> None:
         """Leave the process group after a run that went well, when no process waits for another any more."""
@@ -83,7 +78,8 @@ class ParallelEngine(SingleEngine):
         """
         shapes = self._shapes(value)
         rows = [shape[0] for shape in shapes]
-        largest = [max(rows), *_widths([shape for shape in shapes if shape[0]] or shapes)]
+        filled_shapes = [shape for shape in shapes if shape[0]] or shapes
+        largest = [max(rows), *map(max, list(zip(*filled_shapes, strict=True))[1:])]
         filled = _filled(value, largest).contiguous()
         parts = [torch.empty_like(filled) for _ in shapes]
         dist.all_gather(parts, filled)
@@ -110,11 +106,6 @@ def with_weights(parts: Mapping[str, Part]) -> list[str]:
     """Names of the parts, besides model and optimizer, that hold weights of their own: the head of a reward model."""
     return [name for name, part in parts.items()
             if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip
-
-
-def _widths(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The largest size of each dimension but the first."""
-    return [max(sizes) for sizes in list(zip(*shapes, strict=True))[1:]]
 
 
 def _filled(value: Tensor, sizes: Sequence[int]) -> Tensor:

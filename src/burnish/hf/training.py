@@ -26,6 +26,7 @@ from burnish.core import checkpoint
 from burnish.core.checkpoint import only_writer
 from burnish.core.comparison import compare_fingerprints
 from burnish.core.errors import Problem, UserError
+from burnish.core.options import raise_if
 from burnish.core.patching import Reason, record, restore
 from burnish.core.protocols import Engine
 from burnish.core.run import Run
@@ -61,8 +62,7 @@ def made_ready(
     device = accelerator.device
     ask_for_kernels(args.gpu_kernels)
     if args.use_liger_kernel:
-        if problems := liger_problems(device):
-            raise UserError(problems)
+        raise_if(liger_problems(device))
         for note in apply_liger(model, args.liger_kernel_config):
             logger.warning(note)
     if hasattr(model, "config") and hasattr(processing_class, "save_pretrained"):

@@ -223,16 +223,13 @@ def _no_config(folder: Path) -> Problem:
             where=str(folder),
             remedy=f"Set adapter_name_or_path to it, and model_name_or_path to {base or 'what it was trained on'}.",
         )
+    inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))[:3]
+    remedy = "Give the folder that has config.json and the weights."
     return Problem(
         "there is no config.json in this folder, so it holds no model.",
         where=str(folder),
-        remedy=_models_inside(folder),
+        remedy=f"There is one in {', '.join(inside)}." if inside else remedy,
     )
-
-
-def _models_inside(folder: Path) -> str:
-    found = sorted(str(path.parent) for path in folder.glob("*/config.json"))[:3]
-    return f"There is one in {', '.join(found)}." if found else "Give the folder that has config.json and the weights."
 
 
 def _custom_code(folder: Path, code: dict[str, Any]) -> Problem:

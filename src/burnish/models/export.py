@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from burnish.core.errors import NotSavedError, Problem
+from burnish.core.errors import NotSavedError, Problem, first_line
 from burnish.core.options import option, set_without
 
 
@@ -119,7 +119,7 @@ def upload(folder: Path, options: ExportChoices) -> str:
         repository = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload the exported model")
     except refusals() as error:
-        what = f"{folder} was written, and could not be uploaded to {name}: {first_line(error)}"
+        what = f"{folder} was written, and could not be uploaded to {name}: {first_line(error).rstrip('.')}."
         remedy = f"Once that is mended: hf upload {name} {folder}"
         raise NotSavedError(Problem(what, remedy=remedy)) from error
     return str(repository)
@@ -130,8 +130,3 @@ def refusals() -> tuple[type[BaseException], ...]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     return (OSError, HFValidationError, *HfHubHTTPError.__bases__)
-
-
-def first_line(error: BaseException) -> str:
-    text = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-    return text if text.endswith(".") else f"{text}."

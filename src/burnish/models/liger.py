@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.options import option
+from burnish.core.options import option, raise_if
 from burnish.core.patching import Reason, record
 from burnish.engine.options import device_of
 from burnish.ops.probe import causal_lm, keeps_answers
@@ -54,7 +54,6 @@ class LigerChoice(Protocol):
 class LigerChoices(LigerChoice, Protocol):
     """The options that say whether Liger's kernels are taken."""
 
-    enable_liger_kernel: bool | None
     liger_kernel_config: dict[str, bool] | None
     use_cpu: bool
 
@@ -113,7 +112,13 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
             Problem(f'Liger has no kernels for a model of type "{family}".', remedy="Leave enable_liger_kernel out.")
         )
     parts = [*inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[family]).parameters]
-    _check_parts(given, [name for name in parts if name != "model"], family)
+    known = [name for name in parts if name != "model"]
+    remedy = f"Known: {', '.join(name for name in known if name not in _LOSSES)}."
+    raise_if(
+        Problem(f'"liger_kernel_config": {family} models have no "{name}".{did_you_mean(name, known)}', remedy=remedy)
+        for name in given
+        if name not in known
+    )
     switches = given | {name: value for name, value in _LOSSES.items() if name in parts}
 
     change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
@@ -127,14 +132,3 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
         )
     unused = [name for name in _LOSSES if given.get(name)]
     return [f'"liger_kernel_config": {name} has no effect: see fused_loss.' for name in unused]
-
-
-def _check_parts(given: Mapping[str, bool], parts: list[str], family: str) -> None:
-    known = f"Known: {', '.join(name for name in parts if name not in _LOSSES)}."
-    problems = [
-        Problem(f'"liger_kernel_config": {family} models have no "{name}".{did_you_mean(name, parts)}', remedy=known)
-        for name in given
-        if name not in parts
-    ]
-    if problems:
-        raise UserError(problems)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from burnish.core.errors import UNUSABLE, Problem, UserError
+from burnish.core.errors import UNUSABLE, Problem, UserError, few, times
 from burnish.core.json_files import read_object
+from burnish.core.options import raise_if
 from burnish.core.patching import Reason, patch
 from burnish.core.work import work
 from burnish.models.attention_choice import asked_attention
@@ -156,14 +157,14 @@ def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
     if empty and is_lost:
         raise UserError(
             Problem(
-                f"{len(empty)} of the model's {len(matrices)} matrices hold nothing but zeros: {_few(empty)}.",
+                f"{len(empty)} of the model's {len(matrices)} matrices hold nothing but zeros: {few(empty)}.",
                 where=name,
                 why="It has nothing to begin with.",
                 remedy="Fetch the model again, or set train_from_scratch: true to begin with random weights.",
             )
         )
     if empty:
-        notes.append(f"{len(empty)} of {len(matrices)} matrices hold nothing but zeros: {_few(empty)}.")
+        notes.append(f"{len(empty)} of {len(matrices)} matrices hold nothing but zeros: {few(empty)}.")
 
 
 def _is_empty(numbers: torch.Tensor) -> bool:
@@ -183,30 +184,20 @@ def _is_finite(weight: nn.Parameter) -> bool:
 
 def raise_if_not_finite(model: nn.Module, name: str) -> None:
     """Raise UserError where a weight is NaN or infinite, because every loss would be too."""
-    found = find_non_finite(model)
-    if found:
-        raise UserError(
-            Problem(
-                f"{len(found)} of the model's weights hold NaN or infinity: {_few(found)}.",
-                where=name,
-                why="Every loss would be NaN.",
-                remedy="Fetch the model again, or load it in a dtype with a wider range (bfloat16 for float16).",
-            )
-        )
+    remedy = "Fetch the model again, or load it in a dtype with a wider range (bfloat16 for float16)."
+    raise_if(_not_finite("model", find_non_finite(model), name, remedy))
 
 
 def raise_if_adapter_not_finite(model: nn.Module, folders: Sequence[Path]) -> None:
     """Raise UserError where a weight of the adapters is NaN or infinite; the model's own have been looked at before."""
     found = [name for name, p in model.named_parameters() if p.requires_grad and not _is_finite(p)]
-    if found:
-        raise UserError(
-            Problem(
-                f"{len(found)} of the adapter's weights hold NaN or infinity: {_few(found)}.",
-                where=", ".join(map(str, folders)),
-                why="Every loss would be NaN.",
-                remedy="It is damaged or diverged in training; take an earlier checkpoint of it.",
-            )
-        )
+    remedy = "It is damaged or diverged in training; take an earlier checkpoint of it."
+    raise_if(_not_finite("adapter", found, ", ".join(map(str, folders)), remedy))
+
+
+def _not_finite(whose: str, found: list[str], where: str, remedy: str) -> list[Problem]:
+    what = f"{len(found)} of the {whose}'s weights hold NaN or infinity: {few(found)}."
+    return [Problem(what, where, why="Every loss would be NaN.", remedy=remedy)] if found else []
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
@@ -312,11 +303,10 @@ def _pretrained_model(
     problems = weight_problems(
         source.name, type(model).__name__, {**found, "own_layers": own_layers(model)}, needs_head
     )
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     if found["unexpected_keys"]:
         unused = sorted(found["unexpected_keys"])
-        notes.append(f"{len(unused)} tensors in the files are not part of {type(model).__name__}: {_few(unused)}.")
+        notes.append(f"{len(unused)} tensors in the files are not part of {type(model).__name__}: {few(unused)}.")
     return model
 
 
@@ -342,7 +332,7 @@ def weight_problems(where: str, class_name: str, found: Mapping[str, Any], needs
         is_headless = all(_HEAD.search(name) for name in missing)
         problems.append(
             Problem(
-                f"the weights have no {_few(missing)}, which {class_name} needs."
+                f"the weights have no {few(missing)}, which {class_name} needs."
                 + (" This is a model without an output head." if is_headless else ""),
                 where=where,
                 why="They would start from random numbers.",
@@ -356,7 +346,7 @@ def weight_problems(where: str, class_name: str, found: Mapping[str, Any], needs
         more = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
         problems.append(
             Problem(
-                f"{name} is {_times(held)} in the weights and {_times(needed)} by the config{more}.",
+                f"{name} is {times(held)} in the weights and {times(needed)} by the config{more}.",
                 where=where,
                 remedy="config.json and the weights belong to different models; fetch both again.",
             )
@@ -393,12 +383,3 @@ def said_by(error: BaseException) -> str:
     if not first or isinstance(error, KeyError):
         first = f"{type(error).__name__} {first}".strip()
     return f"{first[:300].rstrip('.:')}."
-
-
-def _few(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
-
-
-def _times(shape: Any) -> str:
-    return "x".join(map(str, shape))

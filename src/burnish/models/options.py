@@ -78,12 +78,7 @@ def check_new_tokens(options: ModelOptions) -> list[Problem]:
 class NormChoices(Protocol):
     """The options read here."""
 
-    add_special_tokens: list[str] | None
-    init_special_tokens: str
-    model_name_or_path: str | None
-    new_special_tokens_config: str | dict[str, Any] | None
     pure_bf16: bool
-    trust_remote_code: bool
     upcast_layernorm: bool
 
 

@@ -7,7 +7,6 @@ written. Both hold one linear layer over the last hidden states; a classifier's 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.json_files import read_object
+from burnish.core.json_files import read_object, write_json
 from burnish.core.tensor_files import read_header
 from burnish.models.quiet import quiet
 
@@ -149,6 +148,6 @@ def add_score_to_adapter(folder: Path, weights: Mapping[str, Tensor]) -> None:
     tensors = load_file(file)
     tensors["base_model.model.score.weight"] = weights[WEIGHT].contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
-    raw = json.loads(config.read_text(encoding="utf-8"))
+    raw = read_object(config)
     raw |= {"task_type": "SEQ_CLS", "modules_to_save": [*(raw.get("modules_to_save") or []), "score"]}
-    config.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_json(config, raw)

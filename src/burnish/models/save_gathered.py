@@ -8,7 +8,6 @@ stacked while loading): transformers turns those back all at once, on the first 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.core.json_files import write_json
+from burnish.core.snapshot import named_once
 from burnish.models.quiet import quiet
 
 
@@ -31,7 +32,7 @@ def save_gathered(
         dtype: of the floating weights in the files; None as they are.
         writes: whether this process is the one that writes; the others only take part in gathering.
     """
-    state = _saved_once(model)
+    state = named_once(model, getattr(model, "_keys_to_ignore_on_save", None) or ())
 
     def fetched(name: str) -> Tensor | None:
         tensor = whole(state[name]).detach()
@@ -45,11 +46,14 @@ def save_gathered(
             with quiet():
                 model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)  # type: ignore[operator]
         return
+    from safetensors.torch import save_file
+
     files = _files(state, dtype, max_shard_size)
     for name, keys in files.items():
         shard = {key: fetched(key) for key in keys}
         if writes:
-            _write(folder / name, shard)
+            tensors = {key: tensor.contiguous() for key, tensor in shard.items() if tensor is not None}
+            save_file(tensors, folder / name, metadata={"format": "pt"})
     if writes and len(files) > 1:
         _write_index(folder, files, state, dtype)
 
@@ -71,18 +75,6 @@ def trained_weights_whole(model: nn.Module, whole: Callable[[Tensor], Tensor]) -
             module._parameters[name] = parameter
 
 
-def _saved_once(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name; one that has two names under the first of them, as transformers writes it."""
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen and name not in ignored:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
-
-
 def _is_converted(model: Any) -> bool:
     """Return whether the tensors of the files differ from those of the model, by transformers' table of conversions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -94,40 +86,26 @@ def _format(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole weight; DeepSpeed replaces it by an empty tensor, with the shape as an attribute."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
 def _files(state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str | int) -> dict[str, list[str]]:
     """File -> the weights in it, as transformers fills files."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     shapes: dict[str, Any] = {
-        name: torch.empty(
-            t.shape, dtype=dtype if t.is_floating_point() and dtype is not None else t.dtype, device="meta"
-        )
-        for name, t in state.items()
+        name: torch.empty(t.shape, dtype=_format(t, dtype), device="meta") for name, t in state.items()
     }
     return dict(split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size).filename_to_tensors)
 
 
-def _write(path: Path, tensors: dict[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-
-
-def _write_index(folder: Path, files: dict[str, list[str]], state: dict[str, Tensor], dtype: Any) -> None:
-    sizes = (
-        t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size()) for t in state.values()
-    )
+def _write_index(
+    folder: Path, files: dict[str, list[str]], state: dict[str, Tensor], dtype: torch.dtype | None
+) -> None:
+    # DeepSpeed replaces a weight by an empty tensor, with the shape as an attribute.
+    shapes = (getattr(tensor, "ds_shape", tensor.shape) for tensor in state.values())
     index = {
         "metadata": {
-            "total_parameters": sum(prod(_shape(tensor)) for tensor in state.values()),
-            "total_size": sum(sizes),
+            "total_parameters": sum(map(prod, shapes)),
+            "total_size": sum(tensor.numel() * _format(tensor, dtype).itemsize for tensor in state.values()),
         },
         "weight_map": {key: name for name, keys in files.items() for key in sorted(keys)},
     }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    write_json(folder / "model.safetensors.index.json", index, sort_keys=True)

@@ -16,6 +16,7 @@ from torch import nn
 from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.core.errors import Problem, UserError, is_unusable
 from burnish.core.json_files import read_object
+from burnish.core.options import raise_if
 from burnish.core.patching import Reason, patch
 from burnish.models.load import meta_model, said_by
 from burnish.models.options import ModelOptions
@@ -49,7 +50,8 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
     notes = [] if notes is None else notes
     source = find_source(options.model_name_or_path, options)
     if source.folder is not None and not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(_no_tokenizer(source.name))
+        remedy = "Copy tokenizer.json and tokenizer_config.json of the model into it."
+        raise UserError(Problem("there is no tokenizer in this folder.", where=source.name, remedy=remedy))
     _refuse_own_code(source.folder, options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -58,7 +60,11 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
     except Exception as error:
         if not is_unusable(error):
             raise
-        raise UserError(_broken_tokenizer(source.name, error)) from error
+        what = f"a file has no entry {error}." if isinstance(error, KeyError) else said_by(error)
+        problem = Problem(
+            f"its tokenizer cannot be loaded: {what}", where=source.name, remedy="Fetch its tokenizer files again."
+        )
+        raise UserError(problem) from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
     if getattr(tokenizer, "legacy", None):  # it decides where spaces go, and transformers 5.23 saves it in no file
@@ -157,24 +163,17 @@ def fit_vocabulary(
     Raises:
         UserError: where rows are missing and may not be added.
     """
-    problems = check_vocabulary(tokenizer, model.config, options)
-    if problems:
-        raise UserError(problems)
+    raise_if(check_vocabulary(tokenizer, model.config, options))
     before = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if named_tokens(options) or len(tokenizer) > before:
         patch(model, "has_new_tokens", True, NEW_TOKENS)
     if len(tokenizer) > before:
-        _grow(model, tokenizer, notes)
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE)  # type: ignore[operator]
+        after = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        if notes is not None:
+            notes.append(f"The embedding grew from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
     if options.init_special_tokens != "noise_init":
         _begin_as_described(model, tokenizer, options)
-
-
-def _grow(model: nn.Module, tokenizer: PreTrainedTokenizerBase, notes: list[str] | None) -> None:
-    before = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE)  # type: ignore[operator]
-    after = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    if notes is not None:
-        notes.append(f"The embedding grew from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
 
 
 def fitted_shapes(
@@ -263,16 +262,3 @@ def _own_class(path: Path) -> Any:
     if isinstance(named, dict):
         return named.get("AutoTokenizer")
     return named if path.name == _NAMES_A_CLASS[0] else None
-
-
-def _no_tokenizer(name: str) -> Problem:
-    return Problem(
-        "there is no tokenizer in this folder.",
-        where=name,
-        remedy="Copy tokenizer.json and tokenizer_config.json of the model into it.",
-    )
-
-
-def _broken_tokenizer(name: str, error: Exception) -> Problem:
-    what = f"a file has no entry {error}." if isinstance(error, KeyError) else said_by(error)
-    return Problem(f"its tokenizer cannot be loaded: {what}", where=name, remedy="Fetch its tokenizer files again.")

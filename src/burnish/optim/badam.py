@@ -336,9 +336,8 @@ class _RatioAdam(_BlockAdam):
 
     def _activate(self) -> None:
         generator = torch.Generator().manual_seed(self.options.seed + self.round)
-        self._parts: list[
-            tuple[nn.Parameter, Tensor, Tensor]
-        ] = []  # parameter, entries (K,), their float32 values (K,)
+        # parameter, entries (K,), their float32 values (K,)
+        self._parts: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         per_group = []
         for group in self.param_groups:
             moved = []

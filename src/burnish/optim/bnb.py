@@ -45,17 +45,14 @@ def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary
     def make(groups: Groups, options: OptimOptions, model: nn.Module | None = None) -> Optimizer:
         import bitsandbytes.optim
 
-        kind = _with_32_bits(getattr(bitsandbytes.optim, class_name), weights_of_embeddings(model) if model else set())
+        modules = model.modules() if model else ()
+        embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+        kind = _with_32_bits(getattr(bitsandbytes.optim, class_name), embeddings)
         made: Optimizer = kind(groups, lr=options.learning_rate, **fixed, **arguments(options))
         return made
 
     make.__doc__ = summary
     return make
-
-
-def weights_of_embeddings(model: nn.Module) -> set[int]:
-    """The ids of their parameters."""
-    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
 def _with_32_bits(kind: Any, weights: set[int]) -> Any:

@@ -182,10 +182,15 @@ def planned_turns(sizes: Mapping[str, int], options: NamedOptimizer, max_steps: 
     return None if plans is None else plans(sizes, options, max_steps, copies)
 
 
-class AdamChoices(Protocol):
-    """The options that AdamW and its kin are made with."""
+class NamedOptimizer(Protocol):
+    """The option that names the optimizer."""
 
     optim: str
+
+
+class AdamChoices(NamedOptimizer, Protocol):
+    """The options that AdamW and its kin are made with."""
+
     learning_rate: float
     adam_beta1: float
     adam_beta2: float
@@ -231,12 +236,6 @@ ADAM_ONLY = ("adam_beta1", "adam_beta2", "adam_epsilon")
 def asked_by(switch: str) -> dict[str, Any]:
     """Arguments of ``register`` for a member that is chosen by its own option ``switch`` as well as by its name."""
     return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
-
-
-class NamedOptimizer(Protocol):
-    """The option that names the optimizer."""
-
-    optim: str
 
 
 def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]:

@@ -139,7 +139,7 @@ class Method(NamedTuple):
     scale_front: bool = False
 
 
-class LowRankRun(AdamChoices, Protocol):
+class LowRankRun(AdamChoices, LowRankChoices, Protocol):
     """The options that an optimizer of low rank is made with."""
 
     galore_target: list[str]
@@ -155,12 +155,7 @@ class LowRankRun(AdamChoices, Protocol):
     apollo_proj_type: str
     apollo_scale_type: str
     apollo_scale_front: bool
-    use_galore: bool
-    use_apollo: bool
-    optim: str
     optim_target_modules: str | list[str] | None
-    finetuning_type: str
-    fsdp_config: dict[str, Any] | str | None
 
 
 @OPTIMIZERS.register(
@@ -192,7 +187,7 @@ def _galore_method(options: LowRankRun) -> Method:
     """Settings of GaLore from LLaMA-Factory's options or, for ``optim: galore_*``, transformers' ``optim_args``."""
     given, is_named = _given(options, GALORE_ARGUMENTS), not options.use_galore
     return Method(
-        targets=_targets(options.optim_target_modules, options.galore_target),
+        targets=options.galore_target if options.optim_target_modules is None else options.optim_target_modules,
         rank=given.get("rank", options.galore_rank or (128 if is_named else 16)),
         interval=given.get("update_proj_gap", options.galore_update_interval),
         scale=given.get("scale", options.galore_scale or (0.25 if is_named else 2.0)),
@@ -204,7 +199,7 @@ def _galore_method(options: LowRankRun) -> Method:
 def _apollo_method(options: LowRankRun) -> Method:
     given, is_named = _given(options, APOLLO_ARGUMENTS), not options.use_apollo
     return Method(
-        targets=_targets(options.optim_target_modules, options.apollo_target),
+        targets=options.apollo_target if options.optim_target_modules is None else options.optim_target_modules,
         rank=given.get("rank", options.apollo_rank or (128 if is_named else 16)),
         interval=given.get("update_proj_gap", options.apollo_update_interval),
         scale=given.get("scale", options.apollo_scale or (1.0 if is_named else 32.0)),
@@ -222,10 +217,6 @@ def _given(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
     if unknown:
         raise TypeError(f"there is no {unknown[0]}, only {', '.join(known)}")
     return given
-
-
-def _targets(modules: str | list[str] | None, names: list[str]) -> str | list[str]:
-    return names if modules is None else modules
 
 
 class LowRank(Delegating):
@@ -259,7 +250,12 @@ class LowRank(Delegating):
 
     def _make_inner(self) -> None:
         plain = copied(self.param_groups[: self.num_plain])
-        self.small = [_zeros(p, self.method) for p, _ in self.projected()]
+        self.small = []
+        for parameter, _ in self.projected():
+            (m, n), (left, right) = parameter.shape, sides_of(parameter.shape, self.method.side)
+            rank = min(self.method.rank, m, n)
+            zeros = torch.zeros(rank if left else m, rank if right else n, device=parameter.device)
+            self.small.append(zeros)
         remaining = iter(self.small)
         small: Groups = [
             {"params": [next(remaining) for _ in group["params"]], "weight_decay": 0.0, "lr": 1.0}
@@ -357,8 +353,11 @@ class LowRank(Delegating):
             self._make_inner()
         super().load_state_dict(state)
         devices = [parameter.device for parameter, _ in self.projected()]
-        self.sides = {int(i): [_moved(side, devices[int(i)]) for side in pair] for i, pair in state["sides"].items()}
         self.lengths = {int(i): length.to(devices[int(i)]) for i, length in state["lengths"].items()}
+        self.sides = {
+            int(i): [None if side is None else side.to(devices[int(i)]) for side in pair]
+            for i, pair in state["sides"].items()
+        }
 
 
 class _Within:
@@ -403,13 +402,3 @@ def sides_of(shape: torch.Size, side: str) -> tuple[bool, bool]:
     is_tall = shape[0] >= shape[1]
     left = {"std": not is_tall, "reverse_std": is_tall, "left": True, "right": False, "full": True}[side]
     return left, side == "full" or not left
-
-
-def _zeros(parameter: nn.Parameter, method: Method) -> Tensor:
-    (m, n), (left, right) = parameter.shape, sides_of(parameter.shape, method.side)
-    rank = min(method.rank, m, n)
-    return torch.zeros(rank if left else m, rank if right else n, device=parameter.device)
-
-
-def _moved(side: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if side is None else side.to(device)

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem, UserError, first_line
 from burnish.core.files import odd_kind
 from burnish.data.reading.json_files import BOM, Values, byte_lines, count, decoded, json_places, read_json, text_lines
 
@@ -258,7 +258,7 @@ def arrow_batches(path: Path) -> Iterator[Any]:
 
 
 def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200].rstrip(".")
+    first = first_line(error, 200).rstrip(".")
     return Problem(f"the file is not whole {kind}: {first}.", where=str(path), remedy="Was it copied whole?")
 
 

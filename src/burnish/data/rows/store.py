@@ -10,7 +10,6 @@ a run takes it up, since rows with one bit changed train as well as any.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence, Sized
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.json_files import read_object
+from burnish.core.json_files import read_object, write_json
+from burnish.core.manifest import own_sha256, sha256_of
 from burnish.core.types import FlatRow, Row
 from burnish.data.rows.row_set import RowSet
 
@@ -119,14 +119,14 @@ def read_manifest(folder: Path, contents: bool = False) -> dict[str, Any]:
     manifest = read_object(folder / MANIFEST, _REMEDY, [("layout", int)])
     if manifest["layout"] != LAYOUT:
         raise UserError(Problem("another version of burnish wrote the encoded rows.", str(folder), remedy=_REMEDY))
-    if manifest.get("sha256") != _own_sha256(manifest):
+    if manifest.get("sha256") != own_sha256(manifest):
         raise UserError(_changed(folder, MANIFEST))
     sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     for name, (size, checksum) in manifest["files"].items():
         if sizes.get(name) != size:
             what = f'"{name}" of the encoded rows is not whole: expected {size} bytes. Received: {sizes.get(name, 0)}.'
             raise UserError(Problem(what, str(folder), remedy=_REMEDY))
-        if contents and _sha256(folder / name) != checksum:
+        if contents and sha256_of(folder / name) != checksum:
             raise UserError(_changed(folder, name))
     return manifest
 
@@ -134,16 +134,6 @@ def read_manifest(folder: Path, contents: bool = False) -> dict[str, Any]:
 def _changed(folder: Path, name: str) -> Problem:
     what = f'"{name}" of the encoded rows was changed after it was written (its checksum differs).'
     return Problem(what, str(folder), remedy=_REMEDY)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _own_sha256(manifest: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 class RowWriter:
@@ -183,11 +173,11 @@ class RowWriter:
             "layout": LAYOUT,
             "rows": len(self._origins),
             "columns": {name: (column.kind, column.is_scalar) for name, column in self._columns.items()},
-            "files": {file.name: (file.stat().st_size, _sha256(file)) for file in sorted(self.folder.iterdir())},
+            "files": {file.name: (file.stat().st_size, sha256_of(file)) for file in sorted(self.folder.iterdir())},
             **known,
         }
-        manifest["sha256"] = _own_sha256(json.loads(json.dumps(manifest)))
-        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        manifest["sha256"] = own_sha256(json.loads(json.dumps(manifest)))
+        write_json(self.folder / MANIFEST, manifest, indent=1)
 
     def _column(self, name: str, values: Any) -> _Growing:
         is_scalar = not isinstance(values, Sized)

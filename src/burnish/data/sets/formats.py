@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem, UserError, few
 from burnish.core.registry import Registry
 from burnish.core.types import Example, Message
 from burnish.data.reading.files import line_of
@@ -215,9 +215,8 @@ def same_in(numbers: Sequence[int]) -> str:
     """``The same in records 9, 12, 40 and 3 more.``, or nothing where there are none."""
     if not numbers:
         return ""
-    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     noun = "record" if len(numbers) == 1 else "records"
-    return f"The same in {noun} {', '.join(map(str, numbers[:SHOWN]))}{more}."
+    return f"The same in {noun} {few([*map(str, numbers)], SHOWN)}."
 
 
 def place(source: str, number: int) -> str:

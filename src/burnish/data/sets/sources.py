@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.core.errors import MissingExtraError, Problem, UserError, first_line
 from burnish.core.options import raise_if
 from burnish.core.types import Example
 from burnish.data.options import DataOptions, check_data
@@ -344,14 +344,10 @@ def _of_hub(options: DataOptions, name: str) -> str | None:
 def _unreachable(source: DataSource, error: Exception) -> Problem:
     hub = {"hf_hub": " of the Hugging Face hub", "ms_hub": " of ModelScope"}.get(source.kind, "")
     return Problem(
-        f'the data set "{source.location}"{hub} cannot be loaded: {_first_line(error)}',
+        f'the data set "{source.location}"{hub} cannot be loaded: {first_line(error, 200)}',
         where=source.where,
         remedy="Check the name and the network; without a network only what an earlier run has downloaded is there.",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
 
 
 def _remote_info(options: DataOptions, repository: str) -> Path:
@@ -366,7 +362,7 @@ def _remote_info(options: DataOptions, repository: str) -> Path:
             )
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        what = f'"{INFO_NAME}" of the hub repository "{repository}" cannot be loaded: {_first_line(error)}'
+        what = f'"{INFO_NAME}" of the hub repository "{repository}" cannot be loaded: {first_line(error, 200)}'
         raise UserError(Problem(what, where="dataset_dir", remedy="Check the name and the network.")) from error
 
 

@@ -20,7 +20,7 @@ import yaml
 from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.files import odd_kind
-from burnish.core.options import option
+from burnish.core.options import option, raise_if
 from burnish.data.templates.chat_template import JinjaFormat
 from burnish.data.templates.labels import LearnOptions, TemplateChoices, check_learning
 from burnish.data.templates.rows import Template
@@ -96,8 +96,7 @@ def load_template(options: NamedTemplate, tokenizer: Any, cutoff_len: int | None
         UserError: if there is no such template, the options contradict it or each other, or the tokenizer lacks its
             control tokens.
     """
-    if problems := [*check_template(options), *check_learning(options)]:
-        raise UserError(problems)
+    raise_if([*check_template(options), *check_learning(options)])
     spec = _named_spec(options.template)
     if spec is None and not (options.template or tokenizer.chat_template):
         spec = FALLBACK

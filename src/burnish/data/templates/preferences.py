@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem
+from burnish.core.options import raise_if
 from burnish.core.types import IGNORE_INDEX, Answer, Example, FlatRow, Ids
 from burnish.data.tally import Tally
 from burnish.data.templates.labels import Ends, TemplateChoices, Turn, label_turns, unlearned
@@ -200,8 +201,7 @@ def _refuse_long(
         for example, draft in zip(examples, drafts, strict=True)
         if draft is not None and (length := max(one.length for one in draft)) > template.cutoff_len
     ]
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 def _pair_row(template: TemplateParts, example: Example, draft: list[Answered], tally: Tally) -> FlatRow | None:

@@ -16,7 +16,8 @@ from itertools import chain
 from typing import Any, Final
 
 from burnish.core.collection import without_collection
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import Problem
+from burnish.core.options import raise_if
 from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Ids, Row, as_lists
 from burnish.data.tally import Tally
 from burnish.data.templates import preferences
@@ -239,8 +240,7 @@ class Template:
             for example, draft in zip(examples, drafts, strict=True)
             if draft is not None and draft.length > self.cutoff_len
         ]
-        if problems:
-            raise UserError(problems)
+        raise_if(problems)
 
     def _row(self, example: Example, draft: Draft, tally: Tally) -> FlatRow | None:
         if draft.length > self.cutoff_len:

@@ -23,7 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.errors import Problem, did_you_mean
+from burnish.core.options import raise_if
 from burnish.data.templates.tools import TOOL_FORMATS
 
 CONTENT = "{{content}}"
@@ -145,8 +146,7 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
             problems.append(Problem(f'"{key}" of template "{name}" {error}', where=where))
     if row.get("replace_eos") and not row.get("stop_words"):
         problems.append(Problem('"replace_eos" makes the first of "stop_words" eos, and there are none.', where=where))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     if row.get("efficient_eos"):
         values.setdefault("assistant", (CONTENT,))
     values.setdefault("observation", values.get("user", (CONTENT,)))
