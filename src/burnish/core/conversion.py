@@ -155,6 +155,18 @@ def _dict(raw: Any) -> dict[str, Any]:
     raise ValueError
 
 
+def literal(text: str) -> bool | int | float | str:
+    """The truth value or the number that a text is, else the text."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 class GivenTwice(ValueError):
     """A half sentence: an object of JSON or YAML has a key twice, and it is open which of the two is meant."""
 

@@ -253,9 +253,14 @@ def finish(run: Run, options: LoopChoices) -> TrainOutput:
 
 
 def set_training_mode(run: Run, is_training: bool) -> None:
-    """Switch dropout and the like on or off; a schedule-free optimizer swaps its two sets of weights."""
+    """Switch dropout and the like on or off."""
     run.model.train(is_training)
-    swap = getattr(run.optimizer, "train" if is_training else "eval", None)
+    turn(run.optimizer, is_training)
+
+
+def turn(optimizer: Any, is_training: bool) -> None:
+    """Tell an optimizer that has two sets of weights, as a schedule-free one, which of them the model is to have."""
+    swap = getattr(optimizer, "train" if is_training else "eval", None)
     if callable(swap):
         swap()
 

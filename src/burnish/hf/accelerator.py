@@ -21,7 +21,8 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from burnish.core.protocols import Engine
 from burnish.core.types import IGNORE_INDEX
 from burnish.engine.options import local_rank
-from burnish.hf.dealing import dealt_to
+from burnish.hf.in_step import each_tensor
+from burnish.hf.loaders import dealt_to
 
 
 class EngineAccelerator:
@@ -127,7 +128,7 @@ class EngineAccelerator:
 
     def gather(self, values: Any) -> Any:
         """Concatenate the tensors of all processes, also in tuples, lists and dicts."""
-        return self._each(values, self.engine.gather)
+        return each_tensor(values, lambda tensor: self.engine.gather(tensor[None] if tensor.dim() == 0 else tensor))
 
     gather_for_metrics = gather
 
@@ -138,15 +139,6 @@ class EngineAccelerator:
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         total = self.engine.sum(tensor)
         return total / self.engine.world_size if reduction == "mean" else total
-
-    def _each(self, values: Any, function: Any) -> Any:
-        if isinstance(values, Tensor):
-            return function(values[None] if values.dim() == 0 else values)
-        if isinstance(values, list | tuple):
-            return type(values)(self._each(value, function) for value in values)
-        if isinstance(values, dict):
-            return {name: self._each(value, function) for name, value in values.items()}
-        return values
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self.engine.precision()

@@ -6,7 +6,7 @@ sharded weights) and gathering always does. A rank that has run out is lent a ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,12 +39,17 @@ def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, 
         current = following
 
 
+def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Change the tensors in a value, also those in tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(each_tensor(item, change) for item in value)
+    if hasattr(value, "items"):
+        return type(value)({name: each_tensor(item, change) for name, item in value.items()})
+    return value
+
+
 def no_rows_of(values: Any) -> Any:
-    """Remove the rows of tensors, also in tuples, lists and dicts, for a batch that does not count."""
-    if isinstance(values, Tensor):
-        return values[:0] if values.dim() else values.new_empty(0)
-    if isinstance(values, list | tuple):
-        return type(values)(no_rows_of(value) for value in values)
-    if isinstance(values, dict):
-        return {name: no_rows_of(value) for name, value in values.items()}
-    return values
+    """Remove the rows of tensors, for a batch that does not count."""
+    return each_tensor(values, lambda tensor: tensor[:0] if tensor.dim() else tensor.new_empty(0))

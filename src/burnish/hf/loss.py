@@ -107,17 +107,6 @@ def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
         )
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors in tuples, lists and mappings, on ``device``; the rest as it is."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
-    if hasattr(value, "items"):
-        return type(value)({name: to_device(item, device) for name, item in value.items()})
-    return value
-
-
 def takes(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     """``method``, called without the argument ``name`` where it was written before there was one."""
     function = getattr(method, "__func__", method)

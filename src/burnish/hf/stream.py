@@ -296,7 +296,8 @@ class LoaderStream:
             yield last
         if is_dealt(self.loader):
             for _ in range(self._total - made):
-                yield Lent(first_of(self.loader) if last is None else last)
+                last = self.loader.collate_fn([self.loader.dataset[0]]) if last is None else last
+                yield Lent(last)
 
 
 class Taken(Sequence[int]):
@@ -329,12 +330,6 @@ def is_dealt(loader: Any) -> bool:
     """Return whether burnish divides the rows of ``loader`` between ranks, so that each knows the number of
     micro-batches."""
     return order_in(loader) is not None or isinstance(getattr(loader, "batch_sampler", None), DealtBatches)
-
-
-def first_of(loader: Any) -> Batch:
-    """A small batch of a loader's set, for a rank that has none of its rows."""
-    batch: Batch = loader.collate_fn([loader.dataset[0]])
-    return batch
 
 
 def order_in(loader: Any) -> EpochOrder | None:

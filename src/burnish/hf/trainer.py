@@ -50,14 +50,13 @@ from burnish.hf.arguments.values import plain_options
 from burnish.hf.callbacks import FaceHandler, default_callbacks, display_callback
 from burnish.hf.foreign import write_transformers_files
 from burnish.hf.hub import Hub
-from burnish.hf.in_step import in_step, with_last
+from burnish.hf.in_step import each_tensor, in_step, with_last
 from burnish.hf.loss import (
     StepUnderWay,
     TrainerObjective,
     loss_of,
     refuse_empty,
     takes,
-    to_device,
     weight_of,
     without_gradient,
 )
@@ -275,13 +274,18 @@ class Trainer:
 
     def _attempt(self, folder: Path | None, ignore_keys: list[str] | None) -> loop.TrainOutput:
         run, plan = self._assemble(ignore_keys)
+        load = partial(
+            training.continue_from, run=run, model=self.model, plan=plan, accumulation=self._accumulation,
+            args=self.args,
+        )  # fmt: skip
         if folder is not None:
-            self._continue(folder, run, plan)
+            load(folder)
             if self.args.restore_callback_states_from_checkpoint:
                 training.restore_callbacks(self.callback_handler, self.state.stateful_callbacks)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self._announce(plan)
-        load = partial(self._continue, run=run, plan=plan)
+        loader, rows = self.callback_handler.parts["train_dataloader"], self._rows_per_step
+        num_rows = plan.max_steps * rows if num_batches(loader) is None else self.num_examples(loader)
+        reporting.announce_training(self.args, plan, num_rows, rows, self.get_num_trainable_parameters())
         output = train_on(run, self.args, load, logger.warning)
         logger.info("\n\nTraining completed.\n\n")
         best = self.state.best_model_checkpoint
@@ -289,9 +293,6 @@ class Trainer:
             files.keep_only(run.checkpoints, Path(best).name)
         self._hub.wait()
         return output
-
-    def _continue(self, folder: Path, run: Run, plan: StepPlan) -> None:
-        training.continue_from(folder, run, self.model, plan, self._accumulation, self.args)
 
     @property
     def _accumulation(self) -> int:
@@ -362,11 +363,6 @@ class Trainer:
         training.say_that_it_is_empty(self.state)
         self.control.should_training_stop = True
 
-    def _announce(self, plan: StepPlan) -> None:
-        rows, loader = self._rows_per_step, self.callback_handler.parts["train_dataloader"]
-        num_rows = plan.max_steps * rows if num_batches(loader) is None else self.num_examples(loader)
-        reporting.announce_training(self.args, plan, num_rows, rows, self.get_num_trainable_parameters())
-
     # --- loss: loss.py, needed.py -------------------------------------------------------------------------------------
 
     def _microstep(self, run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
@@ -389,9 +385,7 @@ class Trainer:
             (``self.accelerator.backward``); both its gradient and what it returns are used as they are.
         """
         model.train()
-        switch = getattr(self.optimizer, "train", None)
-        if callable(switch):
-            switch()
+        loop.turn(self.optimizer, is_training=True)
         counts = not isinstance(inputs, Lent)
         inputs = self._prepare_inputs(inputs)
         weight = self._weight(inputs) * counts
@@ -477,7 +471,7 @@ class Trainer:
         return inputs
 
     def _prepare_input(self, data: Any) -> Any:
-        return to_device(data, self._engine.device)
+        return each_tensor(data, lambda tensor: tensor.to(self._engine.device))
 
     def _weight(self, inputs: Batch) -> Tensor:
         """() the items of a micro-batch that share the step's mean."""
@@ -615,9 +609,7 @@ class Trainer:
         elif not self.is_in_train and self.place_model_on_device:
             model = model.to(self._engine.device)
         model.eval()
-        switch = getattr(self.optimizer, "eval", None)
-        if callable(switch):
-            switch()
+        loop.turn(self.optimizer, is_training=False)
         return model  # type: ignore[no-any-return]
 
     # --- data: loaders.py, stream.py ----------------------------------------------------------------------------------

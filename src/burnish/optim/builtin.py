@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from burnish.core.conversion import literal
 from burnish.core.errors import MissingExtraError, Problem, UserError, why_not
 from burnish.core.options import changed, option, raise_if
 from burnish.core.registry import Registry
@@ -204,19 +205,8 @@ def arguments_of(options: AdamChoices) -> dict[str, Any]:
     for pair in (options.optim_args or "").split(","):
         if pair.strip():
             name, _, text = pair.partition("=")
-            found[name.strip()] = _literal(text.strip())
+            found[name.strip()] = literal(text.strip())
     return found
-
-
-def _literal(text: str) -> Any:
-    if text.lower() in {"true", "false"}:
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def adam_arguments(options: AdamChoices) -> dict[str, Any]:

@@ -54,8 +54,12 @@ def todays_names(given: Arguments) -> Arguments:
         elif name in WITHOUT_EFFECT:
             if arguments.pop(name):
                 _warn(f"`{name}` has no effect: {WITHOUT_EFFECT[name]}")
+        elif name == "warmup_ratio" and (value := arguments.pop(name)):
+            _warn(f"`{name}` is now {_warmup_ratio(value, arguments)}.")
         elif name in _MEANING and (value := arguments.pop(name)):
-            _warn(f"`{name}` is now {_MEANING[name](value, arguments)}.")
+            today, value_of, how = _MEANING[name]
+            arguments[today] = value_of(value, arguments.get(today))
+            _warn(f"`{name}` is now {how}.")
     return arguments
 
 
@@ -73,37 +77,21 @@ def _warmup_ratio(value: float, arguments: Arguments) -> str:
     return "`warmup_steps`, as a number below 1"
 
 
-def _group_by_length(value: bool, arguments: Arguments) -> str:
-    arguments["train_sampling_strategy"] = "group_by_length"
-    return '`train_sampling_strategy="group_by_length"`'
-
-
-def _include_inputs(value: bool, arguments: Arguments) -> str:
-    arguments["include_for_metrics"] = [*(arguments.get("include_for_metrics") or []), "inputs"]
-    return '`include_for_metrics=["inputs"]`'
-
-
-def _include_tokens(value: bool, arguments: Arguments) -> str:
-    arguments.setdefault("include_num_input_tokens_seen", True)
-    return "`include_num_input_tokens_seen`"
-
-
-def _adafactor(value: bool, arguments: Arguments) -> str:
-    arguments["optim"] = "adafactor"
-    return '`optim="adafactor"`'
-
-
-def _logging_dir(value: str, arguments: Arguments) -> str:
-    arguments["logging_dir"] = value
-    return "the environment variable TENSORBOARD_LOGGING_DIR; it is followed for this run"
-
-
-_MEANING: dict[str, Callable[[Any, Arguments], str]] = {
-    "warmup_ratio": _warmup_ratio,
-    "group_by_length": _group_by_length,
-    "include_inputs_for_metrics": _include_inputs,
-    "include_tokens_per_second": _include_tokens,
-    "adafactor": _adafactor,
-    "logging_dir": _logging_dir,
-}
-"""Old name -> a function that sets today's arguments from it, and warns how it is written now."""
+_MEANING: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
+    "group_by_length": (
+        "train_sampling_strategy", lambda value, now: "group_by_length", '`train_sampling_strategy="group_by_length"`'
+    ),
+    "include_inputs_for_metrics": (
+        "include_for_metrics", lambda value, now: [*(now or []), "inputs"], '`include_for_metrics=["inputs"]`'
+    ),
+    "include_tokens_per_second": (
+        "include_num_input_tokens_seen", lambda value, now: True if now is None else now,
+        "`include_num_input_tokens_seen`",
+    ),
+    "adafactor": ("optim", lambda value, now: "adafactor", '`optim="adafactor"`'),
+    "logging_dir": (
+        "logging_dir", lambda value, now: value,
+        "the environment variable TENSORBOARD_LOGGING_DIR; it is followed for this run",
+    ),
+}  # fmt: skip
+"""Old name -> today's name, (old value, value under today's name) -> today's value, and how it is written now."""

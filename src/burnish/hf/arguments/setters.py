@@ -41,8 +41,7 @@ class Setters:
         accumulation_steps: int | None = None, delay: float | None = None, loss_only: bool = False,
     ) -> Any:  # fmt: skip
         strategy = IntervalStrategy(strategy)
-        if strategy == IntervalStrategy.STEPS and steps == 0:
-            raise ValueError("Setting `strategy` as 'steps' requires a positive value for `steps`.")
+        _check_steps(strategy, steps)
         return self._set(
             eval_strategy=strategy, do_eval=strategy != IntervalStrategy.NO, eval_steps=steps,
             per_device_eval_batch_size=batch_size, eval_accumulation_steps=accumulation_steps,
@@ -57,8 +56,7 @@ class Setters:
         on_each_node: bool = False,
     ) -> Any:  # fmt: skip
         strategy = SaveStrategy(strategy)
-        if strategy == SaveStrategy.STEPS and steps == 0:
-            raise ValueError("Setting `strategy` as 'steps' requires a positive value for `steps`.")
+        _check_steps(strategy, steps)
         return self._set(
             save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
         )
@@ -69,8 +67,7 @@ class Setters:
         replica_level: str = "passive",
     ) -> Any:  # fmt: skip
         strategy = IntervalStrategy(strategy)
-        if strategy == IntervalStrategy.STEPS and steps == 0:
-            raise ValueError("Setting `strategy` as 'steps' requires a positive value for `steps`.")
+        _check_steps(strategy, steps)
         return self._set(
             logging_strategy=strategy, logging_steps=steps, report_to=report_to, log_level=level,
             logging_first_step=first_step, logging_nan_inf_filter=nan_inf_filter, log_on_each_node=on_each_node,
@@ -117,3 +114,8 @@ class Setters:
             dataloader_multiprocessing_context=multiprocessing_context, dataloader_in_order=in_order,
             auto_find_batch_size=auto_find_batch_size, ignore_data_skip=ignore_data_skip, data_seed=sampler_seed,
         )  # fmt: skip
+
+
+def _check_steps(strategy: str, steps: int) -> None:
+    if strategy == "steps" and steps == 0:
+        raise ValueError("Setting `strategy` as 'steps' requires a positive value for `steps`.")

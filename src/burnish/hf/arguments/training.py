@@ -48,9 +48,6 @@ from burnish.hf.arguments.values import (
 )
 from burnish.optim.builtin import OPTIMIZERS
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 

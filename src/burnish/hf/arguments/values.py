@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from burnish.core.conversion import GivenTwice, as_type, each_key_once, members
+from burnish.core.conversion import GivenTwice, as_type, each_key_once, literal, members
 from burnish.core.errors import did_you_mean
 
 
@@ -131,12 +131,4 @@ def _with_numbers(value: Any) -> Any:
     """Convert quoted numbers and booleans in JSON, as command lines give them."""
     if isinstance(value, dict):
         return {name: _with_numbers(item) for name, item in value.items()}
-    if isinstance(value, str):
-        if value.lower() in {"true", "false"}:
-            return value.lower() == "true"
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-    return value
+    return literal(value) if isinstance(value, str) else value

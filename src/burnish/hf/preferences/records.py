@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from burnish.core.sequences import shared_beginning
 from burnish.data.reading.json_files import shortened
-from burnish.data.sets.preferences import SAME, common_prompt, shared_beginning
+from burnish.data.sets.preferences import SAME, common_prompt
 from burnish.data.sets.records import BadRecord
 from burnish.hf.sft.rows import to_messages
 

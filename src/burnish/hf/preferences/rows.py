@@ -21,13 +21,13 @@ from typing import Any, ClassVar
 from transformers.utils import logging
 
 from burnish.core.errors import Problem, UserError
+from burnish.core.sequences import shared_beginning
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.length import endless
 from burnish.data.reading.json_files import shortened
 from burnish.data.rows.others_of_step import Key, keys_of
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.formats import bad_records
-from burnish.data.sets.preferences import shared_beginning
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.preferences.config import PreferenceConfig

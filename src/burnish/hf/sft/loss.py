@@ -17,7 +17,6 @@ from burnish.ops.cross_entropy import TokenLoss, TokenSums
 from burnish.ops.probe import Head
 
 _CAUGHT = Reason("head", "the loss is made of its hidden states, without logits")
-_CAUGHT = Reason("head", "the loss is made of its hidden states, without logits")
 
 
 def sums_without_logits(

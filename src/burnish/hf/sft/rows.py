@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from transformers.utils import logging
 
+from burnish.core.sequences import shared_beginning
 from burnish.core.types import IGNORE_INDEX
 from burnish.data.batches.batching import pack
 from burnish.data.length import endless
@@ -67,13 +67,16 @@ class Preparation:
         columns = column_names(dataset)
         if "input_ids" not in columns:
             dataset, columns = self._with_texts(dataset, columns, name)
-            dataset = self._mapped(dataset, self._encoder(first_row(dataset)), f"Tokenizing {name} dataset")
+            field, sample = self.args.dataset_text_field, first_row(dataset)
+            encode = Encode(self.tokenizer, field, self.completion_only, self.masks, sample)
+            dataset = self._mapped(dataset, encode, f"Tokenizing {name} dataset")
             columns = [*columns, "input_ids"]
         elif self.formatting_func is not None:
             logger.warning(f"`formatting_func` is ignored: the {name} dataset holds token ids (input_ids) already.")
         columns = column_names(dataset)
         if "labels" not in columns:
-            masks = self._mask_columns(columns)
+            wanted = (["completion_mask"] if self.completion_only else []) + ["assistant_masks"]
+            masks = [column for column in wanted if column in columns]
             dataset = self._mapped(dataset, Labels(masks), f"Building labels for {name} dataset", drop=masks)
         if "seq_lengths" in columns:
             return dataset  # packs already
@@ -97,13 +100,6 @@ class Preparation:
             )
             columns = column_names(dataset)
         return dataset, columns
-
-    def _encoder(self, sample: Mapping[str, Any]) -> Callable[[Columns], Columns]:
-        return Encode(self.tokenizer, self.args.dataset_text_field, self.completion_only, self.masks, sample)
-
-    def _mask_columns(self, columns: list[str]) -> list[str]:
-        wanted = (["completion_mask"] if self.completion_only else []) + ["assistant_masks"]
-        return [column for column in wanted if column in columns]
 
     def _mapped(
         self, dataset: Any, function: Any, said: str, drop: list[str] | None = None, batched: bool = True
@@ -204,7 +200,11 @@ class Encode:
     def __call__(self, columns: Columns) -> Columns:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         self._refuse_hollow(rows)
-        self._remark(rows)
+        for row in rows:
+            if self.is_chat:
+                self.remarks.of_chat(row["prompt"] + row["completion"] if self.has_prompts else row["messages"])
+            else:
+                self.remarks.of_texts(*(row[name] for name in self._columns))
         if self.has_prompts:
             return self._completions(rows)
         if not self.is_chat:
@@ -213,13 +213,6 @@ class Encode:
             return {"input_ids": [self._chat_ids(row, plain(row["messages"])) for row in rows]}
         found = [self.masks(plain(row["messages"]), template_arguments(row)) for row in rows]
         return {"input_ids": [ids for ids, _ in found], "assistant_masks": [mask for _, mask in found]}
-
-    def _remark(self, rows: list[Any]) -> None:
-        for row in rows:
-            if self.is_chat:
-                self.remarks.of_chat(row["prompt"] + row["completion"] if self.has_prompts else row["messages"])
-            else:
-                self.remarks.of_texts(*(row[name] for name in self._columns))
 
     @property
     def _columns(self) -> tuple[str, ...]:
@@ -261,7 +254,7 @@ class Encode:
 
     def _begin(self, prompt: list[int], whole: list[int]) -> int:
         """The begin of the completion: the first token that differs from the prompt's."""
-        begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+        begin = shared_beginning(prompt, whole)
         if begin < len(prompt) and not self.has_warned:
             self.has_warned = True
             logger.warning(
