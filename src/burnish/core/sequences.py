@@ -1,11 +1,17 @@
-"""Sequences whose items are made when they are used. In: a number. Out: the item, as of a list, with slices."""
+"""Sequences whose items are made when they are used. In: a number. Out: the item, as of a list, with slices. And the
+beginning that two have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+def shared_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of items that two sequences begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class OnDemand(Sequence[T_co]):

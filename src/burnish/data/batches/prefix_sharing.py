@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from burnish.core.sequences import shared_beginning
 from burnish.core.types import IGNORE_INDEX, Row
 
 _LEAST_SPARED = 32
@@ -60,7 +61,7 @@ def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> lis
     shareable = {number: list(sequences[number]["input_ids"][: bounds[number][0] - 1]) for number in needed}
     # In sorted order, neighbours have the longest prefixes in common.
     order = sorted(needed, key=shareable.__getitem__)
-    common = [_common(shareable[a], shareable[b]) for a, b in pairwise(order)]
+    common = [shared_beginning(shareable[a], shareable[b]) for a, b in pairwise(order)]
     found: list[Segment] = []
     groups: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
     while groups:
@@ -84,8 +85,3 @@ def _learned(labels: Sequence[int]) -> tuple[int, int]:
     places = range(1, len(labels))
     first = next((place for place in places if labels[place] != IGNORE_INDEX), 0)
     return first, next((place for place in reversed(places) if labels[place] != IGNORE_INDEX), 0)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -199,7 +199,9 @@ def csv_rows(path: Path, file: Iterable[bytes]) -> Iterator[CsvRow]:
                 raise UserError(Problem(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}"))
             num_columns = num_columns or len(row)
             if len(row) != num_columns:
-                raise UserError(_uneven(path, line, len(row), num_columns))
+                what = f"the row has {count(len(row), 'value')}, and the header names {count(num_columns, 'column')}."
+                remedy = 'A value that holds a comma or a line break must stand in quotes: "a, b".'
+                raise UserError(Problem(what, where=f"{path}, line {line}", remedy=remedy))
             yield CsvRow(line, begin, end, row)
 
 
@@ -208,37 +210,27 @@ def _csv_places(path: Path) -> Iterator[int]:
         yield from (row.line for row in islice(csv_rows(path, file), 1, None))
 
 
-def _uneven(path: Path, line: int, num_values: int, num_columns: int) -> Problem:
-    return Problem(
-        f"the row has {count(num_values, 'value')}, and the header names {count(num_columns, 'column')}.",
-        where=f"{path}, line {line}",
-        remedy='A value that holds a comma or a line break must stand in quotes: "a, b".',
-    )
-
-
 def read_parquet(path: Path) -> Iterator[Values]:
     """The rows of a Parquet file."""
-    import pyarrow.lib  # type: ignore[import-untyped, unused-ignore]
     import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
 
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
-            batch.validate(full=True)
-            yield from batch.to_pylist()
-    except (pyarrow.lib.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(_not_of_type(path, "Parquet", error)) from None
+    return _rows_of(path, "Parquet", lambda: pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000))
 
 
 def read_arrow(path: Path) -> Iterator[Values]:
     """The rows of an Arrow file."""
-    import pyarrow.lib
+    return _rows_of(path, "Arrow", lambda: arrow_batches(path))
+
+
+def _rows_of(path: Path, kind: str, batches: Callable[[], Iterator[Any]]) -> Iterator[Values]:
+    import pyarrow.lib  # type: ignore[import-untyped, unused-ignore]
 
     try:
-        for batch in arrow_batches(path):
+        for batch in batches():
             batch.validate(full=True)  # offsets that lead out of the file would be followed
             yield from batch.to_pylist()
     except (pyarrow.lib.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(_not_of_type(path, "Arrow", error)) from None
+        raise UserError(_not_of_type(path, kind, error)) from None
 
 
 def arrow_batches(path: Path) -> Iterator[Any]:

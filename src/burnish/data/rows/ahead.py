@@ -33,14 +33,22 @@ from burnish.core.errors import UserError
 from burnish.core.types import FlatRow, Row, as_lists
 from burnish.data.length import refuse_endless
 from burnish.data.options import DataOptions
-from burnish.data.rows.encode import Encode, begin_place, is_whole, place_ahead, replacing, without_tokenizer_threads
+from burnish.data.rows.encode import (
+    Encode,
+    Encoded,
+    begin_place,
+    is_whole,
+    place_ahead,
+    replacing,
+    without_tokenizer_threads,
+)
 from burnish.data.rows.row_set import RowSet
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
 from burnish.data.sets.examples import Examples
 from burnish.data.tally import Tally
 
-EncodeSome: TypeAlias = "Callable[[Sequence[int]], tuple[Sequence[Row | FlatRow | None], Tally]]"
-"""Numbers of examples -> a row for each, None where it gives none, and the tally of what was dropped or cut."""
+EncodeSome: TypeAlias = "Callable[[Sequence[int]], Encoded]"
+"""Numbers of examples -> their rows and tally."""
 
 _SEGMENTS = 64  # of equal size, after those that double
 _NO_ROW: Row = {}
@@ -59,7 +67,7 @@ def encode_ahead(
         check: raises UserError for a row that the run cannot take.
     """
 
-    def encode_some(numbers: Sequence[int]) -> tuple[Sequence[Row | FlatRow | None], Tally]:
+    def encode_some(numbers: Sequence[int]) -> Encoded:
         tally = Tally()
         found = examples.make(numbers, tally)
         there = [example for example in found if example is not None]
@@ -195,10 +203,8 @@ class AheadRows(RowSet["Row | None"]):
             order.frombytes(orders.recv_bytes())
         except EOFError:
             return
-        with (self.folder / ".lock").open("w") as lock, without_tokenizer_threads():
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another rank, or another run of the same set, encodes ahead
+        with _alone_in(self.folder) as is_alone, without_tokenizer_threads():
+            if not is_alone:  # another rank, or another run of the same set, encodes ahead
                 return
             self._look()
             missing = [example for example in order if self._places[example] < 0]
@@ -231,12 +237,8 @@ class AheadRows(RowSet["Row | None"]):
     def _remove_damaged(self, folder: Path) -> None:
         """A segment that is not as it was written goes, with those behind it; they are encoded again. Where another run
         goes ahead in the folder, it wrote them or has looked."""
-        with (folder / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-            segments = self._folders()
+        with _alone_in(folder) as is_alone:
+            segments = self._folders() if is_alone else []
             sound = list(takewhile(is_whole, segments))
             for segment in segments[len(sound) :]:
                 shutil.rmtree(segment)
@@ -262,3 +264,15 @@ class AheadRows(RowSet["Row | None"]):
         place = self._places[example]
         at = bisect_right(self._starts, place) - 1
         return self._segments[at][place - self._starts[at]] or None
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[bool]:
+    """Yield whether no other process goes ahead in a folder; none begins to inside the ``with`` block."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_alone = True
+        except BlockingIOError:
+            is_alone = False
+        yield is_alone

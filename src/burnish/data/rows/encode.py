@@ -40,6 +40,8 @@ from burnish.data.tally import Tally
 
 Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | FlatRow | None]]"
 """A batch of examples -> a row for each, None where it gives none; reasons go into the tally."""
+Encoded: TypeAlias = "tuple[Sequence[Row | FlatRow | None], Tally]"
+"""A row for each example, None where it gives none, and the tally of what was dropped or cut."""
 
 BATCH_SIZE = 1000
 """Examples encoded together if no option says otherwise: enough for all threads of a tokenizer."""
@@ -99,10 +101,7 @@ def cache_home() -> Path:
 
 def place_ahead(examples: Examples, fingerprint: Mapping[str, Any], options: DataOptions) -> Path:
     """The folder of rows that are encoded while the loop runs; with ``overwrite_cache`` an old one is emptied."""
-    key = blake2b(
-        json.dumps(_made_from(examples.content_hash, fingerprint), sort_keys=True).encode(), digest_size=16
-    ).hexdigest()
-    folder = cache_home() / "ahead" / key
+    folder = cache_home() / "ahead" / _key(_made_from(examples.content_hash, fingerprint))
     if options.overwrite_cache:
         with alone(folder):
             _remove_segments(folder)
@@ -112,10 +111,13 @@ def place_ahead(examples: Examples, fingerprint: Mapping[str, Any], options: Dat
 def _remove_segments(folder: Path) -> None:
     """Remove old segments. Of several processes the first does it; segments younger than this process are kept, because
     another of them wrote those."""
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     for segment in folder.glob("segment-*"):
-        if is_alone or segment.stat().st_mtime < _STARTED:
+        if _is_mine_to_remove(segment):
             shutil.rmtree(segment)
+
+
+def _key(data: Any) -> str:
+    return blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +130,7 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], examp
     if options.tokenized_path is None:
         # Files and record numbers too, because the tally names them.
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
-        key = blake2b(json.dumps([made_from, places], sort_keys=True).encode(), digest_size=16).hexdigest()
-        return cache_home() / "rows" / key
+        return cache_home() / "rows" / _key([made_from, places])
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
         raise UserError(
@@ -149,8 +150,12 @@ def _is_stale(folder: Path, options: DataOptions) -> bool:
     manifest = folder / MANIFEST
     if not manifest.is_file() or (options.tokenized_path is None and not is_whole(folder)):
         return True
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    return bool(options.overwrite_cache and (is_alone or manifest.stat().st_mtime < _STARTED))
+    return bool(options.overwrite_cache and _is_mine_to_remove(manifest))
+
+
+def _is_mine_to_remove(path: Path) -> bool:
+    """Return whether no other process of this run may have written it."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or path.stat().st_mtime < _STARTED
 
 
 def is_whole(folder: Path) -> bool:
@@ -256,9 +261,7 @@ _job: tuple[Sequence[Example], Encode, int] | None = None
 """Job of the encoding processes: examples, encode, batch size. They inherit it by fork, so it is sent only once."""
 
 
-def _batches(
-    examples: Sequence[Example], encode: Encode, starts: range, num_workers: int
-) -> Iterator[tuple[Sequence[Row | FlatRow | None], Tally]]:
+def _batches(examples: Sequence[Example], encode: Encode, starts: range, num_workers: int) -> Iterator[Encoded]:
     """Yield rows and tally of each batch, in order."""
     global _job
     _job = (examples, encode, starts.step)
@@ -272,7 +275,7 @@ def _batches(
         _job = None
 
 
-def _encode_batch(start: int) -> tuple[Sequence[Row | FlatRow | None], Tally] | tuple[Problem, ...]:
+def _encode_batch(start: int) -> Encoded | tuple[Problem, ...]:
     """Encode one batch, or return its problems: an exception would lose them on its way between processes."""
     assert _job is not None
     examples, encode, size = _job
@@ -284,9 +287,7 @@ def _encode_batch(start: int) -> tuple[Sequence[Row | FlatRow | None], Tally] | 
         return error.problems
 
 
-def _taken(
-    result: tuple[Sequence[Row | FlatRow | None], Tally] | tuple[Problem, ...],
-) -> tuple[Sequence[Row | FlatRow | None], Tally]:
+def _taken(result: Encoded | tuple[Problem, ...]) -> Encoded:
     if isinstance(result[0], Problem):
         raise UserError(problem for problem in result if isinstance(problem, Problem))
     rows, counted = result

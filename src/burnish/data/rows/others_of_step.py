@@ -58,7 +58,8 @@ class RowsWithOthers(RowsOver):
         if row is None or beside is None:
             return row
         begin = _begin(row)
-        answer, labels = (part[: self.limit - begin] for part in (answer_of(beside), _labels_of(beside)))
+        whole = (answer_of(beside), list(beside["labels"][_begin(beside) :]))
+        answer, labels = (part[: self.limit - begin] for part in whole)
         more = {"kl_input_ids": row["input_ids"][:begin] + answer, "kl_labels": [IGNORE_INDEX] * begin + labels}
         return cast(Row, {**row, **more})
 
@@ -76,10 +77,6 @@ def keys_of(chosen: Sequence[int], answers: Sequence[Any]) -> dict[int, Key]:
 def answer_of(row: Row) -> list[int]:
     """The tokens of a row from the first learned one on."""
     return list(row["input_ids"][_begin(row) :])
-
-
-def _labels_of(row: Row) -> list[int]:
-    return list(row["labels"][_begin(row) :])
 
 
 def _begin(row: Row) -> int:

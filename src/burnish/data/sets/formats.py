@@ -90,12 +90,11 @@ def _finds_turns(role_key: str) -> Callable[[Values], Mapping[str, str] | None]:
     return find
 
 
+_BESIDE = {"system": "system", "tools": "tools"}
+
+
 @FORMATS.register(
-    "sharegpt",
-    columns={"messages": "conversations"},
-    optional={"system": "system", "tools": "tools"},
-    tags=SHAREGPT_TAGS,
-    finds=_finds_turns("from"),
+    "sharegpt", columns={"messages": "conversations"}, optional=_BESIDE, tags=SHAREGPT_TAGS, finds=_finds_turns("from")
 )
 def sharegpt(record: Record) -> Example:
     """A list of messages with "from" and "value", or whatever the tags call them."""
@@ -103,11 +102,7 @@ def sharegpt(record: Record) -> Example:
 
 
 @FORMATS.register(
-    "openai",
-    columns={"messages": "messages"},
-    optional={"system": "system", "tools": "tools"},
-    tags=OPENAI_TAGS,
-    finds=_finds_turns("role"),
+    "openai", columns={"messages": "messages"}, optional=_BESIDE, tags=OPENAI_TAGS, finds=_finds_turns("role")
 )
 def openai(record: Record) -> Example:
     """A list of messages with "role" and "content", tool calls in "tool_calls"."""
@@ -115,10 +110,7 @@ def openai(record: Record) -> Example:
 
 
 @FORMATS.register(
-    "prompt_completion",
-    columns={"prompt": "prompt", "response": "completion"},
-    optional={"system": "system", "tools": "tools"},
-    tags=OPENAI_TAGS,
+    "prompt_completion", columns={"prompt": "prompt", "response": "completion"}, optional=_BESIDE, tags=OPENAI_TAGS
 )
 def prompt_completion(record: Record) -> Example:
     """A prompt and what follows it, both text or both lists of messages; the completion is learned."""

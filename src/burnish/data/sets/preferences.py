@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
+from burnish.core.sequences import shared_beginning
 from burnish.core.types import Answer, Example, Message
 from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.records import BadRecord, Record, as_text, as_turns
@@ -113,11 +113,6 @@ def _conversations(
         what = f'"{record.layout.columns["chosen"]}" must be a message or a list that begins like "rejected".'
         raise BadRecord(what)
     return _checked(replace(example, messages=messages, prompt=None), chosen, rejected)
-
-
-def shared_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of characters, or messages, that both begin with."""
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 def _ends(messages: Sequence[Message], before: Sequence[Message]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from burnish.core.types import Example, Ids
 from burnish.data.tally import Tally
-from burnish.data.templates.labels import TemplateChoices, Turn
+from burnish.data.templates.labels import Ends, TemplateChoices, Turn
 from burnish.data.templates.table import TemplateSpec
 from burnish.data.tokens.encoder import Encoder
 
@@ -45,3 +45,10 @@ class TemplateParts(Protocol):
 
     def end_ids(self) -> frozenset[int]: ...
     def opening_ids(self) -> Ids: ...
+
+
+def ends_of(template: TemplateParts, form: TemplateFormat) -> tuple[int | None, Ends]:
+    """The id that closes a row, where turns have no end token of their own, and the ids of end tokens."""
+    word = form.closing_word
+    closing = None if word is None else int(template.tokenizer.convert_tokens_to_ids(word))
+    return closing, Ends(template.end_ids(), closing if template.spec else None)

@@ -18,13 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from burnish.core.errors import Problem
-from burnish.core.options import raise_if
-from burnish.core.types import IGNORE_INDEX, Answer, Example, FlatRow, Ids
+from burnish.core.sequences import shared_beginning
+from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Ids
 from burnish.data.tally import Tally
-from burnish.data.templates.labels import Ends, TemplateChoices, Turn, label_turns, unlearned
-from burnish.data.templates.parts import TemplateParts
-from burnish.data.templates.truncate import Half, cut_half, infer_seqlen, least_of
+from burnish.data.templates.labels import TemplateChoices, Turn, label_turns, unlearned
+from burnish.data.templates.parts import TemplateParts, ends_of
+from burnish.data.templates.truncate import Half, cut_half, infer_seqlen, least_of, refuse_long
 
 EQUAL_AFTER_CUT = "dropped: its answers are the same once cut to cutoff_len"
 NOTHING_LEFT = "dropped: cutoff_len leaves nothing of an answer"
@@ -79,7 +78,10 @@ def encode_verdicts(template: TemplateParts, examples: Sequence[Example], tally:
 
 def _with(example: Example, side: str) -> Example:
     """The conversation, or the text, with one of its two answers."""
-    return _answered_by(example, getattr(example, side))
+    alone, answer = replace(example, chosen=None, rejected=None), getattr(example, side)
+    if isinstance(answer, str):
+        return replace(alone, completion=answer)
+    return replace(alone, messages=(*example.messages, *answer))
 
 
 def _with_other(example: Example) -> Example:
@@ -92,13 +94,6 @@ def _with_other(example: Example) -> Example:
     return replace(example, messages=(*example.messages[:-1], *other))
 
 
-def _answered_by(example: Example, answer: Answer) -> Example:
-    alone = replace(example, chosen=None, rejected=None)
-    if isinstance(answer, str):
-        return replace(alone, completion=answer)
-    return replace(alone, messages=(*example.messages, *answer))
-
-
 def _encoded(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[Answered | None]:
     is_text = [example.completion is not None for example in examples]
     texts = _texts(template, [e for e, is_one in zip(examples, is_text, strict=True) if is_one])
@@ -109,8 +104,7 @@ def _encoded(template: TemplateParts, examples: Sequence[Example], tally: Tally)
 def _conversations(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> Iterator[Answered | None]:
     """All before the last answer is prompt."""
     form, options = template.form.answering_last(), template.options
-    closing = None if form.closing_word is None else int(template.tokenizer.convert_tokens_to_ids(form.closing_word))
-    ends = Ends(template.end_ids(), closing if template.spec else None)
+    closing, ends = ends_of(template, form)
     for turns in form.turns(examples, tally) if examples else ():
         if turns is None:
             yield None
@@ -149,7 +143,7 @@ def _texts(template: TemplateParts, examples: Sequence[Example]) -> Iterator[Ans
     opening = template.opening_ids() if examples else array("i")
     for whole, prompt in zip(wholes, prompts, strict=True):
         every = ids[whole]
-        at = _common(ids[prompt], every) if prompt else 0
+        at = shared_beginning(ids[prompt], every) if prompt else 0
         answer = every[at:]
         if eos is not None and (not len(answer) or answer[-1] != eos):
             answer = answer + array("i", [eos])
@@ -163,16 +157,11 @@ def _text(asked: Ids, answer: Ids) -> Answered:
     )
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    return next((at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
-
-
 def _with_one_prompt(chosen: Answered, rejected: Answered) -> list[Answered]:
     """Both answers behind the same tokens: what one prompt has beyond the other becomes part of its answer."""
     if chosen.prompt.ids == rejected.prompt.ids:
         return [chosen, replace(rejected, prompt=chosen.prompt)]
-    shared = _common(chosen.prompt.ids, rejected.prompt.ids)
+    shared = shared_beginning(chosen.prompt.ids, rejected.prompt.ids)
     return [_parted(chosen, shared), _parted(rejected, shared)]
 
 
@@ -191,17 +180,9 @@ def _parted(answered: Answered, at: int) -> Answered:
 def _refuse_long(
     template: TemplateParts, examples: Sequence[Example], drafts: Sequence[Sequence[Answered] | None]
 ) -> None:
-    if template.options.on_too_long != "raise":
-        return
-    problems = [
-        Problem(
-            f"The row has {length} tokens; cutoff_len is {template.cutoff_len}, and on_too_long is raise.",
-            where=example.place,
-        )
-        for example, draft in zip(examples, drafts, strict=True)
-        if draft is not None and (length := max(one.length for one in draft)) > template.cutoff_len
-    ]
-    raise_if(problems)
+    if template.options.on_too_long == "raise":
+        lengths = (max(one.length for one in draft) if draft else 0 for draft in drafts)
+        refuse_long(examples, lengths, template.cutoff_len)
 
 
 def _pair_row(template: TemplateParts, example: Example, draft: list[Answered], tally: Tally) -> FlatRow | None:

@@ -16,15 +16,13 @@ from itertools import chain
 from typing import Any, Final
 
 from burnish.core.collection import without_collection
-from burnish.core.errors import Problem
-from burnish.core.options import raise_if
 from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Ids, Row, as_lists
 from burnish.data.tally import Tally
 from burnish.data.templates import preferences
-from burnish.data.templates.labels import Ends, TemplateChoices, label_turns, unlearned
-from burnish.data.templates.parts import TemplateFormat
+from burnish.data.templates.labels import TemplateChoices, label_turns, unlearned
+from burnish.data.templates.parts import TemplateFormat, ends_of
 from burnish.data.templates.table import TemplateSpec
-from burnish.data.templates.truncate import Half, fit_turns
+from burnish.data.templates.truncate import Half, fit_turns, refuse_long
 from burnish.data.tokens.encoder import shared_start
 
 NOTHING_TO_LEARN = "dropped: nothing to learn"
@@ -176,9 +174,7 @@ class Template:
         return _hashed(self.form.encoder.identity)
 
     def _conversations(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
-        word = self.form.closing_word
-        closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
-        ends = Ends(self.end_ids(), closing if self.spec else None)
+        closing, ends = ends_of(self, self.form)
         wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         for turns in self.form.turns(examples, tally) if examples else ():
             yield None if turns is None else Draft(label_turns(turns, self.options, ends), closing, wanted)
@@ -225,22 +221,11 @@ class Template:
 
     def _rows(self, examples: Sequence[Example], drafts: Sequence[Draft | None], tally: Tally) -> list[FlatRow | None]:
         if self.options.on_too_long == "raise":
-            self._refuse_long(examples, drafts)
+            refuse_long(examples, (0 if draft is None else draft.length for draft in drafts), self.cutoff_len)
         return [
             None if draft is None else self._row(example, draft, tally)
             for example, draft in zip(examples, drafts, strict=True)
         ]
-
-    def _refuse_long(self, examples: Sequence[Example], drafts: Sequence[Draft | None]) -> None:
-        problems = [
-            Problem(
-                f"The row has {draft.length} tokens; cutoff_len is {self.cutoff_len}, and on_too_long is raise.",
-                where=example.place,
-            )
-            for example, draft in zip(examples, drafts, strict=True)
-            if draft is not None and draft.length > self.cutoff_len
-        ]
-        raise_if(problems)
 
     def _row(self, example: Example, draft: Draft, tally: Tally) -> FlatRow | None:
         if draft.length > self.cutoff_len:

@@ -121,13 +121,9 @@ def _named_line(text: str, offered: Offered) -> list[Call] | None:
         return None
 
 
-def _in_list(text: str, offered: Offered) -> list[Call] | None:
-    """A JSON list behind ``[TOOL_CALLS]``."""
-    return _json_calls(text.strip().removeprefix("[TOOL_CALLS]"))
-
-
-def _parameters(text: str, offered: Offered) -> list[Call] | None:
-    return _json_calls(text.strip().removeprefix("<|python_tag|>"), "parameters")
+def _json_behind(word: str, key: str = "arguments") -> Callable[[str, Offered], list[Call] | None]:
+    """Reads JSON that may stand behind a word."""
+    return lambda text, offered: _json_calls(text.strip().removeprefix(word), key)
 
 
 def _tagged(call: str, argument: str) -> Callable[[str, Offered], list[Call] | None]:
@@ -297,7 +293,9 @@ CALL_READERS: Final[Mapping[str, CallReader]] = {
         _each_between("<|tool_call_start|>", "<|tool_call_end|>", _lfm2), ("<|tool_call_start|>",), "<|tool_call_end|>"
     ),
     "ling": _QWEN,
-    "llama3": CallReader(_parameters, ("<|python_tag|>", "{", "["), only_at_start=True),
+    "llama3": CallReader(
+        _json_behind("<|python_tag|>", "parameters"), ("<|python_tag|>", "{", "["), only_at_start=True
+    ),
     "minimax1": CallReader(
         _each_between("<tool_calls>", "</tool_calls>", _lines_of_json), ("<tool_calls>",), "</tool_calls>"
     ),
@@ -309,7 +307,7 @@ CALL_READERS: Final[Mapping[str, CallReader]] = {
         ),
         ("<minimax:tool_call>", "<invoke name="),
     ),
-    "mistral": CallReader(_in_list, ("[TOOL_CALLS]", '[{"name"')),
+    "mistral": CallReader(_json_behind("[TOOL_CALLS]"), ("[TOOL_CALLS]", '[{"name"')),
     "qwen": _QWEN,
     "qwen3_5": CallReader(
         _tagged(

@@ -141,8 +141,8 @@ def function_schema(tool: Tool) -> Tool:
     return tool if tool.get("type") == "function" else {"type": "function", "function": tool}
 
 
-def _named(call: Call, key: str = "arguments") -> str:
-    return _dump({"name": call.name, key: call.arguments})
+def _named(call: Call) -> str:
+    return _dump({"name": call.name, "arguments": call.arguments})
 
 
 def _items(call: Call) -> list[tuple[str, str]]:

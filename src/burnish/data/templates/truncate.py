@@ -1,7 +1,7 @@
 """Truncation of a conversation that is longer than ``cutoff_len``.
 
 In: the turns of one conversation, encoded and labelled, in order of priority. Out: the turns that stay, each within
-its share of the tokens. Nothing is refused here; the caller counts the conversations that were cut.
+its share of the tokens. The caller counts the conversations that were cut.
 
 Turn by turn, ``infer_seqlen`` divides the remaining tokens between question and answer. Only content is cut from these
 halves: the first tokens of each message stay, and headers, end tokens, lists of tools and tool calls stay whole (half
@@ -13,12 +13,13 @@ for rows that must equal those of LLaMA-Factory.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from burnish.core.options import option
-from burnish.core.types import Ids
+from burnish.core.errors import Problem
+from burnish.core.options import option, raise_if
+from burnish.core.types import Example, Ids
 
 
 @dataclass
@@ -55,6 +56,15 @@ class Half:
         weights = self.weights and [self.weights[i] for i in kept]
         ids, labels = (array("i", [values[i] for i in kept]) for values in (self.ids, self.labels))
         return replace(self, ids=ids, labels=labels, weights=weights)
+
+
+def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len: int) -> None:
+    """Raise UserError with every example whose row is too long."""
+    raise_if(
+        Problem(f"The row has {n} tokens; cutoff_len is {cutoff_len}, and on_too_long is raise.", where=example.place)
+        for example, n in zip(examples, lengths, strict=True)
+        if n > cutoff_len
+    )
 
 
 def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int, int]:

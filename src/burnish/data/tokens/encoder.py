@@ -21,6 +21,7 @@ from hashlib import blake2b
 from itertools import repeat
 from typing import Any
 
+from burnish.core.sequences import shared_beginning
 from burnish.core.types import Ids
 from burnish.data.tokens.by_word import Words, any_of, lone_byte, words_of
 
@@ -191,7 +192,5 @@ def shared_start(prefix: Sequence[int], whole: Sequence[int]) -> tuple[int, int]
         (ended, begun): the tokens before ``ended`` are within the beginning, those from ``begun`` on after it; a token
         that spans its end is between the two.
     """
-    same = 0
-    while same < min(len(prefix), len(whole)) and prefix[same] == whole[same]:
-        same += 1
+    same = shared_beginning(prefix, whole)
     return same, same if same == len(prefix) else min(same + 1, len(whole))
