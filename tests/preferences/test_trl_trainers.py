@@ -219,7 +219,7 @@ def test_a_reference_that_is_asked_beforehand_says_the_same(kind, given, folder,
     if "peft_config" in given:
         assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(found[0][-1], rel=1e-5)
         return
-    with pytest.raises(UserError, match="these rows were not among them"):
+    with pytest.raises(UserError, match="Cannot compute reference log-probs"):
         trainer.evaluate(rows)
 
 

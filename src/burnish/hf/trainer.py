@@ -639,10 +639,14 @@ class Trainer:
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
 
+    @property
+    def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
+        return self.data_collator
+
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False
     ) -> Any:
-        collate = self.data_collator
+        collate = self._collate_for_loader
         if loaders.is_datasets_set(dataset):
             dataset = self._remove_unused_columns(dataset, description)
         else:

@@ -9,7 +9,33 @@ from burnish.hf.trainer import Trainer
 
 
 class TrlTrainer(Trainer):
-    """Base of the trainers that speak TRL."""
+    """Base of the trainers that speak TRL.
+
+    Attributes:
+        router_aux_loss_coef: weight of the loss that balances a mixture of experts.
+        aux_loss_enabled: whether the model gives that loss, and it counts.
+    """
+
+    router_aux_loss_coef = 0.0
+    aux_loss_enabled = False
+
+    def _set_router(self, model: Any, asked: float | None) -> None:
+        """Take the loss of a router into account by default, as TRL does, whatever the model's config asks for.
+
+        Args:
+            asked: its weight; None takes the model's own.
+
+        Raises:
+            ValueError: where a weight is given, and the model has no such loss.
+        """
+        config = model.config.get_text_config()
+        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+        if asked and not hasattr(config, "output_router_logits"):
+            raise ValueError(
+                f"`router_aux_loss_coef` is set to {asked} but {type(model).__name__} is not a Mixture-of-Experts "
+                "model that returns its router logits, so there is no auxiliary loss to weight."
+            )
+        self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,

@@ -202,7 +202,7 @@ class KtoObjective(AnswersObjective):
         total = (losses * items).sum()
         if values.aux is not None:
             metrics["aux_loss"] = (values.aux * items.sum()).detach()
-            total = total + values.aux * items.sum()
+            total = total + self.aux_coefficient * values.aux * items.sum()
         return Loss(total, metrics, outputs=options.pref_beta * ratio.detach())
 
     def _measured(self, values: SequenceValues, ratio: Tensor, batch: Batch) -> dict[str, Metric]:

@@ -103,6 +103,7 @@ class AnswersObjective(StageObjective):
         self.reference: Reference | None = None
         self.head: Head | None = None
         self.makes_some_logits = False
+        self.aux_coefficient = 0.0
         self.collate: Collate = unfitted
 
     @property
@@ -130,14 +131,14 @@ class AnswersObjective(StageObjective):
         rules = LogpRules(
             self.head.softcap if self.head else None, accuracy=True, entropy=True, evenness=self.asks_evenness
         )  # fmt: skip
-        coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
-        return SequenceModel(model, self.head, self.makes_some_logits, rules, coefficient, options)
+        self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
+        return SequenceModel(model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), options)
 
     def module_of_reference(self, model: nn.Module) -> SequenceModel:
         """A second model as one that is asked the same."""
         head = None if self.options.fused_loss is False else find_head(model)
         rules = LogpRules(head.softcap if head else None)
-        return SequenceModel(model, head, head is None and makes_some_logits(model), rules, 0.0, self.options)
+        return SequenceModel(model, head, head is None and makes_some_logits(model), rules, False, self.options)
 
     def weight(self, batch: Batch) -> Tensor:
         """() pairs, or records."""
@@ -282,7 +283,7 @@ class PairObjective(AnswersObjective):
         total = (losses * items).sum()
         if values.aux is not None:
             metrics["aux_loss"] = (values.aux * items.sum()).detach()
-            total = total + values.aux * items.sum()
+            total = total + self.aux_coefficient * values.aux * items.sum()
         rewards = [self._reward(side) for side in detached(pairs)[:2]]
         return Loss(total, metrics, outputs=torch.stack(rewards, 1).flatten())
 

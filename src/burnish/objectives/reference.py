@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +83,12 @@ class StartOfRun:
 
     def __init__(self, model: nn.Module) -> None:
         self.held = {name: (p, p.detach().clone()) for name, p in trained_of(model).items()}
+
+    def as_model(self, model: nn.Module) -> nn.Module:
+        """A model of its own over the kept weights, which are not copied. Args: model: the policy, as it was given."""
+        own: dict[int, Any] = {id(p): p for p in model.parameters()}
+        kept = {id(p): nn.Parameter(value, requires_grad=False) for p, value in self.held.values()}
+        return deepcopy(model, own | kept).eval()
 
     @contextmanager
     def answering(self, module: nn.Module) -> Iterator[nn.Module]:

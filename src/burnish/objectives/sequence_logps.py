@@ -77,12 +77,12 @@ class SequenceModel(nn.Module):
         head: how its logits are made; None to let it make them.
         makes_some_logits: whether it then can make those of chosen positions alone.
         rules: what else is asked of each token.
-        aux_coefficient: of a router's loss; 0 leaves it out.
+        asks_router: whether the loss of the model's router is asked for.
         patches: whether the embedding may be patched.
     """
 
     def __init__(
-        self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, aux_coefficient: float,
+        self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, asks_router: bool,
         patches: PatchChoice,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -91,14 +91,14 @@ class SequenceModel(nn.Module):
         self._tied = tied_embedding(causal_lm(model), head) if head is not None and allows(patches, TIED) else None
         self._makes_some_logits = makes_some_logits
         self._rules = rules
-        self._aux_coefficient = aux_coefficient
+        self._asks_router = asks_router
 
     def forward(self, batch: Batch) -> SequenceValues:
         learned, owner = batch["target_positions"], batch["owner"]
         targets = batch["labels"].flatten()[learned + 1].clamp(min=0)  # those of a blank batch weigh nothing later
         inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
         inputs["use_cache"] = False
-        if self._head is not None and not self._aux_coefficient:
+        if self._head is not None and not self._asks_router:
             tokens, mean_logits, aux = *self._in_chunks(self._head, inputs, learned, targets, batch), None
         else:
             tokens, mean_logits, aux = self._from_logits(inputs, learned, targets)
@@ -128,9 +128,8 @@ class SequenceModel(nn.Module):
         self, inputs: dict[str, Any], learned: Tensor, targets: Tensor
     ) -> tuple[TokenLogps, Tensor, Tensor | None]:
         """From logits that the model makes."""
-        asks_router = bool(self._aux_coefficient)
-        of_learned, output = logits_at(self.model, inputs, learned, self._makes_some_logits, asks_router)
-        aux = self._aux_coefficient * output.aux_loss if asks_router else None
+        of_learned, output = logits_at(self.model, inputs, learned, self._makes_some_logits, self._asks_router)
+        aux = output.aux_loss if self._asks_router else None
         return plain_token_logps(of_learned, targets, self._rules), of_learned.detach().float().mean(-1), aux
 
 

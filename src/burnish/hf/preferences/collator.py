@@ -1,8 +1,8 @@
-"""A script's own ``data_collator`` under the trainers of this room: its padded batch -> rows.
+"""``data_collator`` under the trainers of this room: TRL's padded batch, and rows of objectives made of it.
 
-In: rows of a set, and a function that makes TRL's batch of them: ``input_ids``, ``attention_mask``,
-``completion_mask``, the chosen answers before the rejected ones; of verdicts ``label``, and the same under ``KL_``; of
-scores ``margin``. Out: rows of the objectives, without padding, so that no step depends on it.
+TRL's batch: ``input_ids``, ``attention_mask``, ``completion_mask``, the chosen answers before the rejected ones; of
+verdicts ``label``, and the same under ``KL_``; of scores ``margin``. ``Padded`` makes one for who asks a trainer for
+its collator; ``Unpadded`` takes the padding off what a script's own collator makes, so that no step depends on it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from burnish.core.types import IGNORE_INDEX, Row
+
+
+@dataclass
+class Padded:
+    """Args: row_of: a row of a set -> that of an objective. kind: pairs, verdicts or scores. pad_id: of the batch."""
+
+    row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    kind: str
+    pad_id: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """TRL's batch of these rows."""
+        made = [self.row_of(row) for row in rows]
+        if self.kind == "verdicts":
+            others = self._padded(made, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in made) else {}
+            return {**self._padded(made, [""]), **others, "label": torch.tensor([bool(row["tag"]) for row in made])}
+        batch = self._padded(made, ["chosen_", "rejected_"])
+        if self.kind == "pairs":
+            return batch
+        del batch["completion_mask"]
+        return {**batch, "margin": torch.tensor([row["margin"] for row in made])}
+
+    def _padded(self, rows: list[Mapping[str, Any]], sides: list[str], prefix: str = "") -> dict[str, Tensor]:
+        """(sides x rows, longest) each."""
+        ids = [torch.as_tensor(row[f"{side}input_ids"]) for side in sides for row in rows]
+        labels = [torch.as_tensor(row[f"{side}labels"]) for side in sides for row in rows]
+        values = {
+            "input_ids": (ids, self.pad_id),
+            "attention_mask": ([torch.ones_like(one) for one in ids], 0),
+            "completion_mask": ([(one != IGNORE_INDEX).long() for one in labels], 0),
+        }
+        return {f"{prefix}{name}": pad_sequence(of, True, filler) for name, (of, filler) in values.items()}
 
 
 @dataclass

@@ -18,13 +18,17 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
+from burnish.app.reference_cache import fill
 from burnish.core.errors import Problem, UserError
 from burnish.core.protocols import Engine
-from burnish.core.types import Batch, Stateful
+from burnish.core.types import Batch, Row, Stateful
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
+from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.hf.in_step import in_step
+from burnish.hf.loaders import is_datasets_set
 from burnish.hf.loss import TrainerObjective
 from burnish.hf.preferences.config import PreferenceConfig
+from burnish.hf.preferences.rows import ObjectiveRows
 from burnish.hf.prefix_sharing import may_lie_flat
 from burnish.hf.stream import Lent
 from burnish.models.dropout import switch_off_dropout
@@ -224,3 +228,33 @@ def _begins_as_nothing(peft_config: Any) -> bool:
     """Return whether the model computes the same with the new adapter and without: not with a learned prompt, nor where
     the adapter takes a part of the weights (PiSSA)."""
     return not peft_config.is_prompt_learning and getattr(peft_config, "init_lora_weights", True) in (True, "gaussian")
+
+
+def with_numbers(
+    dataset: Any, rows_of: Callable[[list[Any]], list[Row]], objective: AnswersObjective, module: nn.Module,
+    engine: Engine, size: int,
+) -> Any:  # fmt: skip
+    """A set with what the objective's reference says of each row; as it is where that lies there already.
+
+    Args:
+        rows_of: rows of the set -> the objective's. module: the policy's. size: rows that are asked about at a time.
+
+    Raises:
+        UserError: of a streamed set, and of one that comes when the reference is there no more.
+    """
+    if not is_datasets_set(dataset):
+        what = "`precompute_ref_log_probs` is not supported with IterableDataset: it asks about every row before the "
+        raise UserError(Problem(f"{what}first step.", remedy="Load the set, or leave it out."))
+    if any(name.startswith("reference_") for name in dataset.column_names):
+        return dataset
+    if objective.reference is None:
+        what = "Cannot compute reference log-probs for a dataset passed to `evaluate()` now: with "
+        what += "`precompute_ref_log_probs` the reference is kept until its numbers are there, and no longer."
+        remedy = "Give the set as `eval_dataset` from the start, or leave `precompute_ref_log_probs` out."
+        raise UserError(Problem(what, remedy=remedy))
+    rows = RowsWithReference(ObjectiveRows(dataset, lambda row: rows_of([row])[0]))
+    for sentence in fill(rows, objective, module, engine, size):
+        logger.warning(sentence)
+    for name, values in rows.columns.items():
+        dataset = dataset.add_column(name, values.tolist())
+    return dataset

@@ -290,6 +290,9 @@ def with_others(rows: Any, name: str) -> Any:
     if any(rows["KL_completion_ids"]):
         return rows
     said = [hash(tuple(ids)) for ids in rows["completion_ids"]]
+    if len(said) == 1:
+        logger.warning(f"The {name} dataset is one record, whose answer is compared with itself: it has no other.")
+        return rows.map(lambda row: {"KL_completion_ids": row["completion_ids"]}, features=rows.features)
     if len({*said}) < 2:
         raise UserError(f"All answers of the {name} dataset are the same; nothing can be learned from them.")
     others = rows.select([_before(said, place) for place in range(len(said))]).select_columns("completion_ids")

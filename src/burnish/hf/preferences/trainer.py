@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from burnish.app.reference_cache import fill
 from burnish.app.references import check_vocabulary
 from burnish.core.errors import Problem, UserError
+from burnish.core.loop import TrainOutput
 from burnish.core.meter import Totals
 from burnish.core.types import Batch, Row
 from burnish.data.batches.stream import num_tokens
-from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.engine.base import set_seed
 from burnish.hf import notes
+from burnish.hf.inspection import is_peft_model
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.loss import TrainerObjective
-from burnish.hf.preferences.collator import Unpadded
+from burnish.hf.preferences.collator import Padded, Unpadded
 from burnish.hf.preferences.config import (
     CPOConfig,
     DPOConfig,
@@ -37,12 +37,18 @@ from burnish.hf.preferences.config import (
     RewardConfig,
     WithReference,
 )
-from burnish.hf.preferences.objective import PreferredObjective, ReadyBatches, Score, fitted, reference_for
+from burnish.hf.preferences.objective import (
+    PreferredObjective,
+    ReadyBatches,
+    Score,
+    fitted,
+    reference_for,
+    with_numbers,
+)
 from burnish.hf.preferences.rows import (
     Encode,
     EncodeScored,
     EncodeVerdicts,
-    ObjectiveRows,
     VerdictsOfSteps,
     pair_row,
     prepared,
@@ -66,7 +72,7 @@ from burnish.models.dropout import switch_off_dropout
 from burnish.models.reward_files import pad_of_classifier
 from burnish.objectives.kto import KtoObjective
 from burnish.objectives.pairs import AnswersObjective, PairObjective
-from burnish.objectives.reference import AdapterOff
+from burnish.objectives.reference import AdapterOff, AsItIs, Following, StartOfRun
 from burnish.objectives.reward import RewardObjective
 
 logger = logging.get_logger("transformers.trainer")
@@ -135,24 +141,27 @@ class PreferenceTrainer(TrlTrainer):
         if hasattr(model, "peft_config"):
             finish_peft(model, args)
         choices = args.choices()
+        if not scores:
+            self._set_router(model, args.router_aux_loss_coef)
+            choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else None
         for note in args.notes():
             logger.warning(note)
         self.objective = self.objective_class(choices, None, self._tokenizer)
-        self._unpadded = None if data_collator is None else Unpadded(data_collator, self.kind)
+        self._pad = pad
         super().__init__(
-            model=model, args=args, data_collator=self._collate,
+            model=model, args=args, data_collator=data_collator or Padded(self._row_of, self.kind, pad),
             train_dataset=self._prepared(train_dataset, "train", args),
             eval_dataset=self._prepared_evals(eval_dataset, args), processing_class=processing_class,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
-        self.ref_model = self._second(ref_model, args)
-        self._fit(pad, peft_config)
+        self._second_model = self._second(ref_model, args)
+        self._fit(peft_config)
         self._totals = Totals()
         self._look_at(args)
-        if isinstance(args, WithReference) and args.precompute_ref_log_probs and self._needs_reference:
-            self._ask_beforehand(args.precompute_ref_batch_size or args.eval_batch_size)
+        if self._asks_beforehand:
+            self._ask_beforehand()
         tag: Any = getattr(self.model, "add_model_tags", None)
         if tag is not None:
             tag(self._tag_names)
@@ -181,6 +190,21 @@ class PreferenceTrainer(TrlTrainer):
     def _needs_reference(self) -> bool:
         return isinstance(self.objective, AnswersObjective) and self.objective.needs_reference
 
+    @property
+    def _asks_beforehand(self) -> bool:
+        args = self.args
+        return isinstance(args, WithReference) and args.precompute_ref_log_probs and self._needs_reference
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference as a model: the one that was given, or the weights that training began with; None where it is
+        the model without its adapter, or its numbers lie beside the rows."""
+        if self._second_model is not None or is_peft_model(self.model):
+            return self._second_model
+        reference = self.objective.reference if self._needs_reference else None
+        start = reference.start if isinstance(reference, Following) else reference
+        return start.as_model(self.model) if isinstance(start, StartOfRun) else None
+
     def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
         """The reference, where it is a model of its own."""
         if not self._needs_reference:
@@ -190,16 +214,19 @@ class PreferenceTrainer(TrlTrainer):
             check_vocabulary(self.model, second)
         return second
 
-    def _fit(self, pad: int, peft_config: Any) -> None:
+    def _fit(self, peft_config: Any) -> None:
         objective, model, is_scored = self.objective, self.model, isinstance(self.objective, RewardObjective)
-        found, collate = fitted(model, self.ref_model, self.args, pad, self._leaves_tokens_out, is_scored)
+        leaves_out = self._leaves_tokens_out and objective.allows_prefix_sharing(model)
+        found, collate = fitted(model, self._second_model, self.args, self._pad, leaves_out, is_scored)
         if is_scored:
             objective.head = Score(model)
         for note in objective.fit(found, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):
             choices = self.args.choices()
-            objective.reference = reference_for(objective, choices, model, self.ref_model, peft_config, self._engine)
+            objective.reference = reference_for(
+                objective, choices, model, self._second_model, peft_config, self._engine
+            )
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
 
@@ -209,28 +236,22 @@ class PreferenceTrainer(TrlTrainer):
     def _look_at(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
 
-    def _ask_beforehand(self, size: int) -> None:
+    def _ask_beforehand(self) -> None:
         """Put what the reference says of every row beside it, and let a reference go that takes memory."""
-
-        def completed(dataset: Any) -> Any:
-            if not is_datasets_set(dataset):
-                what = "`precompute_ref_log_probs` asks about every row before the first step; a streamed set has none."
-                raise UserError(Problem(what, remedy="Load the set, or leave it out."))
-            own = self._unpadded
-            rows = RowsWithReference(ObjectiveRows(dataset, self._row_of if own is None else lambda row: own([row])[0]))
-            for sentence in fill(rows, self.objective, self._made, self._engine, size):
-                logger.warning(sentence)
-            for name, values in rows.columns.items():
-                dataset = dataset.add_column(name, values.tolist())
-            return dataset
-
         evals = self.eval_dataset
-        self.train_dataset = completed(self.train_dataset)
+        self.train_dataset = self._completed(self.train_dataset)
         if evals is not None:
             is_one = not isinstance(evals, dict)
-            self.eval_dataset = completed(evals) if is_one else {name: completed(one) for name, one in evals.items()}
-        if not isinstance(self.objective.reference, AdapterOff):
-            self.objective.reference = self.ref_model = None
+            self.eval_dataset = (
+                self._completed(evals) if is_one else {name: self._completed(one) for name, one in evals.items()}
+            )
+        if not isinstance(self.objective.reference, AdapterOff | AsItIs):
+            self.objective.reference = self._second_model = None
+
+    def _completed(self, dataset: Any) -> Any:
+        """A set with what the reference says of each row. Raises: as ``with_numbers``."""
+        size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.eval_batch_size
+        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._engine, size)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -242,11 +263,26 @@ class PreferenceTrainer(TrlTrainer):
             return {name: self._prepared(dataset, name, args) for name, dataset in eval_dataset.items()}
         return None if eval_dataset is None else self._prepared(eval_dataset, "eval", args)
 
+    def _ready_evals(self, dataset: Any) -> Any:
+        """A set that a script hands in, prepared as the constructor prepares its own."""
+        dataset = self._prepared_evals(dataset, self.args)
+        return self._completed(dataset) if self._asks_beforehand else dataset
+
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         known = ({name: row[name] for name in row if name.startswith("reference_")} for row in rows)
-        laid = [self._row_of(row) for row in rows] if self._unpadded is None else self._unpadded(rows)
-        batch: Batch = self.objective.collate([{**row, **more} for row, more in zip(laid, known, strict=True)])
+        laid = zip(self._rows_of(rows), known, strict=True)
+        batch: Batch = self.objective.collate([{**row, **more} for row, more in laid])
         return batch
+
+    def _rows_of(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+        """Rows of the objective, by ``data_collator`` where a script has given one."""
+        if isinstance(self.data_collator, Padded):
+            return [self._row_of(row) for row in rows]
+        return Unpadded(self.data_collator, self.kind)(rows)
+
+    @property
+    def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
+        return self._collate
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
@@ -287,6 +323,12 @@ class PreferenceTrainer(TrlTrainer):
         labels = inputs["tag"][counts] if "tag" in inputs else torch.zeros_like(rewards[:, 0])
         return loss.detach(), rewards.squeeze(-1), labels
 
+    def train(self, *given: Any, **named: Any) -> TrainOutput:
+        """As ``TrlTrainer.train``."""
+        if isinstance(self.objective, AnswersObjective) and isinstance(self.objective.reference, AsItIs):
+            self.objective.reference = None  # from here on the policy is not what it was
+        return super().train(*given, **named)
+
     # --- evaluation and logs ------------------------------------------------------------------------------------------
 
     def evaluate(
@@ -294,12 +336,13 @@ class PreferenceTrainer(TrlTrainer):
     ) -> dict[str, float]:
         """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
         if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # of a dict each comes here by itself
-            eval_dataset = self._prepared_evals(eval_dataset, self.args)
+            eval_dataset = self._ready_evals(eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """The rewards of a set, and its metrics."""
-        return super().predict(self._prepared_evals(test_dataset, self.args), ignore_keys, metric_key_prefix)
+        test_dataset = self._ready_evals(test_dataset)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
@@ -355,8 +398,8 @@ class KTOTrainer(PreferenceTrainer):
         return verdict_row(row, self.args.max_length)
 
     def _look_at(self, args: PreferenceConfig) -> None:
-        if not hasattr(self.train_dataset, "__len__"):
-            return
+        if not hasattr(self.train_dataset, "__len__") or len(self.train_dataset) == 1:
+            return  # a stream; one record is a trial
         rows: Any = [{"tag": label} for label in self.train_dataset["label"]]
         try:
             remarks = self.objective.look_at(rows, self._rows_per_step)

@@ -122,7 +122,7 @@ class SFTTrainer(TrlTrainer):
             eval_dataset = self._prepared_evals(eval_dataset, args)
         if is_peft_model(model):
             finish_peft(model, args)
-        self._set_router(model, args)
+        self._set_router(model, args.router_aux_loss_coef)
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=processing_class, compute_loss_func=compute_loss_func,
@@ -157,18 +157,10 @@ class SFTTrainer(TrlTrainer):
             logger.warning(note)
         return masks
 
-    def _set_router(self, model: Any, args: SFTConfig) -> None:
-        """The loss that balances a mixture of experts: its weight, and a model that gives it."""
+    def _set_router(self, model: Any, asked: float | None) -> None:
+        super()._set_router(model, asked)
         config = model.config.get_text_config()
-        asked = args.router_aux_loss_coef
-        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
-        if asked and not hasattr(config, "output_router_logits"):
-            raise ValueError(
-                f"`router_aux_loss_coef` is set to {asked} but {type(model).__name__} is not a Mixture-of-Experts "
-                "model that returns its router logits, so there is no auxiliary loss to weight."
-            )
-        self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
-        if hasattr(config, "router_aux_loss_coef"):
+        if hasattr(config, "router_aux_loss_coef"):  # the model's own loss goes by them
             config.output_router_logits = self.aux_loss_enabled
             config.router_aux_loss_coef = self.router_aux_loss_coef
 

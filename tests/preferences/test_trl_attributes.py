@@ -1,0 +1,159 @@
+"""What scripts ask of TRL's trainers beside training: a reference, a collator, a new set, the loss of a router."""
+
+import pytest
+import torch
+from datasets import IterableDataset
+from script_runs import as_set, losses, make, pairs, verdicts, weights
+from test_collators import of_pairs
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+from burnish import UserError
+from small_run import make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attributes")
+    make_model(folder / "model")
+    return folder
+
+
+def read(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def mixture(folder):
+    """A mixture of experts whose config does not ask for its router's loss, as they are published."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, router_aux_loss_coef=0.5, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder / "mixture")
+    tokenizer.save_pretrained(folder / "mixture")
+    return folder / "mixture"
+
+
+# --- router -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+def test_a_mixture_of_experts_is_balanced_unless_told_not_to(kind, folder, tmp_path):
+    """The loss has the router's by the model's own weight, and the log has it without: that of the padded rows."""
+    model, found = mixture(folder), {}
+    rows = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
+    for asked in (0.0, None):
+        trainer = make(kind, model, tmp_path, max_steps=1, router_aux_loss_coef=asked, **rows)
+        batch = trainer.data_collator([trainer.train_dataset[number] for number in range(12)])
+        found[asked] = losses(trainer)[0]
+        assert trainer.aux_loss_enabled == (asked is None)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        aux = read(model)(**given, output_router_logits=True).aux_loss.item()
+    assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(aux, rel=1e-5)
+    assert found[None] - found[0.0] == pytest.approx(0.5 * aux, rel=1e-5)
+
+
+def test_a_weight_for_the_router_of_a_model_without_one_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="not a Mixture-of-Experts model"):
+        make("DPOTrainer", folder / "model", tmp_path, router_aux_loss_coef=0.1)
+
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_a_model_over_the_weights_at_the_start(folder, tmp_path):
+    trainer = make("DPOTrainer", folder / "model", tmp_path)
+    start = weights(trainer)
+    losses(trainer)
+    its = dict(trainer.ref_model.named_parameters())
+    assert all(torch.equal(its[name], value) for name, value in start.items())
+    assert not all(torch.equal(its[name], value) for name, value in weights(trainer).items())
+    assert not any(parameter.requires_grad for parameter in its.values())
+
+
+def test_the_reference_that_follows_moves_where_a_script_looks(folder, tmp_path):
+    trainer = make("DPOTrainer", folder / "model", tmp_path, sync_ref_model=True, ref_model_sync_steps=1)
+    before = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
+    losses(trainer)
+    assert all(not torch.equal(before[name], value) for name, value in trainer.ref_model.named_parameters())
+
+
+def in_stream(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+def test_a_new_set_is_compared_with_the_reference_while_that_is_there(kind, folder, tmp_path):
+    rows = verdicts(4) if kind == "KTOTrainer" else pairs(4)
+    trainer = make(kind, folder / "model", tmp_path, precompute_ref_log_probs=True)
+    plain = make(kind, folder / "model", tmp_path)
+    assert trainer.evaluate(as_set(rows))["eval_loss"] == plain.evaluate(as_set(rows))["eval_loss"]
+    assert torch.tensor(trainer.predict(as_set(rows)).predictions).abs().max() == 0  # of its own reference
+    with pytest.raises(ValueError, match="not supported with IterableDataset"):
+        trainer.evaluate(in_stream(rows))
+    trainer.train()
+    for ask in (trainer.evaluate, trainer.predict):
+        with pytest.raises(UserError, match="Cannot compute reference log-probs for a dataset passed to"):
+            ask(as_set(rows))
+
+
+def test_without_its_adapter_a_model_is_its_reference_after_training_too(folder, tmp_path):
+    from peft import LoraConfig
+
+    given = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")}
+    made = [
+        make("DPOTrainer", folder / "model", tmp_path, given=dict(given), precompute_ref_log_probs=is_asked, seed=4)
+        for is_asked in (True, False)
+    ]
+    for trainer in made:
+        trainer.train()
+    beforehand, in_passing = (trainer.evaluate(as_set(pairs(4)))["eval_loss"] for trainer in made)
+    assert beforehand == pytest.approx(in_passing, rel=1e-6)
+    assert beforehand != pytest.approx(0.6931472, rel=1e-6)
+
+
+# --- collator ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_collator_makes_trls_padded_batch(folder, tmp_path):
+    trainer = make("DPOTrainer", folder / "model", tmp_path)
+    rows = [trainer.train_dataset[number] for number in range(3)]
+    made, pad = trainer.data_collator(rows), trainer.processing_class.pad_token_id
+    ids = [row["prompt_ids"] + row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows]
+    most = max(map(len, ids))
+    assert made["input_ids"].tolist() == [[*one, *[pad] * (most - len(one))] for one in ids]
+    assert made["attention_mask"].sum(-1).tolist() == [len(one) for one in ids]
+    assert made["completion_mask"].sum(-1).tolist() == [
+        len(row[f"{side}_ids"]) for side in ("chosen", "rejected") for row in rows
+    ]
+
+
+def test_the_collator_of_verdicts_has_the_other_answers(folder, tmp_path):
+    trainer = make("KTOTrainer", folder / "model", tmp_path)
+    row = trainer.train_dataset[0]
+    made = trainer.data_collator([row])
+    assert made["input_ids"].tolist() == [row["prompt_ids"] + row["completion_ids"]]
+    assert made["KL_input_ids"].tolist() == [row["prompt_ids"] + row["KL_completion_ids"]]
+    assert made["label"].tolist() == [row["label"]]
+
+
+def test_a_collator_that_is_put_in_later_is_the_one_that_trains(folder, tmp_path):
+    from_the_start = make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": swapped})
+    later = make("DPOTrainer", folder / "model", tmp_path)
+    later.data_collator = swapped
+    assert losses(later) == losses(from_the_start)
+
+
+def swapped(rows):
+    return of_pairs([{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows])
+
+
+# --- small sets -------------------------------------------------------------------------------------------------------
+
+
+def test_one_verdict_is_compared_with_itself(folder, tmp_path):
+    trainer = make("KTOTrainer", folder / "model", tmp_path, verdicts(1))
+    assert trainer.train_dataset[0]["KL_completion_ids"] == trainer.train_dataset[0]["completion_ids"]
+    assert losses(trainer)
