@@ -8,10 +8,10 @@ from pathlib import Path
 from burnish.core.errors import NonFiniteError
 from burnish.core.loop import LoopChoices, TrainOutput, rows_of, train
 from burnish.core.run import Run
-from burnish.core.spikes import MOST, SpikeChoices, SpikeError, SpikeWatch
+from burnish.core.spikes import MOST, SpikeError, SpikeOptions, SpikeWatch
 
 
-def watch_for_spikes(options: SpikeChoices) -> SpikeWatch | None:
+def watch_for_spikes(options: SpikeOptions) -> SpikeWatch | None:
     """The watch that the options ask for, a part of the run and of its checkpoints."""
     return SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
 

@@ -24,25 +24,6 @@ from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.state import TrainerControl, TrainerState
 
-EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_substep_end",
-    "on_step_end",
-    "on_evaluate",
-    "on_predict",
-    "on_save",
-    "on_log",
-    "on_prediction_step",
-    "on_push_begin",
-)
-
 
 @dataclass
 class FlowOptions:
@@ -100,6 +81,9 @@ class TrainerCallback:
     def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
 
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
 class DefaultFlowCallback(TrainerCallback):
     """Raises the flags that the options ask for: log, evaluate, save, stop."""
 
@@ -152,11 +136,8 @@ class CallbackHandler:
 
     def fire(self, event: str, **details: Any) -> TrainerControl:
         """Call ``event`` on every callback. ``details``: ``logs`` for on_log, ``metrics`` for on_evaluate."""
-        reset = _RESET_BEFORE.get(event)
-        if reset is not None:
-            reset(self.control)
-        if event in _ANSWERED_BY:
-            setattr(self.control, _ANSWERED_BY[event], False)
+        for flag in _LOWERED_BY.get(event, ()):
+            setattr(self.control, flag, False)
         for callback in self.callbacks:
             method = getattr(callback, event, None)
             if method is None:
@@ -213,9 +194,9 @@ def _inherited_from(callback: Any) -> type:
     return next((c for c in reversed(type(callback).__mro__) if hasattr(c, "on_train_begin")), TrainerCallback)
 
 
-_RESET_BEFORE = {
-    "on_train_begin": TrainerControl._new_training,
-    "on_epoch_begin": TrainerControl._new_epoch,
-    "on_step_begin": TrainerControl._new_step,
-}
-_ANSWERED_BY = {"on_evaluate": "should_evaluate", "on_save": "should_save", "on_log": "should_log"}
+_LOWERED_BY = {
+    "on_train_begin": ("should_training_stop",), "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_begin": ("should_save", "should_evaluate", "should_log"), "on_evaluate": ("should_evaluate",),
+    "on_save": ("should_save",), "on_log": ("should_log",),
+}  # fmt: skip
+"""Event -> the flags that it answers, or that are raised anew after it."""

@@ -70,19 +70,15 @@ def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1) -> S
     rows_per_step = per_batch * options.gradient_accumulation_steps
     if rows is None:
         if options.max_steps <= 0:
-            raise UserError(
-                Problem("The training set has no length, so max_steps must be a positive number. Received: -1.")
-            )
+            raise UserError("The training set has no length, so max_steps must be a positive number. Received: -1.")
         return StepPlan(None, rows_per_step, options.max_steps, options.max_steps, sys.maxsize)
     used = rows - rows % per_batch if options.dataloader_drop_last else rows
     steps_per_epoch = math.ceil(used / rows_per_step)
     if steps_per_epoch == 0:
         raise UserError(
-            Problem(
-                f"No step would run: the {rows} of the training set do not fill a batch of {per_batch} rows, and "
-                "dataloader_drop_last is set.",
-                remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
-            )
+            f"No step would run: the {rows} of the training set do not fill a batch of {per_batch} rows, and "
+            "dataloader_drop_last is set.",
+            remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
         )
     if options.max_steps > 0:
         return StepPlan(
@@ -143,10 +139,6 @@ def _after_warmup(curve: Callable[..., float]) -> Callable[..., float]:
     return factor
 
 
-def _linear(passed: float) -> float:
-    return max(0.0, 1.0 - passed)
-
-
 def _cosine(passed: float, num_cycles: float = 0.5) -> float:
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * passed)))
 
@@ -160,14 +152,6 @@ def _cosine_with_restarts(passed: float, num_cycles: int = 1) -> float:
 def _cosine_with_min_lr(passed: float, num_cycles: float = 0.5, min_lr_rate: float = 0.0) -> float:
     factor = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * passed))
     return max(0.0, factor * (1 - min_lr_rate) + min_lr_rate)
-
-
-def _constant(step: int, warmup: int, total: int) -> float:
-    return 1.0
-
-
-def _constant_with_warmup(step: int, warmup: int, total: int) -> float:
-    return step / max(1.0, warmup) if step < warmup else 1.0
 
 
 def _polynomial(step: int, warmup: int, total: int, lr_init: float, lr_end: float = 1e-7, power: float = 1.0) -> float:
@@ -224,12 +208,12 @@ def _warmup_stable_decay(
 
 
 _FACTORS: dict[str, Callable[..., float]] = {
-    "linear": _after_warmup(_linear),
+    "linear": _after_warmup(lambda passed: max(0.0, 1.0 - passed)),
     "cosine": _after_warmup(_cosine),
     "cosine_with_restarts": _after_warmup(_cosine_with_restarts),
     "polynomial": _polynomial,
-    "constant": _constant,
-    "constant_with_warmup": _constant_with_warmup,
+    "constant": lambda step, warmup, total: 1.0,
+    "constant_with_warmup": lambda step, warmup, total: step / max(1.0, warmup) if step < warmup else 1.0,
     "inverse_sqrt": _inverse_sqrt,
     "cosine_with_min_lr": _after_warmup(_cosine_with_min_lr),
     "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
@@ -311,4 +295,4 @@ def refused_by_curve(options: CurveOptions) -> Iterator[None]:
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         name = options.lr_scheduler_type
         what = f'lr_scheduler_type "{name}" does not take all of lr_scheduler_kwargs: {why_not(error)}'
-        raise UserError(Problem(f"{what.rstrip('.')}.")) from error
+        raise UserError(f"{what.rstrip('.')}.") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +36,6 @@ class SpikeOptions:
     spike_ratio: float | None = option(
         None, "A gradient so many times as long as the mean of the last 32 steps' is a spike too.", gt=1
     )
-
-
-class SpikeChoices(Protocol):
-    """The options read here."""
-
-    on_spike: str
-    spike_ratio: float | None
 
 
 class SpikeError(RuntimeError):
@@ -87,7 +80,7 @@ class SpikeWatch:
         self.norms = deque(state["norms"], maxlen=_SEEN)
 
 
-def spike_notes(options: SpikeChoices) -> list[str]:
+def spike_notes(options: SpikeOptions) -> list[str]:
     """Note an option that has no effect."""
     unread = options.spike_ratio is not None and options.on_spike == "no"
     return ['"spike_ratio" has no effect without on_spike: go_back.'] if unread else []

@@ -84,15 +84,6 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
 
-    def _new_training(self) -> None:
-        self.should_training_stop = False
-
-    def _new_epoch(self) -> None:
-        self.should_epoch_stop = False
-
-    def _new_step(self) -> None:
-        self.should_save = self.should_evaluate = self.should_log = False
-
     def state(self) -> dict[str, Any]:
         return {"args": dataclasses.asdict(self), "attributes": {}}
 

@@ -143,15 +143,11 @@ class EngineAccelerator:
     def autocast(self) -> AbstractContextManager[Any]:
         return self.engine.precision()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        with self._first(self.is_main_process):
-            yield
+    def main_process_first(self) -> AbstractContextManager[None]:
+        return self._first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        with self._first(self.is_local_main_process):
-            yield
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        return self._first(self.is_local_main_process)
 
     @contextmanager
     def _first(self, goes_first: bool) -> Iterator[None]:

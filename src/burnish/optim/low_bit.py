@@ -7,7 +7,8 @@ a checkpoint holds the plain tensors that a moment consists of, and the schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,22 +42,15 @@ def adamw_4bit(groups: Groups, options: OptimOptions) -> Optimizer:
 
 def _wrapped(kind: Any, groups: Groups, options: OptimOptions) -> Optimizer:
     made: Optimizer = kind(copied(groups), **adam_arguments(options))
-    hook(made, "state_dict_post", _plain, _PLAIN)
-    hook(made, "load_state_dict_pre", _quantised, _PLAIN)
+    hook(made, "state_dict_post", partial(_each, _taken_apart), _PLAIN)
+    hook(made, "load_state_dict_pre", partial(_each, _put_together), _PLAIN)
     return Delegating(groups, options.learning_rate, [made])
 
 
-def _plain(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "state": _each(_taken_apart, state["state"])}
-
-
-def _quantised(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "state": _each(_put_together, state["state"])}
-
-
-def _each(change: Callable[[Any], Any], moments: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+def _each(change: Callable[[Any], Any], optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Apply ``change`` to every moment of every parameter."""
-    return {index: {name: change(value) for name, value in own.items()} for index, own in moments.items()}
+    moments = state["state"].items()
+    return {**state, "state": {index: {n: change(value) for n, value in own.items()} for index, own in moments}}
 
 
 def _taken_apart(value: Any) -> Any:
