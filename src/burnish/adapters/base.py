@@ -79,14 +79,7 @@ class FinetuningOptions:
     print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
 
 
-class FinetuningChoices(Protocol):
-    """The options read here."""
-
-    finetuning_type: str
-    print_param_status: bool
-
-
-def finetuning_notes(options: FinetuningChoices) -> list[str]:
+def finetuning_notes(options: NamedType) -> list[str]:
     """Notes on options of other finetuning types than the one of this run."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
     return [f'"{name}" has no effect: it is not for finetuning_type {options.finetuning_type}.' for name in unread]
@@ -162,10 +155,8 @@ def raise_unless_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor], wh
     parts += [f"differ in shape ({few(sorted(other))})"] if other else []
     if parts:
         raise UserError(
-            Problem(
-                f"{what} of the checkpoint are not this model's: they {', and '.join(parts)}.",
-                remedy="Continue with the model and the adapter options that the checkpoint was written with.",
-            )
+            f"{what} of the checkpoint are not this model's: they {', and '.join(parts)}.",
+            remedy="Continue with the model and the adapter options that the checkpoint was written with.",
         )
 
 

@@ -33,7 +33,10 @@ class FullAdapter:
         return model
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        raise UserError(no_reference(self.options.finetuning_type))
+        raise UserError(
+            f"finetuning_type {self.options.finetuning_type} keeps no copy of the weights before training.",
+            remedy="Name the model to compare with (ref_model), or set finetuning_type: lora, whose base is that copy.",
+        )
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         return whole_state(model)
@@ -67,10 +70,3 @@ def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: n
             )
         )
     return problems
-
-
-def no_reference(finetuning_type: str) -> Problem:
-    return Problem(
-        f"finetuning_type {finetuning_type} keeps no copy of the weights before training.",
-        remedy="Name the model to compare with (ref_model), or set finetuning_type: lora, whose base is that copy.",
-    )

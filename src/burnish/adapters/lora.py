@@ -173,21 +173,17 @@ class LoraAdapter:
         extra = options.additional_target or _new_tokens(model)
         whole, problems = find_modules(model, extra)
         targets, missing = find_targets(model, options.lora_target, left_out=whole)
+        decomposition = "pissa" if options.pissa_iter < 0 else f"pissa_niter_{options.pissa_iter}"  # exact, or fast
         config = LoraConfig(
             task_type="CAUSAL_LM", r=options.lora_rank,
             lora_alpha=2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha,
             lora_dropout=options.lora_dropout, use_rslora=options.use_rslora, use_dora=options.use_dora,
-            init_lora_weights=_pissa(options.pissa_iter) if options.pissa_init else True,
+            init_lora_weights=decomposition if options.pissa_init else True,
             target_modules=set(shortest_names(targets, model)), modules_to_save=sorted(extra) or None,
             base_model_name_or_path=from_anywhere(getattr(getattr(model, "config", None), "name_or_path", None)),
         )  # fmt: skip
         fit = Fit(config, targets, whole)
         return fit, [*problems, *missing, *fit.problems(model)]
-
-
-def _pissa(iterations: int) -> str:
-    """peft's name of it: of the exact decomposition, or of the fast one with so many iterations."""
-    return "pissa" if iterations < 0 else f"pissa_niter_{iterations}"
 
 
 @dataclass

@@ -120,11 +120,9 @@ def read_config(folder: Path) -> Any:
         raw = {**raw, "task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     if more := _more_than_lora(raw):
         raise UserError(
-            Problem(
-                f"this adapter uses {more}, which finetuning_type lora does not do.",
-                where=str(path),
-                remedy="Set finetuning_type: peft to run it through the peft library.",
-            )
+            f"this adapter uses {more}, which finetuning_type lora does not do.",
+            where=str(path),
+            remedy="Set finetuning_type: peft to run it through the peft library.",
         )
     from peft import LoraConfig
 
@@ -132,7 +130,7 @@ def read_config(folder: Path) -> Any:
         known = {each.name for each in fields(LoraConfig)} - {"runtime_config"}
         return LoraConfig(**{name: value for name, value in raw.items() if name in known})
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise UserError(Problem(f"peft refuses this adapter's config: {error}.", where=str(path))) from error
+        raise UserError(f"peft refuses this adapter's config: {error}.", where=str(path)) from error
 
 
 _TEXT, _NUMBER, _COUNT, _FLAG = "text", "a number above 0", "a whole number above 0", "true or false"
@@ -207,10 +205,8 @@ def raise_unless_fitting(own: Mapping[str, Tensor], given: Mapping[str, Tensor])
     ranks = {_rank(own), _rank(given)}
     if None not in ranks and len(ranks) == 2 and own.keys() == given.keys():
         raise UserError(
-            Problem(
-                f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}.",
-                remedy="Set lora_rank to what it was, or start a new run in another output_dir.",
-            )
+            f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}.",
+            remedy="Set lora_rank to what it was, or start a new run in another output_dir.",
         )
     raise_unless_same(own, given, "the adapter's weights")
 
@@ -221,13 +217,11 @@ def _weights_header(folder: Path) -> dict[str, TensorInfo]:
         return {name: info for name, info in read_header(path).items() if name != SCORE}
     is_pickle = (folder / "adapter_model.bin").is_file()
     raise UserError(
-        Problem(
-            f"adapter_model.bin is a pickle, which can run code; burnish reads {WEIGHTS_NAME} only."
-            if is_pickle
-            else f"the adapter has no {WEIGHTS_NAME}.",
-            where=str(folder),
-            remedy="Save it again with a current peft, which writes safetensors." if is_pickle else "Copy it again.",
-        )
+        f"adapter_model.bin is a pickle, which can run code; burnish reads {WEIGHTS_NAME} only."
+        if is_pickle
+        else f"the adapter has no {WEIGHTS_NAME}.",
+        where=str(folder),
+        remedy="Save it again with a current peft, which writes safetensors." if is_pickle else "Copy it again.",
     )
 
 

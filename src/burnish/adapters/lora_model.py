@@ -151,7 +151,7 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
         with torch.device("meta") if is_shape else nullcontext():
             inject_adapter_in_model(here, model, name)
     except ValueError as error:  # what peft says of layers that it cannot adapt
-        raise UserError(Problem(f"peft refuses this adapter: {error}")) from error
+        raise UserError(f"peft refuses this adapter: {error}") from error
     model.train(mode)
     if not is_shape and config.init_lora_weights is True:
         _draw_again(model, name, before)
@@ -242,7 +242,11 @@ def merge_into_base(model: nn.Module) -> nn.Module:
     layers = [(path, module) for path, module in modules if hasattr(module, "base_layer")]
     for _, layer in layers:
         if is_quantised(layer.base_layer):
-            raise UserError(_no_merge(layer.base_layer))
+            kind = type(layer.base_layer).__name__
+            raise UserError(
+                f"an adapter cannot be merged into a quantised base ({kind}): the sum would be rounded away.",
+                remedy="Merge it into the base in full precision: burnish export without quantization_bit.",
+            )
     before = [(layer, dict(layer.base_layer.named_parameters(recurse=False))) for _, layer in layers]
     broken = [path for path, layer in layers if not _merges(layer)]
     if broken:
@@ -251,10 +255,8 @@ def merge_into_base(model: nn.Module) -> nn.Module:
             for name, parameter in parameters.items():
                 layer.base_layer.register_parameter(name, parameter)
         raise UserError(
-            Problem(
-                f"merging the adapter gives weights that are not finite, in {', '.join(broken[:3])}.",
-                remedy="The adapter is damaged or diverged in training; take an earlier checkpoint of it.",
-            )
+            f"merging the adapter gives weights that are not finite, in {', '.join(broken[:3])}.",
+            remedy="The adapter is damaged or diverged in training; take an earlier checkpoint of it.",
         )
     for path, module in modules:
         model.set_submodule(path, module.base_layer if hasattr(module, "base_layer") else _in_use(module))
@@ -396,10 +398,3 @@ def features(layer: nn.Module) -> tuple[int, int]:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         return weight.shape[0], weight.shape[1]
     return layer.in_features, layer.out_features  # type: ignore[return-value]
-
-
-def _no_merge(layer: nn.Module) -> Problem:
-    return Problem(
-        f"an adapter cannot be merged into a quantised base ({type(layer).__name__}): the sum would be rounded away.",
-        remedy="Merge it into the base in full precision: burnish export without quantization_bit.",
-    )

@@ -73,7 +73,7 @@ class PeftAdapter:
         try:
             wrapped: nn.Module = get_peft_model(model, config)
         except ValueError as error:  # what peft says of a config that does not suit the model
-            raise UserError(Problem(f"peft_config does not suit this model: {error}")) from error
+            raise UserError(f"peft_config does not suit this model: {error}") from error
         return wrapped
 
     def _continued(self, model: nn.Module, folder: str) -> nn.Module:
@@ -122,15 +122,13 @@ class PeftAdapter:
         kind = str(raw.pop("peft_type", "")).upper()
         if kind not in known:
             raise UserError(
-                Problem(
-                    f'peft_config: there is no peft_type "{kind}".{did_you_mean(kind, known)}',
-                    remedy=f"Known: {', '.join(sorted(known))}.",
-                )
+                f'peft_config: there is no peft_type "{kind}".{did_you_mean(kind, known)}',
+                remedy=f"Known: {', '.join(sorted(known))}.",
             )
         try:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
-            raise UserError(Problem(f"peft_config: {kind} refuses it: {error}.")) from error
+            raise UserError(f"peft_config: {kind} refuses it: {error}.") from error
 
 
 @dataclass
@@ -201,11 +199,9 @@ def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
         wrapped = PeftModel.from_pretrained(model, str(folder))
         if wrapped.active_peft_config.is_prompt_learning:
             raise UserError(
-                Problem(
-                    "a learned prompt is no change of weights, so it cannot be merged.",
-                    where=str(folder),
-                    remedy="Use it through peft: PeftModel.from_pretrained(model, folder).",
-                )
+                "a learned prompt is no change of weights, so it cannot be merged.",
+                where=str(folder),
+                remedy="Use it through peft: PeftModel.from_pretrained(model, folder).",
             )
         model = wrapped.merge_and_unload()
     return model
@@ -219,15 +215,13 @@ def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
     """The mapping in ``given``, in the file it names, or in the folder it names."""
     if given is None:
         raise UserError(
-            Problem(
-                "finetuning_type peft needs peft_config.",
-                remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
-            )
+            "finetuning_type peft needs peft_config.",
+            remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
         )
     if isinstance(given, str):
         path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
         if not path.is_file():
-            raise UserError(Problem(f'peft_config "{given}" is no file, and no folder with an adapter_config.json.'))
+            raise UserError(f'peft_config "{given}" is no file, and no folder with an adapter_config.json.')
         raw: Mapping[str, Any] = read_object(path)
         return raw
     return given

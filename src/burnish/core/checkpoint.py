@@ -25,12 +25,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.events import EVENTS
+from burnish.core.events import EVENTS, CallbackHandler
 from burnish.core.files import open_lock, remove
 from burnish.core.json_files import write_json
 from burnish.core.manifest import faults, flush_folders, write_manifest
@@ -79,21 +79,6 @@ def output_folder(options: CheckpointOptions) -> Path:
     return Path(options.output_dir)
 
 
-class Listeners(Protocol):
-    """Callbacks that hear of the events of a run (``core.events.CallbackHandler``)."""
-
-    def foreign_callbacks(self, event: str) -> list[str]:
-        """The names of the callbacks that act on ``event`` and were not written by burnish."""
-        ...
-
-
-class Nobody:
-    """The ``Listeners`` of a run without callbacks."""
-
-    def foreign_callbacks(self, event: str) -> list[str]:
-        return []
-
-
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -114,7 +99,7 @@ class Checkpoints:
         self, folder: str | Path, *, fingerprints: Mapping[str, Any] | None = None,
         write_extras: Callable[[Path], None] | None = None, limit: int | None = None, in_background: bool = True,
         rank: int = 0, world_size: int = 1, barrier: Callable[[], None] = lambda: None,
-        listeners: Listeners | None = None, optimizer: Optimizer | None = None,
+        listeners: CallbackHandler | None = None, optimizer: Optimizer | None = None,
     ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.fingerprints = dict(fingerprints or {})
@@ -128,7 +113,7 @@ class Checkpoints:
         self._has_copies = threading.Event()  # of everything that the next update changes
         self._has_copies.set()
         self._failure: BaseException | None = None
-        self._listeners = listeners or Nobody()
+        self._listeners = listeners
         # A schedule-free optimizer changes the weights when it turns to an evaluation, too.
         self._may_copy_later = in_background and optimizer is not None and not hasattr(optimizer, "eval")
         if self._may_copy_later and optimizer is not None:
@@ -151,7 +136,7 @@ class Checkpoints:
         target = self.path(step)
         parts = {name: part for name, part in parts.items() if part.is_saved}
         temporary = self._begin(target, parts)
-        copies_later = self._may_copy_later and not any(self._listeners.foreign_callbacks(event) for event in EVENTS)
+        copies_later = self._may_copy_later and not any(map(self._is_heard, EVENTS))
         sharded = [part.stem for part in parts.values() if part.is_sharded]
         taken = self._taken(parts, copies_later)
         if self.rank != 0 and not sharded:
@@ -191,9 +176,13 @@ class Checkpoints:
             self._writer.start()
         else:
             write_mine()
-        if self._listeners.foreign_callbacks("on_save"):
+        if self._is_heard("on_save"):
             self.wait()
         return target
+
+    def _is_heard(self, event: str) -> bool:
+        """Return whether a callback that was not written by burnish acts on ``event``."""
+        return self._listeners is not None and bool(self._listeners.foreign_callbacks(event))
 
     def _taken(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
         """Tensors and data of what this rank writes, by stem. All ranks go through the parts in one order."""
@@ -215,11 +204,9 @@ class Checkpoints:
         self.barrier()
         if not temporary.is_dir():
             raise UserError(
-                Problem(
-                    f"rank {self.rank} does not see what rank 0 writes into output_dir.",
-                    where=str(self.folder),
-                    remedy="Name a folder that all machines of the run share.",
-                )
+                f"rank {self.rank} does not see what rank 0 writes into output_dir.",
+                where=str(self.folder),
+                remedy="Name a folder that all machines of the run share.",
             )
         for part in parts.values():
             if part.on_each_rank:
@@ -311,7 +298,7 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
     """
     wrong = faults(folder)
     if wrong:
-        raise UserError(Problem(f"{'; '.join(wrong)}.", where=str(folder), remedy=others_beside(folder)))
+        raise UserError(f"{'; '.join(wrong)}.", where=str(folder), remedy=others_beside(folder))
     for name, part in parts.items():
         stem = part.stem_of(rank)
         if has_part(folder, stem):
@@ -358,11 +345,9 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
             is_held = False
         if not is_held:
             raise UserError(
-                Problem(
-                    "another run is writing into this folder.",
-                    where=str(folder),
-                    remedy="Wait for it to end, or name another folder.",
-                )
+                "another run is writing into this folder.",
+                where=str(folder),
+                remedy="Wait for it to end, or name another folder.",
             )
         try:
             yield

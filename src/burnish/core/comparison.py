@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.manifest import read_manifest
 
 _HASH = re.compile(r"^[0-9a-f]{32,}$")
@@ -48,14 +48,12 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, des
     fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}
     if fatal and not despite:
         raise UserError(
-            Problem(
-                "this is another run than the one here: "
-                + "; ".join(_difference(name, old, new) for name, (old, new) in fatal.items())
-                + ".",
-                where=str(folder),
-                why="Continuing would mix two runs.",
-                remedy="Restore the old value, use another output_dir, or set resume_despite_changes: true.",
-            )
+            "this is another run than the one here: "
+            + "; ".join(_difference(name, old, new) for name, (old, new) in fatal.items())
+            + ".",
+            where=str(folder),
+            why="Continuing would mix two runs.",
+            remedy="Restore the old value, use another output_dir, or set resume_despite_changes: true.",
         )
     return [
         f"{name} has changed since {folder.name}."

@@ -32,11 +32,17 @@ class Problem:
 
 
 class UserError(ValueError):
-    """Raised for what the user gave: options, data, models, folders. Holds every problem found, not only the first."""
+    """Raised for what the user gave: options, data, models, folders. Holds every problem found, not only the first.
 
-    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
+    Args:
+        problems: one, or all; or the ``what`` of one, of which the others are the rest.
+    """
+
+    def __init__(
+        self, problems: Problem | str | Iterable[Problem], where: str = "", why: str = "", remedy: str = ""
+    ) -> None:
         if isinstance(problems, str):
-            problems = Problem(problems)
+            problems = Problem(problems, where, why, remedy)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 

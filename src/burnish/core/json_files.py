@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.conversion import GivenTwice, each_key_once
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 
 FETCH_AGAIN = "Fetch the file again, or mend it there."
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
@@ -29,14 +29,14 @@ def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
     except json.JSONDecodeError as error:
         place = f"{path}, line {error.lineno}, column {error.colno}"
         what = "the file is empty." if not path.stat().st_size else f"not valid JSON: {error.msg}."
-        raise UserError(Problem(what, where=place if path.stat().st_size else str(path), remedy=remedy)) from None
+        raise UserError(what, where=place if path.stat().st_size else str(path), remedy=remedy) from None
     except UnicodeDecodeError as error:
-        raise UserError(Problem(f"not UTF-8 text at byte {error.start}.", where=str(path), remedy=remedy)) from None
+        raise UserError(f"not UTF-8 text at byte {error.start}.", where=str(path), remedy=remedy) from None
     except RecursionError:
         what = "lists and objects are nested in each other too deep to be read."
-        raise UserError(Problem(what, where=str(path), remedy=remedy)) from None
+        raise UserError(what, where=str(path), remedy=remedy) from None
     except ValueError as error:  # a number of more digits than Python reads
-        raise UserError(Problem(f"not valid JSON: {error}.", where=str(path), remedy=remedy)) from None
+        raise UserError(f"not valid JSON: {error}.", where=str(path), remedy=remedy) from None
 
 
 def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str, type]] = ()) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str
     """
     found = read_json(path, remedy)
     if not isinstance(found, dict):
-        raise UserError(Problem(f"expected an object. Received: {in_words(found)}.", where=str(path), remedy=remedy))
+        raise UserError(f"expected an object. Received: {in_words(found)}.", where=str(path), remedy=remedy)
     for key, kind in needs:
         if key not in found:
-            raise UserError(Problem(f'"{key}" is missing.', where=str(path), remedy=remedy))
+            raise UserError(f'"{key}" is missing.', where=str(path), remedy=remedy)
         if not isinstance(found[key], kind) or (kind is int and isinstance(found[key], bool)):
             what = f'"{key}" must be {_KINDS.get(kind, "a whole number")}. Received: {in_words(found[key])}.'
-            raise UserError(Problem(what, where=str(path), remedy=remedy))
+            raise UserError(what, where=str(path), remedy=remedy)
     return found
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.json_files import write_json
 
 
@@ -147,8 +147,6 @@ def read_scattered(folder: Path, stem: str) -> dict[str, Scattered]:
         pieces = [(begin, files[name][key]) for name, begin, _ in entry["pieces"]]
         ends = [0, *(begin + elements.numel() for begin, elements in pieces)]
         if [begin for begin, _ in pieces] != ends[:-1] or ends[-1] != prod(entry["shape"]):
-            raise UserError(
-                Problem(f"the pieces of {key} do not make up the tensor.", where=str(folder / index_name(stem)))
-            )
+            raise UserError(f"the pieces of {key} do not make up the tensor.", where=str(folder / index_name(stem)))
         found[key] = Scattered(entry["shape"], pieces[0][1].dtype, pieces)
     return found

@@ -63,10 +63,7 @@ class Registry(Generic[T]):
         if name not in self:
             known = sorted(self.names())
             raise UserError(
-                Problem(
-                    f'There is no {self.family} "{name}".{did_you_mean(name, known)}',
-                    remedy=f"Known: {', '.join(known)}.",
-                )
+                f'There is no {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Known: {', '.join(known)}."
             )
         return self._members[name]
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.files import expanded
 from burnish.core.parts import Part
 from burnish.core.pieces import Piece
@@ -307,12 +307,10 @@ def raise_if_locked(cache: Path) -> None:
         age_s = now - lock.stat().st_mtime
         if age_s > _OLD_LOCK_S:
             raise UserError(
-                Problem(
-                    f"DeepSpeed would wait for a compilation that began {age_s / 60:.0f} minutes ago and seems to have "
-                    "been killed.",
-                    where=str(lock),
-                    remedy=f"Remove the folder {lock.parent}, and start again.",
-                )
+                f"DeepSpeed would wait for a compilation that began {age_s / 60:.0f} minutes ago and seems to have "
+                "been killed.",
+                where=str(lock),
+                remedy=f"Remove the folder {lock.parent}, and start again.",
             )
 
 

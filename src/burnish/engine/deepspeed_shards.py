@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.pieces import Piece
 from burnish.core.snapshot import named_once
 from burnish.core.types import Stateful
@@ -178,8 +178,6 @@ def _raise_unless_same(weights: Mapping[str, Any], state: Mapping[str, Any]) -> 
     ]  # fmt: skip
     if apart:
         raise UserError(
-            Problem(
-                f"the weights of the checkpoint are not this model's: {', '.join(sorted(apart)[:3])}.",
-                remedy="Continue with the model and the adapter options that the checkpoint was written with.",
-            )
+            f"the weights of the checkpoint are not this model's: {', '.join(sorted(apart)[:3])}.",
+            remedy="Continue with the model and the adapter options that the checkpoint was written with.",
         )

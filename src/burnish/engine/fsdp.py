@@ -29,7 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 from torch.utils._pytree import register_pytree_node
 
-from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.errors import UserError, did_you_mean
 from burnish.core.parts import Part
 from burnish.core.pieces import Piece, Scattered
 from burnish.core.types import Loss, Stateful
@@ -248,11 +248,9 @@ def follow(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
     """
     if optimizer.state:
         raise UserError(
-            Problem(
-                f"The optimizer {type(optimizer).__name__} keeps states of whole weights from the beginning, and fsdp "
-                "shards them.",
-                remedy="Set optim: adamw_torch_fused.",
-            )
+            f"The optimizer {type(optimizer).__name__} keeps states of whole weights from the beginning, and fsdp "
+            "shards them.",
+            remedy="Set optim: adamw_torch_fused.",
         )
     for group in optimizer.param_groups:
         group["params"] = [moved[id(parameter)] for parameter in group["params"]]
@@ -265,7 +263,7 @@ def _mesh(settings: FsdpSettings, device_type: str, world_size: int) -> DeviceMe
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     copies = copies or world_size // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     if world_size % copies:
-        raise UserError(Problem(f"{world_size} processes cannot hold {copies} copies of a sharded model."))
+        raise UserError(f"{world_size} processes cannot hold {copies} copies of a sharded model.")
     return init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("copy", "shard"))
 
 
@@ -276,11 +274,9 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
         for wanted in settings.layer_classes:
             if wanted not in names:
                 raise UserError(
-                    Problem(
-                        f'fsdp_config: "transformer_layer_cls_to_wrap" names {wanted}, and the model has no such '
-                        f"layer.{did_you_mean(wanted, names)}",
-                        remedy="Leave it out: layers are found from the model.",
-                    )
+                    f'fsdp_config: "transformer_layer_cls_to_wrap" names {wanted}, and the model has no such '
+                    f"layer.{did_you_mean(wanted, names)}",
+                    remedy="Leave it out: layers are found from the model.",
                 )
         found = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]
         return found[::-1]

@@ -14,7 +14,7 @@ from torch import nn
 
 from burnish.adapters.base import load_whole_state, whole_state
 from burnish.core.checkpoint import load_state
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.run import Run
 from burnish.core.tensor_files import read_header
 
@@ -58,7 +58,7 @@ def load_foreign_weights(folder: Path, model: Any) -> None:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise UserError(
-            Problem("there are no weights: no model.safetensors.", where=str(folder), remedy="Give another checkpoint.")
+            "there are no weights: no model.safetensors.", where=str(folder), remedy="Give another checkpoint."
         )
     state = {name: tensor for file in files if read_header(file) for name, tensor in load_file(file).items()}
     own = whole_state(model)

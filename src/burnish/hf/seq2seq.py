@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.trainer_utils import PredictionOutput
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.options import option
 from burnish.hf import notes
 from burnish.hf.arguments.training import TrainingArguments, for_argument_parser
@@ -91,7 +91,7 @@ class Seq2SeqTrainer(Trainer):
         try:
             config.validate(strict=True)
         except ValueError as error:
-            raise UserError(Problem(str(error), remedy="Change them in generation_config.")) from error
+            raise UserError(str(error), remedy="Change them in generation_config.") from error
         return config
 
     def evaluate(
@@ -198,9 +198,7 @@ class Seq2SeqTrainer(Trainer):
             if identifier is not None:
                 return int(identifier)
         raise UserError(
-            Problem(
-                "predictions of several lengths cannot be padded: neither the tokenizer nor the model's config has a "
-                "pad_token_id.",
-                remedy="Give the tokenizer as processing_class, or set model.config.pad_token_id.",
-            )
+            "predictions of several lengths cannot be padded: neither the tokenizer nor the model's config has a "
+            "pad_token_id.",
+            remedy="Give the tokenizer as processing_class, or set model.config.pad_token_id.",
         )

@@ -25,7 +25,7 @@ from burnish.app.spikes import watch_for_spikes
 from burnish.core import checkpoint
 from burnish.core.checkpoint import only_writer
 from burnish.core.comparison import compare_fingerprints
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.options import raise_if
 from burnish.core.patching import Reason, record, restore
 from burnish.core.protocols import Engine
@@ -101,11 +101,9 @@ def watch_of(args: TrainingArguments, loader: Any) -> SpikeWatch | None:
     """The watch for spikes. Raises UserError where it is asked for, and the rows of a step are not known."""
     if args.on_spike == "go_back" and order_in(loader) is None:
         raise UserError(
-            Problem(
-                '"on_spike" must be no here: go_back leaves out the rows of a step, and a loader or a stream of a '
-                'script\'s own does not say which they are. Received: "go_back".',
-                remedy="Let the Trainer make the loader of a train_dataset with a length, or set on_non_finite.",
-            )
+            '"on_spike" must be no here: go_back leaves out the rows of a step, and a loader or a stream of a '
+            'script\'s own does not say which they are. Received: "go_back".',
+            remedy="Let the Trainer make the loader of a train_dataset with a length, or set on_non_finite.",
         )
     return watch_for_spikes(args)
 
@@ -171,7 +169,7 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str, args: TrainingAr
         if asked is True:
             raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
         if args.resume == "must":
-            raise UserError(Problem(f'"resume" is must, and there is no checkpoint in {folder}.'))
+            raise UserError(f'"resume" is must, and there is no checkpoint in {folder}.')
         return None
     if not asked:
         return None

@@ -60,7 +60,7 @@ def _raw_config(folder: Path) -> dict[str, Any]:
         raise UserError(_no_config(folder))
     raw = read_object(path)
     if not isinstance(raw.get("model_type"), str):
-        raise UserError(Problem('it has no "model_type", so there is no telling what model it is.', where=str(path)))
+        raise UserError('it has no "model_type", so there is no telling what model it is.', where=str(path))
     raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_numbers(raw))
     return raw
 
@@ -172,11 +172,9 @@ def weight_files(folder: Path) -> list[Path]:
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise UserError(
-                Problem(
-                    f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}.",
-                    where=str(folder),
-                    remedy="Fetch them too.",
-                )
+                f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}.",
+                where=str(folder),
+                remedy="Fetch them too.",
             )
         return shards
     raise UserError(_no_weights(folder))

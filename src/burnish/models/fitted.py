@@ -30,7 +30,9 @@ def fit(
     keep_as_loaded(model)  # questions are asked outside of training
     layout = make_padding_free(model, own_attention=own_attention) if padding_free else PaddingFree(False)
     head = None if head_of is None else find_head(head_of)
-    needs_logits = head_of is not None and (head is None or _has_router(model))
+    needs_logits = head_of is not None and (  # the loss of a mixture of experts may be made of its own output
+        head is None or hasattr(causal_lm(model).config.get_text_config(), "router_aux_loss_coef")
+    )
     return Fitted(
         model,
         is_padding_free=layout.is_flat,
@@ -39,8 +41,3 @@ def fit(
         makes_some_logits=needs_logits and makes_some_logits(model),
         notes=(layout.note,) if layout.note else (),
     )
-
-
-def _has_router(model: nn.Module) -> bool:
-    """Tell whether it is a mixture of experts, whose loss may be made of its own output."""
-    return hasattr(causal_lm(model).config.get_text_config(), "router_aux_loss_coef")

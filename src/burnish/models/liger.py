@@ -109,7 +109,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
         if not is_asked:
             return []
         raise UserError(
-            Problem(f'Liger has no kernels for a model of type "{family}".', remedy="Leave enable_liger_kernel out.")
+            f'Liger has no kernels for a model of type "{family}".', remedy="Leave enable_liger_kernel out."
         )
     parts = [*inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[family]).parameters]
     known = [name for name in parts if name != "model"]
@@ -124,11 +124,9 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
     if not keeps_answers(inner, lambda: record(inner, change, LIGER)):
         raise UserError(
-            Problem(
-                f"Liger's kernels change what this {type(inner).__name__} computes.",
-                why="The installed versions of liger-kernel and transformers do not go together for it.",
-                remedy="Set enable_liger_kernel: false.",
-            )
+            f"Liger's kernels change what this {type(inner).__name__} computes.",
+            why="The installed versions of liger-kernel and transformers do not go together for it.",
+            remedy="Set enable_liger_kernel: false.",
         )
     unused = [name for name in _LOSSES if given.get(name)]
     return [f'"liger_kernel_config": {name} has no effect: see fused_loss.' for name in unused]

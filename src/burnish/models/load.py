@@ -51,7 +51,7 @@ def load_config(
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
     except (*UNUSABLE, StrictDataclassError) as error:
-        raise UserError(Problem(f"its config cannot be used: {said_by(error)}", where=source.name)) from error
+        raise UserError(f"its config cannot be used: {said_by(error)}", where=source.name) from error
     notes = [] if notes is None else notes
     if getattr(config, "auto_map", None) and not options.trust_remote_code:
         notes.append(
@@ -136,7 +136,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         try:
             model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
         except UNUSABLE as error:
-            raise UserError(Problem(f"it cannot be used: {said_by(error)}", where=str(path))) from error
+            raise UserError(f"it cannot be used: {said_by(error)}", where=str(path)) from error
     return model
 
 
@@ -156,12 +156,10 @@ def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
     is_lost = len(empty) == len(matrices) or any(matrices[n] is embedding for n in empty)
     if empty and is_lost:
         raise UserError(
-            Problem(
-                f"{len(empty)} of the model's {len(matrices)} matrices hold nothing but zeros: {few(empty)}.",
-                where=name,
-                why="It has nothing to begin with.",
-                remedy="Fetch the model again, or set train_from_scratch: true to begin with random weights.",
-            )
+            f"{len(empty)} of the model's {len(matrices)} matrices hold nothing but zeros: {few(empty)}.",
+            where=name,
+            why="It has nothing to begin with.",
+            remedy="Fetch the model again, or set train_from_scratch: true to begin with random weights.",
         )
     if empty:
         notes.append(f"{len(empty)} of {len(matrices)} matrices hold nothing but zeros: {few(empty)}.")
@@ -237,11 +235,9 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
     length = context_length(config)
     if not isinstance(rope, dict) or length is None or "rope_theta" not in rope:
         raise UserError(
-            Problem(
-                f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has no single table of rotary '
-                "positions.",
-                remedy="Leave rope_scaling out, and keep cutoff_len within the model's context.",
-            )
+            f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has no single table of rotary '
+            "positions.",
+            remedy="Leave rope_scaling out, and keep cutoff_len within the model's context.",
         )
     original = rope.get("original_max_position_embeddings") or length
     if wanted <= length:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.json_files import read_object, write_json
 from burnish.core.tensor_files import read_header
 from burnish.models.quiet import quiet
@@ -51,13 +51,13 @@ def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         what = f"it cannot be read as weights: {str(error).splitlines()[0] if str(error) else 'it is empty'}"
-        raise UserError(Problem(f"{what.rstrip('.')}.", where=str(file), remedy="Fetch or copy it again.")) from error
+        raise UserError(f"{what.rstrip('.')}.", where=str(file), remedy="Fetch or copy it again.") from error
     return _checked(found, file), file
 
 
 def _checked(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
     if WEIGHT not in found:
-        raise UserError(Problem(f"it has no {WEIGHT}. Found: {', '.join(found) or 'nothing'}.", where=str(file)))
+        raise UserError(f"it has no {WEIGHT}. Found: {', '.join(found) or 'nothing'}.", where=str(file))
     return dict(found)
 
 
@@ -131,11 +131,9 @@ def pad_of_classifier(tokenizer: Any) -> int:
     found = next((token for token in others if token is not None and token != eos), None)
     if found is None:
         raise UserError(
-            Problem(
-                "a sequence classifier is read at the last token that is no padding, and the tokenizer pads with its "
-                "end token, so the score would be read one token early.",
-                remedy="Give the tokenizer a pad token of its own, or save a value head (reward_head: value_head).",
-            )
+            "a sequence classifier is read at the last token that is no padding, and the tokenizer pads with its "
+            "end token, so the score would be read one token early.",
+            remedy="Give the tokenizer a pad token of its own, or save a value head (reward_head: value_head).",
         )
     return int(found)
 

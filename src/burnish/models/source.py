@@ -59,12 +59,12 @@ def find_source(
     """
     if not name or not name.strip():
         remedy = "Name a local folder with a model in it, or a model on the hub."
-        raise UserError(Problem(f"{option_name} is not given.", remedy=remedy))
+        raise UserError(f"{option_name} is not given.", remedy=remedy)
     path = expanded(name)
     if path.is_dir():
         return ModelSource(str(path), path)
     if path.exists():
-        raise UserError(Problem(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it."))
+        raise UserError(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it.")
     if not _may_be_hub_id(name):
         raise UserError(_no_folder(name, option_name))
     if uses_modelscope():
@@ -174,7 +174,7 @@ def shard_names(index: Path) -> set[str]:
     names = set(map(str, read_object(index, needs=[("weight_map", dict)])["weight_map"].values()))
     if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
         what = f'it names a file outside of its folder: "{outside[0]}".'
-        raise UserError(Problem(what, where=str(index), remedy=FETCH_AGAIN))
+        raise UserError(what, where=str(index), remedy=FETCH_AGAIN)
     return names
 
 
@@ -190,11 +190,9 @@ def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_
     except (HubError, OSError, ValueError) as error:
         where = "ModelScope's cache (the hubs are switched off, HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
         raise UserError(
-            Problem(
-                f'{option_name} "{name}" is no local folder, and not to be had from {where}: {first_line(error)}',
-                remedy=f"Check the name, model_revision (asked for: {revision}) and the network; for a private model "
-                "give ms_hub_token.",
-            )
+            f'{option_name} "{name}" is no local folder, and not to be had from {where}: {first_line(error)}',
+            remedy=f"Check the name, model_revision (asked for: {revision}) and the network; for a private model "
+            "give ms_hub_token.",
         ) from error
 
 

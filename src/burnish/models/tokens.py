@@ -51,7 +51,7 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
     source = find_source(options.model_name_or_path, options)
     if source.folder is not None and not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
         remedy = "Copy tokenizer.json and tokenizer_config.json of the model into it."
-        raise UserError(Problem("there is no tokenizer in this folder.", where=source.name, remedy=remedy))
+        raise UserError("there is no tokenizer in this folder.", where=source.name, remedy=remedy)
     _refuse_own_code(source.folder, options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -132,11 +132,11 @@ def _read_descriptions(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(Problem(f"new_special_tokens_config names a file that cannot be read: {error}.")) from error
+        raise UserError(f"new_special_tokens_config names a file that cannot be read: {error}.") from error
     try:
         found = yaml_of_each_key_once(text, yaml.SafeLoader)
     except GivenTwice as error:
-        raise UserError(Problem(f"new_special_tokens_config {error}", where=str(path))) from error
+        raise UserError(f"new_special_tokens_config {error}", where=str(path)) from error
     except yaml.YAMLError as error:
         raise UserError(_no_descriptions(path, error)) from error
     return found if isinstance(found, dict) else {"": found}
@@ -243,12 +243,10 @@ def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
     written = [str(one) for one in (classes if isinstance(classes, list) else [classes]) if one]
     if written:
         raise UserError(
-            Problem(
-                f"its tokenizer is Python code of its own ({', '.join(written)}), which would have to be run.",
-                where=str(path),
-                why="Another class would cut the same text into other tokens.",
-                remedy="Read that code; if you trust it, set trust_remote_code: true.",
-            )
+            f"its tokenizer is Python code of its own ({', '.join(written)}), which would have to be run.",
+            where=str(path),
+            why="Another class would cut the same text into other tokens.",
+            remedy="Read that code; if you trust it, set trust_remote_code: true.",
         )
 
 

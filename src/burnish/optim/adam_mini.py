@@ -91,10 +91,8 @@ def _head_width(model: nn.Module) -> int:
     width = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
     if width is None:
         raise UserError(
-            Problem(
-                "use_adam_mini cuts queries and keys by heads, and the model's config has no num_attention_heads.",
-                remedy="Leave use_adam_mini out.",
-            )
+            "use_adam_mini cuts queries and keys by heads, and the model's config has no num_attention_heads.",
+            remedy="Leave use_adam_mini out.",
         )
     return int(width)
 

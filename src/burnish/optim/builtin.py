@@ -108,9 +108,7 @@ def create_optimizer(
     try:
         return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
     except TypeError as error:
-        raise UserError(
-            Problem(f'optim "{options.optim}" does not take all of optim_args: {why_not(error)}.')
-        ) from error
+        raise UserError(f'optim "{options.optim}" does not take all of optim_args: {why_not(error)}.') from error
 
 
 # Names of norms and biases across model families; the pattern is transformers' (trainer.py, get_decay_parameter_names).

@@ -230,11 +230,9 @@ class LowRank(Delegating):
         projected, plain = split_groups(groups, lambda name, parameter: is_target(name, parameter, method.targets))
         if not projected:
             raise UserError(
-                Problem(
-                    "optim_target_modules, galore_target or apollo_target names no matrix that trains. "
-                    f"Received: {method.targets}.",
-                    remedy='Set the target to "all" for the linear layers.',
-                )
+                "optim_target_modules, galore_target or apollo_target names no matrix that trains. "
+                f"Received: {method.targets}.",
+                remedy='Set the target to "all" for the linear layers.',
             )
         super().__init__([*plain, *projected], options.learning_rate)
         self.options, self.method = options, method

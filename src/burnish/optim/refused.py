@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions
 
 _IN_BACKWARD = (
@@ -30,7 +30,7 @@ _REFUSED = {
 
 def _refuse(groups: Groups, options: OptimOptions) -> Optimizer:
     """Refuse an optimizer that is not part of burnish, and say why."""
-    raise UserError(Problem(f'optim "{options.optim}" is not part of burnish.'))
+    raise UserError(f'optim "{options.optim}" is not part of burnish.')
 
 
 for _name, _why in _REFUSED.items():

@@ -61,16 +61,14 @@ def data_files(path: Path) -> list[Path]:
     if not inside:
         folders = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir()))
         remedy = f"It holds folders; name one of them: {folders}." if folders else f"Put {_types()} files into it."
-        raise UserError(Problem(f'the folder "{path}" holds no data files.', remedy=remedy))
+        raise UserError(f'the folder "{path}" holds no data files.', remedy=remedy)
     files = [_known(file) for file in inside]
     suffixes = [file.suffix.lower() for file in files]
     if len({READERS[suffix] for suffix in suffixes}) > 1:
         listed = ", ".join(f"{suffix} ({suffixes.count(suffix)})" for suffix in sorted(set(suffixes)))
         raise UserError(
-            Problem(
-                f'the files of the folder "{path}" must be of one type. Received: {listed}.',
-                remedy="Put each type into a folder of its own, or name one file.",
-            )
+            f'the files of the folder "{path}" must be of one type. Received: {listed}.',
+            remedy="Put each type into a folder of its own, or name one file.",
         )
     return files
 
@@ -106,7 +104,7 @@ def loading_script(path: Path | str, where: str = "") -> Problem:
 def _known(path: Path) -> Path:
     if kind := odd_kind(path):
         raise UserError(
-            Problem(f'"{path}" is {kind}, and not a file that can be read again.', remedy="Copy its records to a file.")
+            f'"{path}" is {kind}, and not a file that can be read again.', remedy="Copy its records to a file."
         )
     if path.suffix.lower() not in READERS:
         raise UserError(unknown_type(path))
@@ -191,17 +189,17 @@ def csv_rows(path: Path, file: Iterable[bytes]) -> Iterator[CsvRow]:
         try:
             row = next(reader, None)
         except csv.Error as error:
-            raise UserError(Problem(f"the CSV is broken: {error}.", where=f"{path}, line {line}")) from None
+            raise UserError(f"the CSV is broken: {error}.", where=f"{path}, line {line}") from None
         if row is None:
             return
         if row:
             if not num_columns and (twice := next((name for name in row if name and row.count(name) > 1), "")):
-                raise UserError(Problem(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}"))
+                raise UserError(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}")
             num_columns = num_columns or len(row)
             if len(row) != num_columns:
                 what = f"the row has {count(len(row), 'value')}, and the header names {count(num_columns, 'column')}."
                 remedy = 'A value that holds a comma or a line break must stand in quotes: "a, b".'
-                raise UserError(Problem(what, where=f"{path}, line {line}", remedy=remedy))
+                raise UserError(what, where=f"{path}, line {line}", remedy=remedy)
             yield CsvRow(line, begin, end, row)
 
 

@@ -76,14 +76,12 @@ def _json_list(path: Path) -> Iterator[Values]:
     except json.JSONDecodeError as error:
         is_placed = not isinstance(error, UnreadableJson)
         raise UserError(
-            Problem(
-                f"the JSON is broken: {error.msg} (column {error.colno})."
-                if is_placed
-                else f"the JSON cannot be used: {error.msg}.",
-                where=f"{path}, line {error.lineno}" if is_placed else str(path),
-                why=f"{count(sum(1 for _ in _starts(text, _ONCE)), 'record')} before it can be read.",
-                remedy="The file ends too early; was it copied whole?" if error.pos >= len(text.rstrip()) else "",
-            )
+            f"the JSON is broken: {error.msg} (column {error.colno})."
+            if is_placed
+            else f"the JSON cannot be used: {error.msg}.",
+            where=f"{path}, line {error.lineno}" if is_placed else str(path),
+            why=f"{count(sum(1 for _ in _starts(text, _ONCE)), 'record')} before it can be read.",
+            remedy="The file ends too early; was it copied whole?" if error.pos >= len(text.rstrip()) else "",
         ) from None
     for number, record in enumerate(records, start=1):
         yield record if isinstance(record, dict) else refuse(path, number, record)
@@ -143,11 +141,9 @@ def _refuse_document(path: Path) -> None:
     if isinstance(document, dict) and (key := _wrapped(document)):
         raise UserError(_unwrap(path, key, document[key]))
     raise UserError(
-        Problem(
-            f"expected a list of records. Received: {shortened(document, 100)}",
-            where=str(path),
-            remedy="Put the object into a list, [ ... ], or write each object on one line.",
-        )
+        f"expected a list of records. Received: {shortened(document, 100)}",
+        where=str(path),
+        remedy="Put the object into a list, [ ... ], or write each object on one line.",
     )
 
 
@@ -170,11 +166,9 @@ def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
 
 def refuse(path: Path, number: int, record: Any) -> Values:
     raise UserError(
-        Problem(
-            f"expected an object with named columns. Received: {shortened(record)}",
-            where=f"{path}, record {number}",
-            remedy='A record looks like {"instruction": "...", "output": "..."}.',
-        )
+        f"expected an object with named columns. Received: {shortened(record)}",
+        where=f"{path}, record {number}",
+        remedy='A record looks like {"instruction": "...", "output": "..."}.',
     )
 
 

@@ -134,10 +134,8 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], examp
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
         raise UserError(
-            Problem(
-                f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".',
-                remedy="Name another folder; the rows are encoded once and kept there.",
-            )
+            f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".',
+            remedy="Name another folder; the rows are encoded once and kept there.",
         )
     return root / (name or "eval").replace("/", "_")
 
@@ -177,11 +175,9 @@ def _refuse_others(folder: Path, made_from: Mapping[str, Any], options: DataOpti
     if changed:
         differences = "; ".join(_difference(key, before.get(key), made_from.get(key)) for key in changed)
         raise UserError(
-            Problem(
-                f"the encoded rows were made otherwise: {differences}.",
-                where=f"tokenized_path {folder}",
-                remedy="Set overwrite_cache: true to encode again, or name another tokenized_path.",
-            )
+            f"the encoded rows were made otherwise: {differences}.",
+            where=f"tokenized_path {folder}",
+            remedy="Set overwrite_cache: true to encode again, or name another tokenized_path.",
         )
 
 
@@ -209,12 +205,7 @@ def begin_place(folder: Path, remedy: str = IN_CACHE) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(EACCES, os.strerror(EACCES))
     except OSError as error:
-        raise UserError(
-            Problem(
-                f'encoded rows cannot be kept in "{folder}": {error.strerror}.',
-                remedy=remedy,
-            )
-        ) from error
+        raise UserError(f'encoded rows cannot be kept in "{folder}": {error.strerror}.', remedy=remedy) from error
 
 
 @contextmanager

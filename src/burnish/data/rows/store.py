@@ -115,17 +115,17 @@ def read_manifest(folder: Path, contents: bool = False) -> dict[str, Any]:
         contents: read every byte of them, and compare the checksums.
     """
     if not (folder / MANIFEST).is_file():
-        raise UserError(Problem(f"the encoded rows have no {MANIFEST}.", str(folder), remedy=_REMEDY))
+        raise UserError(f"the encoded rows have no {MANIFEST}.", str(folder), remedy=_REMEDY)
     manifest = read_object(folder / MANIFEST, _REMEDY, [("layout", int)])
     if manifest["layout"] != LAYOUT:
-        raise UserError(Problem("another version of burnish wrote the encoded rows.", str(folder), remedy=_REMEDY))
+        raise UserError("another version of burnish wrote the encoded rows.", str(folder), remedy=_REMEDY)
     if manifest.get("sha256") != own_sha256(manifest):
         raise UserError(_changed(folder, MANIFEST))
     sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     for name, (size, checksum) in manifest["files"].items():
         if sizes.get(name) != size:
             what = f'"{name}" of the encoded rows is not whole: expected {size} bytes. Received: {sizes.get(name, 0)}.'
-            raise UserError(Problem(what, str(folder), remedy=_REMEDY))
+            raise UserError(what, str(folder), remedy=_REMEDY)
         if contents and sha256_of(folder / name) != checksum:
             raise UserError(_changed(folder, name))
     return manifest

@@ -104,14 +104,14 @@ def _parsed(path: Path) -> Info:
     try:
         info = parsed_file(whole_text(path))
     except UnreadableJson as error:
-        raise UserError(Problem(f"the JSON cannot be used: {error.msg}.", where=str(path))) from None
+        raise UserError(f"the JSON cannot be used: {error.msg}.", where=str(path)) from None
     except json.JSONDecodeError as error:
         raise UserError(
-            Problem(f"the JSON is broken: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}")
+            f"the JSON is broken: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}"
         ) from None
     if not isinstance(info, dict):
         what = f"expected an object with an entry per data set. Received: {shortened(info)}"
-        raise UserError(Problem(what, where=str(path)))
+        raise UserError(what, where=str(path))
     return info
 
 
@@ -121,7 +121,7 @@ def _parsed(path: Path) -> Info:
 def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> DataSource:
     where = f'{info_where}, "{name}"'
     if not isinstance(entry, Mapping):
-        raise UserError(Problem(f"an entry must be an object. Received: {entry!r}.", where))
+        raise UserError(f"an entry must be an object. Received: {entry!r}.", where)
     raise_if(_entry_problems(entry, where))
     kind, location = _place(entry, where, folder)
     described = {
@@ -179,11 +179,9 @@ def _place(entry: Info, where: str, folder: Path | None) -> tuple[Kind, Any]:
     if "file_name" in given:
         return "file", _inside(folder, given["file_name"], where)
     raise UserError(
-        Problem(
-            f"the entry says nowhere where its records are. Found: {', '.join(entry) or 'nothing'}.",
-            where,
-            remedy='Give "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".',
-        )
+        f"the entry says nowhere where its records are. Found: {', '.join(entry) or 'nothing'}.",
+        where,
+        remedy='Give "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".',
     )
 
 
@@ -195,11 +193,9 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
         path = Path(os.path.normpath(folder / file_name))
         if not path.is_relative_to(os.path.normpath(folder)):
             raise UserError(
-                Problem(
-                    f'"file_name" must stay inside "{folder}". Received: {file_name}',
-                    where,
-                    remedy="Move or link the file into that folder, or give its path as the data set: dataset: <path>",
-                )
+                f'"file_name" must stay inside "{folder}". Received: {file_name}',
+                where,
+                remedy="Move or link the file into that folder, or give its path as the data set: dataset: <path>",
             )
     if not path.exists():
         raise UserError(missing_file(path, where))

@@ -85,10 +85,8 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
     first = next(iter(FORMATS.get(layout.format).traits["columns"]))
     if first not in layout.columns:
         raise UserError(
-            Problem(
-                f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.',
-                where=where,
-            )
+            f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.',
+            where=where,
         )
     missing = [column for part, column in layout.columns.items() if part in layout.required and column not in found]
     if missing:

@@ -188,7 +188,7 @@ class _Loading:
         records = self._chosen(source)
         first = list(islice(records, PEEKED))
         if not first:
-            raise UserError(Problem("the data set holds no records.", where=_named(source)))
+            raise UserError("the data set holds no records.", where=_named(source))
         layout = layout_of(source, [values for values, _, _ in first], _named(source), self.stage)
         examples = convert(chain(first, records), layout, self.tally, self.options.on_bad_record)
         if layout.awaited:
@@ -286,11 +286,9 @@ def _tables(source: DataSource, options: DataOptions, is_asked: bool) -> Sequenc
         return [MappedTable(Path(source.location), _REMOTE[source.kind](source, options))]
     if options.streaming and source.kind == "cloud":
         raise UserError(
-            Problem(
-                f'"streaming" reads records where they lie, and "{source.location}" lies in a cloud store.',
-                where=source.where,
-                remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
-            )
+            f'"streaming" reads records where they lie, and "{source.location}" lies in a cloud store.',
+            where=source.where,
+            remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
         )
     return None
 
@@ -363,7 +361,7 @@ def _remote_info(options: DataOptions, repository: str) -> Path:
         )  # fmt: skip
     except (OSError, ValueError) as error:
         what = f'"{INFO_NAME}" of the hub repository "{repository}" cannot be loaded: {first_line(error, 200)}'
-        raise UserError(Problem(what, where="dataset_dir", remedy="Check the name and the network.")) from error
+        raise UserError(what, where="dataset_dir", remedy="Check the name and the network.") from error
 
 
 def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:

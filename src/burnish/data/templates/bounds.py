@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from burnish.core.bounds import LARGEST_FACTOR, LARGEST_POWER, RENDERING_S
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
@@ -44,10 +44,8 @@ def refuse_excess(text: str) -> None:
             if isinstance(value, int | float) and abs(value) > limit:
                 sign = "**" if isinstance(node, nodes.Pow) else "*"
                 raise UserError(
-                    Problem(
-                        f"line {node.lineno} of the chat template computes {sign} {value}, which fills the memory.",
-                        remedy="Correct the template, or name another one.",
-                    )
+                    f"line {node.lineno} of the chat template computes {sign} {value}, which fills the memory.",
+                    remedy="Correct the template, or name another one.",
                 )
 
 
@@ -64,11 +62,9 @@ def within(seconds: float = RENDERING_S) -> Iterator[None]:
         yield
     except TooLong:
         raise UserError(
-            Problem(
-                f"the chat template did not come to an end within {seconds:g} s for one conversation.",
-                why="It may hold loops within loops.",
-                remedy="Correct the template, or name another one.",
-            )
+            f"the chat template did not come to an end within {seconds:g} s for one conversation.",
+            why="It may hold loops within loops.",
+            remedy="Correct the template, or name another one.",
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

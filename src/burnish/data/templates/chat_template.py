@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.types import Example, Ids, Message
 from burnish.data.tally import Tally
 from burnish.data.templates.answers import Chat, Rendered, Renderer, Tools, UnreadableTemplate, common_end, common_start
@@ -56,12 +56,10 @@ class JinjaFormat:
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=_WORDS)
         if not self.renderer.writes_messages():
             raise UserError(
-                Problem(
-                    f"The chat template ({self.name}) does not write what a user and an assistant say, so nothing can "
-                    "be learned.",
-                    why=self.renderer.refusal,
-                    remedy="Correct it, or name another template.",
-                )
+                f"The chat template ({self.name}) does not write what a user and an assistant say, so nothing can "
+                "be learned.",
+                why=self.renderer.refusal,
+                remedy="Correct it, or name another template.",
             )
 
     def answering_last(self) -> JinjaFormat:

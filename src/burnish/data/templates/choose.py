@@ -161,10 +161,8 @@ def _named_spec(name: str | None) -> TemplateSpec | None:
     if name.endswith((".yaml", ".yml", ".json")):
         return _spec_from_file(Path(name))
     raise UserError(
-        Problem(
-            f'"template": there is no template "{name}".{did_you_mean(name, table(), limit=3)}',
-            remedy="Leave template out to use the tokenizer's own chat template, or name a .yaml or .jinja file.",
-        )
+        f'"template": there is no template "{name}".{did_you_mean(name, table(), limit=3)}',
+        remedy="Leave template out to use the tokenizer's own chat template, or name a .yaml or .jinja file.",
     )
 
 
@@ -172,28 +170,25 @@ def _spec_from_file(path: Path) -> TemplateSpec:
     try:
         row = yaml_of_each_key_once(_read(path), yaml.SafeLoader)
     except GivenTwice as error:
-        raise UserError(Problem(f"The template file {error}", where=str(path))) from error
+        raise UserError(f"The template file {error}", where=str(path)) from error
     except yaml.YAMLError as error:
         mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise UserError(Problem(f"The template file is not YAML: {fault}.", where=where)) from error
+        raise UserError(f"The template file is not YAML: {fault}.", where=where) from error
     if not isinstance(row, dict):
         raise UserError(
-            Problem(
-                f"A template file holds a mapping: user, assistant, ... Received: {type(row).__name__}.",
-                where=str(path),
-            )
+            f"A template file holds a mapping: user, assistant, ... Received: {type(row).__name__}.", where=str(path)
         )
     return read_row(path.stem, row, where=str(path))
 
 
 def _read(path: Path) -> str:
     if kind := odd_kind(path):
-        raise UserError(Problem(f'"template" names {kind}, and not a file: {path}.'))
+        raise UserError(f'"template" names {kind}, and not a file: {path}.')
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(Problem(f'"template" names a file that cannot be read: {error}.')) from error
+        raise UserError(f'"template" names a file that cannot be read: {error}.') from error
 
 
 def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer: Any) -> None:
@@ -202,12 +197,10 @@ def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer:
     missing = [token for token in spec.control_tokens if len(ids[token]) != 1]
     if missing and options.missing_control_tokens == "raise":
         raise UserError(
-            Problem(
-                f'"template" {spec.name} has control tokens that the tokenizer lacks: {", ".join(missing)}.',
-                why="The model would read each of them as several pieces of ordinary text.",
-                remedy="Name the template that the model was made with, or none; add the tokens with "
-                "add_special_tokens; or set missing_control_tokens: split.",
-            )
+            f'"template" {spec.name} has control tokens that the tokenizer lacks: {", ".join(missing)}.',
+            why="The model would read each of them as several pieces of ordinary text.",
+            remedy="Name the template that the model was made with, or none; add the tokens with "
+            "add_special_tokens; or set missing_control_tokens: split.",
         )
 
 

@@ -75,19 +75,10 @@ class Template:
     """
 
     def __init__(
-        self,
-        name: str,
-        form: TemplateFormat,
-        options: TemplateChoices,
-        tokenizer: Any,
-        spec: TemplateSpec | None,
+        self, name: str, form: TemplateFormat, options: TemplateChoices, tokenizer: Any, spec: TemplateSpec | None,
         cutoff_len: int | None,
-    ) -> None:
-        self.name = name
-        self.form = form
-        self.options = options
-        self.tokenizer = tokenizer
-        self.spec = spec
+    ) -> None:  # fmt: skip
+        self.name, self.form, self.options, self.tokenizer, self.spec = name, form, options, tokenizer, spec
         self.notes: list[str] = []
         self.cutoff_len = cutoff_len or options.cutoff_len
 
