@@ -306,18 +306,13 @@ def fill_adapter(model: nn.Module, folder: Path, fit: Fit, name: str = DEFAULT) 
     state = load_file(folder / WEIGHTS_NAME)
     state.pop(SCORE, None)
     load_adapter_state(model, name, state)
-    for key, path in fit.base.items():
-        _set_parameter(model, path, state[key])
+    for key, path in fit.base.items():  # weights of the model itself, whether or not their layer is wrapped now
+        holder, _, leaf = path.rpartition(".")
+        module = model.get_submodule(holder)
+        with torch.no_grad():
+            getattr(module, "base_layer", module).get_parameter(leaf).copy_(state[key])
     for path in [*fit.targets, *fit.whole]:
         model.get_submodule(path).requires_grad_(False)
-
-
-def _set_parameter(model: nn.Module, path: str, value: Tensor) -> None:
-    """Set a weight of the model itself that was saved with an adapter, whether or not its layer is wrapped now."""
-    holder, _, leaf = path.rpartition(".")
-    module = model.get_submodule(holder)
-    with torch.no_grad():
-        getattr(module, "base_layer", module).get_parameter(leaf).copy_(value)
 
 
 class RateChoices(Protocol):

@@ -89,19 +89,14 @@ class EarlyStoppingCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         """``state.best_metric`` is still that of the evaluations before this one."""
-        value = deciding_metric(args, metrics or {})
-        if self._is_improvement(value, state.best_metric, is_higher_better(args)):
+        value, best = deciding_metric(args, metrics or {}), state.best_metric
+        gain = 0.0 if best is None else value - best if is_higher_better(args) else best - value  # NaN is never a gain
+        if best is None or gain > self.early_stopping_threshold:
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
-
-    def _is_improvement(self, value: float, best: float | None, higher: bool) -> bool:
-        if best is None:
-            return True
-        gain = value - best if higher else best - value  # NaN is never a gain
-        return gain > self.early_stopping_threshold
 
     def state(self) -> dict[str, Any]:
         """Settings and counter for a checkpoint, in the form of transformers' ``ExportableState``."""

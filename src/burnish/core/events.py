@@ -153,9 +153,11 @@ class CallbackHandler:
         """The names of the callbacks that do something on ``event``, for ``explain``."""
         found = []
         for callback in self.callbacks:
-            method = getattr(type(callback), event, None)
-            if method is not None and method is not getattr(_inherited_from(callback), event, None):
-                found.append(type(callback).__name__)
+            kind = type(callback)
+            # The root of its class tree: burnish's TrainerCallback or transformers'.
+            root = next((c for c in reversed(kind.__mro__) if hasattr(c, "on_train_begin")), TrainerCallback)
+            if getattr(kind, event, None) not in (None, getattr(root, event, None)):
+                found.append(kind.__name__)
         return found
 
     def foreign_callbacks(self, event: str) -> list[str]:
@@ -187,11 +189,6 @@ class CallbackHandler:
             if queue and callable(getattr(callback, "state", None)):
                 for attribute, value in queue.pop(0)["attributes"].items():
                     setattr(callback, attribute, value)
-
-
-def _inherited_from(callback: Any) -> type:
-    """The root of the callback's class tree: burnish's TrainerCallback or transformers'."""
-    return next((c for c in reversed(type(callback).__mro__) if hasattr(c, "on_train_begin")), TrainerCallback)
 
 
 _LOWERED_BY = {

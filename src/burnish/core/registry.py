@@ -12,10 +12,10 @@ and refuses an entry point that cannot be loaded, by its name and that of its pa
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.errors import UserError, did_you_mean
 from burnish.core.options import changed, specs
 
 T = TypeVar("T")
@@ -105,16 +105,12 @@ class Registry(Generic[T]):
             try:
                 point.load()
             except (ImportError, AttributeError) as error:
-                raise UserError(_unloadable(point, error)) from error
-
-
-def _unloadable(point: EntryPoint, error: Exception) -> Problem:
-    package = point.dist.name if point.dist is not None else "a package"
-    return Problem(
-        f"the entry point {point.name} = {point.value} cannot be loaded: {error}.",
-        where=package,
-        remedy=f"Update or uninstall {package}: it adds to the group {point.group} of burnish.",
-    )
+                package = point.dist.name if point.dist is not None else "a package"
+                raise UserError(
+                    f"the entry point {point.name} = {point.value} cannot be loaded: {error}.",
+                    where=package,
+                    remedy=f"Update or uninstall {package}: it adds to the group {point.group} of burnish.",
+                ) from error
 
 
 def _first_line(value: object) -> str:

@@ -49,7 +49,7 @@ def work(what: str, total: int | None = None, unit: str = "rows") -> Iterator[Ca
     if watcher is not None:
         watcher.begin(what, total, unit)
     try:
-        yield watcher.advance if watcher is not None else _ignore
+        yield watcher.advance if watcher is not None else lambda count: None
     finally:
         _depth -= 1
         if watcher is not None:
@@ -63,7 +63,3 @@ def watched(items: Iterable[Item], what: str, unit: str, of: Any = None) -> Iter
         for item in items:
             yield item
             advance(1)
-
-
-def _ignore(count: int) -> None:
-    return None

@@ -76,7 +76,10 @@ class ParallelEngine(SingleEngine):
         Returns:
             (sum of N, ...), padded with IGNORE_INDEX where other ranks are wider.
         """
-        shapes = self._shapes(value)
+        mine = torch.tensor(value.shape, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(found, mine)
+        shapes: list[list[int]] = torch.stack(found).tolist()
         rows = [shape[0] for shape in shapes]
         filled_shapes = [shape for shape in shapes if shape[0]] or shapes
         largest = [max(rows), *map(max, list(zip(*filled_shapes, strict=True))[1:])]
@@ -93,13 +96,6 @@ class ParallelEngine(SingleEngine):
 
     def barrier(self) -> None:
         dist.barrier()
-
-    def _shapes(self, value: Tensor) -> list[list[int]]:
-        mine = torch.tensor(value.shape, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(found, mine)
-        shapes: list[list[int]] = torch.stack(found).tolist()
-        return shapes
 
 
 def with_weights(parts: Mapping[str, Part]) -> list[str]:

@@ -51,7 +51,8 @@ def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> Paddin
     before = inner.config._attn_implementation
     if before == NAME:  # set by an earlier call, which was answered
         return PaddingFree(True)
-    if own_attention and before in _REPLACED and _speaks_the_interface(inner):
+    speaks_the_interface = inner._supports_flash_attn and inner._can_set_attn_implementation()
+    if own_attention and before in _REPLACED and speaks_the_interface:
         _register()
         inner.set_attn_implementation(NAME)
         made = hook(inner.base_model, "forward_pre", _without_mask, PADDING_FREE, with_kwargs=True)
@@ -64,10 +65,6 @@ def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> Paddin
             True, f"{type(inner).__name__} attends under a mask; burnish's faster attention does not fit it."
         )
     return PaddingFree(False, f"{type(inner).__name__} mixes sequences that lie beside each other, so rows are padded.")
-
-
-def _speaks_the_interface(inner: Any) -> bool:
-    return bool(inner._supports_flash_attn and inner._can_set_attn_implementation())
 
 
 @cache

@@ -16,7 +16,7 @@ from burnish.core.json_files import FETCH_AGAIN, read_object
 from burnish.core.options import raise_if
 from burnish.core.tensor_files import TensorInfo, read_headers
 from burnish.models.attention_choice import attention_problems
-from burnish.models.load import load_config, meta_model, own_layers, weight_problems
+from burnish.models.load import load_config, meta_model, weight_problems
 from burnish.models.options import ModelOptions
 from burnish.models.quantize import check_quantised_files
 from burnish.models.quiet import quiet, refused_conversions
@@ -190,13 +190,12 @@ def compare_with_model(
     """
     try:
         model = meta_model(config)
-        model_class = type(model)
     except UserError as error:
         return list(error.problems)
     state = {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}
     try:
         with quiet(), refused_conversions(str(folder)):
-            _, found = model_class.from_pretrained(
+            _, found = type(model).from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -209,7 +208,7 @@ def compare_with_model(
         return list(error.problems)
     except NotImplementedError:  # a conversion that needs the numbers; loading will tell
         return []
-    return weight_problems(str(folder), model_class.__name__, {**found, "own_layers": own_layers(model)}, needs_head)
+    return weight_problems(str(folder), model, found, needs_head)
 
 
 def _no_config(folder: Path) -> Problem:

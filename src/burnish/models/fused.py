@@ -181,11 +181,7 @@ _FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
 
 def _adapted_of(module: nn.Module) -> Answer:
     """The forward pass of a module that holds a linear layer and the factors of its update, peft's say."""
-    return (_adapted, ADAPTED) if holds_factors(module) else None
-
-
-def _adapted(module: nn.Module) -> Callable[..., Tensor]:
-    return LoraForward(module).forward
+    return (lambda one: LoraForward(one).forward, ADAPTED) if holds_factors(module) else None
 
 
 # --- queries, keys and values ---------------------------------------------------------------------------------------

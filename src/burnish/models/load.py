@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +93,9 @@ def load_model(
     model.config.use_cache = options.use_cache
     keep_as_loaded(model)
     if options.upcast_layernorm:
-        upcast_norms(model)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and re.search(r"norm|ln_", name):
+                parameter.data = parameter.data.float()
     if samples_without_sampling(model):
         patch(model, "generation_config.do_sample", True, SAMPLING)
     return model
@@ -150,7 +152,8 @@ def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
     """Raise UserError where all matrices of the model, or all of its embedding, hold nothing but zeros; a note where
     some do, as in a model whose new layers begin as nothing."""
     matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1 and p.is_floating_point() and not p.is_meta}
-    empty = [n for n, p in matrices.items() if p.dtype.itemsize > 1 and _is_empty(p.detach())]
+    wide = {n: p.detach() for n, p in matrices.items() if p.dtype.itemsize > 1}
+    empty = [n for n, p in wide.items() if not p[0].any() and not p.any()]  # the first row says it of nearly every one
     find: Any = getattr(model, "get_input_embeddings", None)
     embedding = getattr(find(), "weight", None) if find is not None else None
     is_lost = len(empty) == len(matrices) or any(matrices[n] is embedding for n in empty)
@@ -163,11 +166,6 @@ def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
         )
     if empty:
         notes.append(f"{len(empty)} of {len(matrices)} matrices hold nothing but zeros: {few(empty)}.")
-
-
-def _is_empty(numbers: torch.Tensor) -> bool:
-    """The first row says that of nearly every weight, in no time."""
-    return not numbers[0].any() and not numbers.any()
 
 
 def _is_finite(weight: nn.Parameter) -> bool:
@@ -254,13 +252,6 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
     return said
 
 
-def upcast_norms(model: nn.Module) -> None:
-    """Convert the weights of norms to float32."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and re.search(r"norm|ln_", name):
-            parameter.data = parameter.data.float()
-
-
 def _random_model(
     options: ModelOptions, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None
 ) -> PreTrainedModel:
@@ -296,10 +287,7 @@ def _pretrained_model(
             **hub_arguments(options),
             **arguments,
         )
-    problems = weight_problems(
-        source.name, type(model).__name__, {**found, "own_layers": own_layers(model)}, needs_head
-    )
-    raise_if(problems)
+    raise_if(weight_problems(source.name, model, found, needs_head))
     if found["unexpected_keys"]:
         unused = sorted(found["unexpected_keys"])
         notes.append(f"{len(unused)} tensors in the files are not part of {type(model).__name__}: {few(unused)}.")
@@ -309,14 +297,15 @@ def _pretrained_model(
 _HEAD = re.compile(r"(lm_head|embed_out|output)\.")
 
 
-def weight_problems(where: str, class_name: str, found: Mapping[str, Any], needs_head: bool = True) -> list[Problem]:
+def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], needs_head: bool) -> list[Problem]:
     """Problems of the weights that transformers found for a model, from its ``loading_info``."""
-    problems = []
+    problems, class_name = [], type(model).__name__
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
-    if beyond := layers_beyond(found):
+    if beyond := sorted(_layers_in(found["unexpected_keys"]) - _layers_in(dict(model.named_parameters()))):
+        which = f"layer {beyond[0]}" if len(beyond) == 1 else f"{len(beyond)} layers ({beyond[0]} to {beyond[-1]})"
         problems.append(
             Problem(
-                f"the weights have {counted_layers(beyond)} beyond the last that config.json asks for.",
+                f"the weights have {which} beyond the last that config.json asks for.",
                 where=where,
                 why=f"{class_name} would be trained without its last layers.",
                 remedy="Correct the number of layers in config.json (num_hidden_layers), or take those tensors out.",
@@ -353,20 +342,9 @@ def weight_problems(where: str, class_name: str, found: Mapping[str, Any], needs
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|decoder_layers)\.(\d+)\.")
 
 
-def layers_beyond(found: Mapping[str, Any]) -> list[int]:
-    """The layers that the files have and the model has not: tensors of a whole layer that it has no use for."""
-    numbers = {int(match[1]) for name in found["unexpected_keys"] if (match := _LAYER.search(name))}
-    return sorted(numbers - set(found.get("own_layers", ())))
-
-
-def counted_layers(numbers: list[int]) -> str:
-    """``layer 3``, ``4 layers (2 to 5)``"""
-    return f"layer {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} layers ({numbers[0]} to {numbers[-1]})"
-
-
-def own_layers(model: nn.Module) -> set[int]:
-    """The numbers of the layers that have weights."""
-    return {int(match[1]) for name, _ in model.named_parameters() if (match := _LAYER.search(name))}
+def _layers_in(names: Iterable[str]) -> set[int]:
+    """The numbers of the layers to which weights of these names belong."""
+    return {int(match[1]) for name in names if (match := _LAYER.search(name))}
 
 
 def said_by(error: BaseException) -> str:

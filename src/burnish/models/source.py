@@ -65,7 +65,8 @@ def find_source(
         return ModelSource(str(path), path)
     if path.exists():
         raise UserError(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it.")
-    if not _may_be_hub_id(name):
+    # ``gpt2`` and ``org/model`` may be ids of a hub; ``./model`` and ``a/b/c`` are paths.
+    if not _HUB_ID.match(name) or name.startswith(".") or not (uses_modelscope() or is_hub_id(name)):
         raise UserError(_no_folder(name, option_name))
     if uses_modelscope():
         folder = _modelscope_folder(name, options, option_name, with_weights)
@@ -128,11 +129,6 @@ def hub_arguments(options: ModelOptions) -> dict[str, Any]:
         "trust_remote_code": options.trust_remote_code,
         "local_files_only": is_offline() or expanded(options.model_name_or_path or "").is_dir(),
     }
-
-
-def _may_be_hub_id(name: str) -> bool:
-    """Return whether ``name`` may be a hub id: ``gpt2`` and ``org/model`` may; ``./model`` and ``a/b/c`` are paths."""
-    return bool(_HUB_ID.match(name)) and not name.startswith(".") and (uses_modelscope() or is_hub_id(name))
 
 
 def is_hub_id(name: str) -> bool:

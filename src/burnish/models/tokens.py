@@ -88,7 +88,7 @@ def check_vocabulary(
 ) -> list[Problem]:
     """Check that the model's embedding has a row for each token of the tokenizer."""
     rows = config.get_text_config().vocab_size
-    if len(tokenizer) <= rows or may_resize(options):
+    if len(tokenizer) <= rows or options.resize_vocab or named_tokens(options):  # new tokens imply it
         return []
     return [
         Problem(
@@ -98,11 +98,6 @@ def check_vocabulary(
             remedy="Set resize_vocab: true, or use the tokenizer that belongs to the model.",
         )
     ]
-
-
-def may_resize(options: ModelOptions) -> bool:
-    """Return whether the embedding may grow: asked for, or implied by new tokens."""
-    return bool(options.resize_vocab or named_tokens(options))
 
 
 def named_tokens(options: ModelOptions) -> list[str]:

@@ -28,7 +28,10 @@ class Delegating(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for own, followed in zip(self.inner_groups(), self.param_groups, strict=True):
-            _set_rate(own, followed["lr"])
+            if isinstance(own["lr"], Tensor):
+                own["lr"].fill_(followed["lr"])
+            else:
+                own["lr"] = followed["lr"]
         for optimizer in self.inner:
             optimizer.step()
 
@@ -43,13 +46,6 @@ class Delegating(Optimizer):
             group.update(saved)
         for optimizer, saved in zip(self.inner, state["inner"], strict=True):
             optimizer.load_state_dict(dict(saved))
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def copied(groups: Groups, keep: Sequence[str] = ("lr", "weight_decay")) -> Groups:

@@ -318,7 +318,8 @@ class LowRank(Delegating):
         As in the authors' code, the growth is measured without Adam's bias correction.
         """
         method, small = self.method, self.small[index]
-        correction = self._young_moments()
+        beta1, beta2 = self.options.adam_beta1, self.options.adam_beta2  # moments began at zero
+        correction = math.sqrt(1 - beta2**self.updates) / (1 - beta1**self.updates)
         along = None if method.growth == "tensor" else 1 if self.sides[index][0] is None else 0
         assert small.grad is not None
         norm, before = (torch.linalg.vector_norm(x, dim=along, keepdim=along is not None) for x in (small, small.grad))
@@ -326,12 +327,6 @@ class LowRank(Delegating):
         root = math.sqrt(method.scale)
         step = self._limited(index, step * root) if method.scale_front else self._limited(index, step) * root
         return -correction * step
-
-    def _young_moments(self) -> float:
-        """The factor of Adam's bias correction, for moments that began at zero."""
-        beta1: float = self.options.adam_beta1
-        beta2: float = self.options.adam_beta2
-        return math.sqrt(1 - beta2**self.updates) / (1 - beta1**self.updates)
 
     def _limited(self, index: int, step: Tensor) -> Tensor:
         """``step``, at most 1.01 times as long as the one before."""

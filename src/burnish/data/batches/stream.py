@@ -219,7 +219,7 @@ class RowStream:
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups from the cursor to the end of the epoch."""
-        epoch, size = self.epoch, len(self)
+        epoch, size, across = self.epoch, len(self), self.cut.batch_size * self.cut.world_size
         order = self.order(epoch)[:size]
         starts = range(self.position, size, self.cut.rows_per_step)
 
@@ -238,7 +238,7 @@ class RowStream:
             yield Group(
                 made,
                 cursor={"epoch": epoch, "position": end},
-                epoch=epoch + self._share_of_epoch(end, size),
+                epoch=epoch + -(-end // across) / -(-size // across),  # an incomplete micro-batch counts 1
                 items=items,
                 num_rows=sum(len(part) for part in group),
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
@@ -283,11 +283,6 @@ class RowStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
         self.leave_out(state.get("left_out", ()))
-
-    def _share_of_epoch(self, end: int, size: int) -> float:
-        """The share of the epoch that is done, in micro-batches as in transformers: an incomplete last one counts 1."""
-        across = self.cut.batch_size * self.cut.world_size
-        return -(-end // across) / -(-size // across)
 
 
 Reads: TypeAlias = "Callable[[Sequence[int], Iterator[Sequence[int]]], Iterator[Batch]]"

@@ -112,7 +112,10 @@ def _json_lines(path: Path) -> Iterator[Values]:
         if not broken:
             yield record
     if broken:
-        raise UserError(_first_of(broken, is_cut))
+        *before, last = broken[:_SHOWN]
+        remedy = "It is the last line; was the file copied whole?" if is_cut else "Each line must hold one JSON object."
+        more = f"{count(len(broken), 'line')} in all." if len(broken) > _SHOWN else ""
+        raise UserError([*before, Problem(last.what, last.where, why=more, remedy=remedy)])
 
 
 def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
@@ -122,14 +125,6 @@ def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -
     return Problem(
         f"the line is not whole JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}", where
     )
-
-
-def _first_of(broken: list[Problem], is_cut: bool) -> list[Problem]:
-    """The problems to show; the last one has the remedy."""
-    *before, last = broken[:_SHOWN]
-    remedy = "It is the last line; was the file copied whole?" if is_cut else "Each line must hold one JSON object."
-    more = f"{count(len(broken), 'line')} in all." if len(broken) > _SHOWN else ""
-    return [*before, Problem(last.what, last.where, why=more, remedy=remedy)]
 
 
 def _refuse_document(path: Path) -> None:

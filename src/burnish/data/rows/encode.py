@@ -104,16 +104,10 @@ def place_ahead(examples: Examples, fingerprint: Mapping[str, Any], options: Dat
     folder = cache_home() / "ahead" / _key(_made_from(examples.content_hash, fingerprint))
     if options.overwrite_cache:
         with alone(folder):
-            _remove_segments(folder)
+            for segment in folder.glob("segment-*"):
+                if _is_mine_to_remove(segment):
+                    shutil.rmtree(segment)
     return folder
-
-
-def _remove_segments(folder: Path) -> None:
-    """Remove old segments. Of several processes the first does it; segments younger than this process are kept, because
-    another of them wrote those."""
-    for segment in folder.glob("segment-*"):
-        if _is_mine_to_remove(segment):
-            shutil.rmtree(segment)
 
 
 def _key(data: Any) -> str:
@@ -152,7 +146,7 @@ def _is_stale(folder: Path, options: DataOptions) -> bool:
 
 
 def _is_mine_to_remove(path: Path) -> bool:
-    """Return whether no other process of this run may have written it."""
+    """Return whether no other process of this run may have written it: one that is older than this process."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or path.stat().st_mtime < _STARTED
 
 

@@ -93,19 +93,15 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
         raise UserError(missing_columns(layout, missing, records, where))
     if is_given:
         layout.awaited.update(layout.columns.values())
-    _note_unused(layout, found)
-
-
-def _columns_of(records: Iterable[Values]) -> list[str]:
-    return list(dict.fromkeys(column for values in records for column in values))
-
-
-def _note_unused(layout: Layout, found: Iterable[str]) -> None:
-    """Note a column that the format would read under this name, and that the data set does not name."""
+    # A column that the format would read under this name, and that the data set does not name.
     known = {**FORMATS.get(layout.format).traits.get("optional", {}), **{column: column for column in MEDIA}}
     for part, column in known.items():
         if column in found and part not in layout.columns and column not in layout.media:
             layout.notes[f'the column "{column}" is not used: "columns" has no "{part}"'] = None
+
+
+def _columns_of(records: Iterable[Values]) -> list[str]:
+    return list(dict.fromkeys(column for values in records for column in values))
 
 
 def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Values], where: str) -> Problem:
@@ -143,7 +139,12 @@ def _recognised(records: Sequence[Values], where: str, source: DataSource) -> La
         if len(claims) > 1:
             claims.pop("text", None)  # beside other columns, "text" holds the same content again, rendered
         if len(claims) > 1:
-            raise UserError(_ambiguous(where, values, claims))
+            readings = "; ".join(f"{name} ({listed(columns.values())})" for name, columns in claims.items())
+            raise UserError(
+                f"the records can be read in more than one way: {readings}. Found: {listed(values)}.",
+                where=where,
+                remedy=f"Choose one, for example formatting: {next(iter(claims))}",
+            )
         for name, columns in claims.items():
             return _with_optional(name, columns, source.tags, records)
     if source.formatting is not None:
@@ -264,15 +265,6 @@ def _verdicts_in_words(verdicts: Mapping[Any, bool]) -> str:
     """``1 for true, 0 for false``"""
     words = {value: next(word for word, said in verdicts.items() if said is value) for value in (True, False)}
     return f"{json.dumps(words[True])} for true, {json.dumps(words[False])} for false"
-
-
-def _ambiguous(where: str, values: Values, claims: Mapping[str, Mapping[str, str]]) -> Problem:
-    readings = "; ".join(f"{name} ({listed(columns.values())})" for name, columns in claims.items())
-    return Problem(
-        f"the records can be read in more than one way: {readings}. Found: {listed(values)}.",
-        where=where,
-        remedy=f"Choose one, for example formatting: {next(iter(claims))}",
-    )
 
 
 def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Problem:

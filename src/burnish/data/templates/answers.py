@@ -159,7 +159,9 @@ class Renderer:
         if last is None or whole is None:
             raise UnreadableTemplate("the chat template does not write one of its answers")
         lead = last[0][len(prompt) :] if last[0].startswith(prompt) else ""
-        end = last[1] if whole[1].startswith(last[1]) else self._leading_control(whole[1])
+        # A control token follows the answer; gpt-oss ends the last one otherwise.
+        control = self._control.match(whole[1])
+        end = last[1] if whole[1].startswith(last[1]) else control[0] if control else ""
         before, after = whole[0].removesuffix(lead), whole[1].removeprefix(end)
         if text.startswith(self.render(chat[:place], tools)):
             # The text before the answer has not changed, so the answer begins where prompt and text first differ: at
@@ -169,11 +171,6 @@ class Renderer:
         if not (text.startswith(before) and text.endswith(after) and start <= stop):
             raise UnreadableTemplate("the chat template writes an answer in a way that cannot be told from the rest")
         return start, stop
-
-    def _leading_control(self, text: str) -> str:
-        """The control token at the start of ``text``, which follows an answer (gpt-oss ends the last one otherwise)."""
-        found = self._control.match(text)
-        return found[0] if found else ""
 
     def _with_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
         """Extend a span that does not end in a control token by the control token that follows it.

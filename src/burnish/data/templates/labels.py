@@ -115,7 +115,8 @@ def _label(
 def _target_labels(turn: Turn, is_last: bool, options: TemplateChoices, ends: Ends) -> Ids:
     is_learned = turn.answer.train if turn.answer.train is not None else is_last or not options.mask_history
     labels = turn.target[:] if is_learned else unlearned(len(turn.target))
-    end = _end_of(turn.target, ends)
+    places = range(len(turn.target) - 1, -1, -1)
+    end = next((at for at in places if turn.target[at] in ends.token_ids), len(turn.target))  # the last end token
     if options.train_on_eos == "none" or (options.train_on_eos == "last" and not is_last):
         labels[end:] = unlearned(len(labels) - end)
     elif options.train_on_eos == "all":
@@ -156,11 +157,6 @@ def unlearned(length: int) -> Ids:
 
 
 _UNLEARNED = array("i", [IGNORE_INDEX])
-
-
-def _end_of(target: Sequence[int], ends: Ends) -> int:
-    """The position of the last end token of an answer; the answer's length where there is none."""
-    return next((at for at in range(len(target) - 1, -1, -1) if target[at] in ends.token_ids), len(target))
 
 
 def _source_weights(turn: Turn, weight_of_end: float | None) -> list[float] | None:

@@ -170,24 +170,16 @@ class SlotFormat:
         for place in range(1, len(messages), 2):
             is_history = place < len(messages) - 2
             if self.thinks is False or (self.forgets_thoughts and is_history):
-                messages[place] = self._without_thought(messages[place])
+                said = self._thought.sub("", messages[place].content).lstrip("\n")
+                messages[place] = replace(messages[place], content=said)
         written = [self._written(example, place, message) for place, message in enumerate(messages)]
         for place in range(len(messages) - 1 if self.forgets_thoughts else 1, len(messages), 2):
             if not any(word.strip() in messages[place].content for word in self.spec.thought_words):
-                self._add_empty_thought(written[place - 1], written[place])
+                if self.thinks:  # it is learned
+                    written[place].elements.insert(0, (self.spec.empty_thought,))
+                else:
+                    written[place - 1].elements.append((self.spec.empty_thought,))
         return written
-
-    def _add_empty_thought(self, question: Written, answer: Written) -> None:
-        """Add an empty thought: to the answer, and learned, if the model is to think; else to the question."""
-        if self.thinks:
-            answer.elements.insert(0, (self.spec.empty_thought,))
-        else:
-            question.elements.append((self.spec.empty_thought,))
-
-    def _without_thought(self, message: Message) -> Message:
-        if message.role not in _ANSWERING:
-            return message
-        return replace(message, content=self._thought.sub("", message.content).lstrip("\n"))
 
     def _written(self, example: Example, place: int, message: Message) -> Written:
         """One message in its slots; the first comes after the opening of the conversation."""

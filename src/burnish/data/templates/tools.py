@@ -274,10 +274,6 @@ def _joined(
     return lambda calls: before + between.join(map(one, calls)) + after
 
 
-def _react_call(call: Call) -> str:
-    return f"Action: {call.name}\nAction Input: {_dump(call.arguments)}"
-
-
 def _qwen_call(call: Call) -> str:
     return f"<tool_call>\n{_named(call)}\n</tool_call>"
 
@@ -303,7 +299,9 @@ def _each_in(prompt: str, one: str, write: Callable[[Tool], str]) -> Callable[[S
 
 
 _FORMATS = {
-    "default": ToolFormat(_react_tools, _joined(_react_call)),
+    "default": ToolFormat(
+        _react_tools, _joined(lambda call: f"Action: {call.name}\nAction Input: {_dump(call.arguments)}")
+    ),
     "gemma4": ToolFormat(lambda tools: "\n".join(map(_gemma4_tool, tools)), _joined(_gemma4_call, between="")),
     "glm4": ToolFormat(_each_in("glm4", "{}", _glm4_tool), _glm4_call),
     "glm4_moe": ToolFormat(_each_in("glm4_moe", "\n{}", _full_json), _tagged("glm4_moe")),

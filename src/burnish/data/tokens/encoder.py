@@ -135,7 +135,9 @@ class Encoder:
             by_words = words.located([texts[at] for at in ordinary], [positions[at] for at in ordinary])
             found = {at: both for at, both in zip(ordinary, by_words, strict=True) if both is not None}
         with_offsets = [at for at in ordinary if at not in found]
-        for at, encoding in zip(with_offsets, self._encodings([texts[at] for at in with_offsets]), strict=True):
+        some = [texts[at] for at in with_offsets]
+        encodings = self._backend().encode_batch(some, add_special_tokens=False) if some else []
+        for at, encoding in zip(with_offsets, encodings, strict=True):
             starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
             borders = [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions[at]]
             found[at] = array("i", encoding.ids), borders
@@ -159,10 +161,6 @@ class Encoder:
             return [array("i", self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         encodings = self._backend().encode_batch_fast(texts, add_special_tokens=False)
         return [array("i", encoding.ids) for encoding in encodings]
-
-    def _encodings(self, texts: list[str]) -> list[Any]:
-        """Tokenise with offsets, which takes longer."""
-        return list(self._backend().encode_batch(texts, add_special_tokens=False)) if texts else []
 
     def _backend(self) -> Any:
         """The tokenizer itself, whose batch calls make none of the masks and warnings of transformers' wrapper."""

@@ -22,7 +22,10 @@ LARGE = 1_000_000  # shares are compared as whole numbers of millionths
 def check_arguments(args: Fields) -> None:
     _check_intervals(args)
     _check_best_model(args)
-    _check_formats(args)
+    if args.fp16 and args.bf16:
+        raise ValueError("At most one of fp16 and bf16 can be True, but not both")
+    if args.fp16_full_eval and args.bf16_full_eval:
+        raise ValueError("At most one of fp16 and bf16 can be True for full eval, but not both")
     if args.warmup_steps < 0:
         raise ValueError(f"Got warmup_steps = {args.warmup_steps}, Expected value warmup_steps >= 0")
     if args.eval_strategy == "no" and args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
@@ -103,13 +106,6 @@ def _check_best_model(args: Fields) -> None:
             "--load_best_model_at_end requires the saving steps to be a round multiple of the evaluation steps, but "
             f"found {save}, which is not a round multiple of {evaluation}."
         )
-
-
-def _check_formats(args: Fields) -> None:
-    if args.fp16 and args.bf16:
-        raise ValueError("At most one of fp16 and bf16 can be True, but not both")
-    if args.fp16_full_eval and args.bf16_full_eval:
-        raise ValueError("At most one of fp16 and bf16 can be True for full eval, but not both")
 
 
 def say_what_has_no_effect(args: Fields) -> None:

@@ -74,8 +74,11 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
         if self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and is_made_for_bfloat16(device_of(self))
-        self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+            kind = device_of(self).type  # if emulated, it would cost time and precision
+            is_fast = torch.cuda.is_bf16_supported() if kind == "cuda" else kind != "cpu" or has_fast_bfloat16()
+            self.bf16 = not self.fp16 and is_fast
+        if isinstance(multiple := self.pad_to_multiple_of, str):
+            self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
         super().__post_init__()
         self._lead_old_values()
 
@@ -100,19 +103,6 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data. eos and pad are no secrets, although their names end as a secret's do."""
         return {**super().to_dict(), "eos_token": self.eos_token, "pad_token": self.pad_token}
-
-
-def is_made_for_bfloat16(device: torch.device) -> bool:
-    """Return whether bfloat16 is fast on this device. If emulated, it would cost time and precision."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    return device.type != "cpu" or has_fast_bfloat16()
-
-
-def _multiple(given: int | str | None) -> int | None:
-    if isinstance(given, str):
-        return None if given.lower() in ("auto", "none", "null") else int(given)
-    return given
 
 
 for_argument_parser(TrlArguments)

@@ -41,7 +41,10 @@ def words_of(tokenizer: Any, lone: Callable[[], bytes | None] = lambda: None) ->
         pre_tokens = PreTokens(backend, pattern, lone)
         return Words(backend, ids, late, ascii_only, pre_tokens.read, pre_tokens.of)
     is_spaced = _writes_spaces(normalizer, pre_tokenizer) and not model.ignore_merges
-    if late or not is_spaced or not _parts_words(backend):
+    if late or not is_spaced:
+        return None
+    vocabulary = backend.get_vocab(False)
+    if _SPACE not in vocabulary or any(_SPACE in token.lstrip(_SPACE) for token in vocabulary):
         return None
     return Words(backend, ids, [_SPACE], False, _spaced_pieces(model))
 
@@ -96,11 +99,6 @@ def _writes_spaces(normalizer: Any, pre_tokenizer: Any) -> bool:
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
     # Gemma's pre-tokenizer splits at spaces, of which its normalizer has left none.
     return steps in ([_REPLACE], [_PREPEND, _REPLACE]) and pre_tokenizer in (None, _SPLIT)
-
-
-def _parts_words(backend: Any) -> bool:
-    vocabulary = backend.get_vocab(False)
-    return _SPACE in vocabulary and not any(_SPACE in token.lstrip(_SPACE) for token in vocabulary)
 
 
 def _spaced_pieces(model: Any) -> Callable[[Sequence[bytes]], Found]:

@@ -88,7 +88,7 @@ class Words:
         block: list[int] = []
         size = 0
         for at, text in enumerate(texts):
-            if self._may_be_cut(text):
+            if not any(word in text for word in self._refused) and (not self._ascii_only or text.isascii()):
                 block.append(at)
                 size += len(text)
             if size > _BLOCK:
@@ -96,9 +96,6 @@ class Words:
                 block, size = [], 0
         if block:
             yield block
-
-    def _may_be_cut(self, text: str) -> bool:
-        return not any(word in text for word in self._refused) and (not self._ascii_only or text.isascii())
 
     def _block(self, texts: Sequence[str]) -> _Block:
         parts = self._control.split(b"".join([b"\xff" + text.encode() for text in texts]))
