@@ -14,7 +14,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError, did_you_mean
@@ -60,15 +61,22 @@ def _run(words: Arguments) -> int:
     if not words or words[0] in {"--help", "-h", "help"}:
         answer(_help().rstrip())
         return 0
-    if words[0] in {"--version", "-V", "version"}:
-        return _version(words[1:])
-    if words[0] == "_planner":
+    name = "version" if words[0] in {"--version", "-V"} else words[0]
+    if name == "_planner":
         return _planner(words[1:])
-    command = COMMANDS.get(words[0])
+    command = COMMANDS.get(name)
     if command is None:
-        raise UserError(_unknown(words[0]))
+        raise UserError(_unknown(name))
+    if "--help" in words or "-h" in words:
+        return _tell_of(name, words[1:])
     watch_with(WorkLine())
-    return command.run(words[1:])
+    return (_named(command.run) if isinstance(command.run, str) else command.run)(words[1:])
+
+
+def _named(place: str) -> Any:
+    """Import what ``module:name`` names, ``module`` within burnish."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"burnish.{module}"), name)
 
 
 def _explain(error: BaseException, words: Arguments, debug: bool) -> int:
@@ -105,8 +113,6 @@ def _take_debug(words: Arguments) -> bool:
 
 
 def _train(words: Arguments) -> int:
-    if _wants_help(words):
-        return _list_options("train", words)
     from burnish.app.config import read_arguments
     from burnish.app.launch import launch
 
@@ -123,8 +129,6 @@ def _train(words: Arguments) -> int:
 
 
 def _explain_run(words: Arguments) -> int:
-    if _wants_help(words):
-        return _list_options("explain", words)
     if "--json" in words:
         from burnish.app.explain_json import as_json
 
@@ -144,8 +148,6 @@ def _explain_run(words: Arguments) -> int:
 
 
 def _export(words: Arguments) -> int:
-    if _wants_help(words):
-        return _list_options("export", words, beginnings=NEEDED_BY_EXPORT)
     from burnish.app.config import merge, read_arguments
 
     file, flags = read_arguments(words)
@@ -160,45 +162,6 @@ def _export(words: Arguments) -> int:
     return 0
 
 
-def _api(words: Arguments) -> int:
-    if _wants_help(words):
-        from burnish.serve.options import ApiOptions
-
-        return _list_options("api", words, ApiOptions)
-    from burnish.serve.api import api
-
-    return api(words)
-
-
-def _runs(words: Arguments) -> int:
-    if _wants_help(words):
-        answer(_purpose("runs"))
-        return 0
-    from burnish.web.listing import runs
-
-    return runs(words)
-
-
-def _webui(words: Arguments) -> int:
-    if _wants_help(words):
-        from burnish.web.options import WebOptions
-
-        return _list_options("webui", words, WebOptions)
-    from burnish.web.command import webui
-
-    return webui(words)
-
-
-def _webchat(words: Arguments) -> int:
-    if _wants_help(words):
-        from burnish.web.options import WebOptions
-
-        return _list_options("webchat", words, WebOptions)
-    from burnish.web.command import webchat
-
-    return webchat(words)
-
-
 def _planner(words: Arguments) -> int:
     """Answers the page's questions about runs that are not begun; started by it, and by nobody else."""
     from burnish.app.explain_json import planner
@@ -206,53 +169,7 @@ def _planner(words: Arguments) -> int:
     return planner()
 
 
-def _chat(words: Arguments) -> int:
-    if _wants_help(words):
-        from burnish.core.options import union
-        from burnish.infer.options import InferOptions
-        from burnish.models.generate import GenerationOptions
-
-        return _list_options("chat", words, union("ChatOptions", GenerationOptions, InferOptions))
-    from burnish.serve.terminal.chat import chat
-
-    return chat(words)
-
-
-def _eval(words: Arguments) -> int:
-    if _wants_help(words):
-        from burnish.serve.evaluate.command import EvalOptions
-
-        return _list_options("eval", words, EvalOptions)
-    from burnish.serve.evaluate.command import evaluate
-
-    return evaluate(words)
-
-
-def _predict(words: Arguments) -> int:
-    if _wants_help(words):
-        from burnish.core.options import union
-        from burnish.data.options import DataOptions
-        from burnish.models.generate import GenerationOptions
-        from burnish.serve.evaluate.dataset import PredictOptions
-
-        return _list_options("predict", words, union("Options", PredictOptions, DataOptions, GenerationOptions))
-    from burnish.serve.evaluate.dataset import predict
-
-    return predict(words)
-
-
-def _demo(words: Arguments) -> int:
-    if _wants_help(words):
-        return _list_options("demo", words)
-    from burnish.app.demo import demo
-
-    return demo(words)
-
-
 def _env(words: Arguments) -> int:
-    if _wants_help(words):
-        answer(_purpose("env"))
-        return 0
     if words == ["--health"]:
         from burnish.app.health import health
 
@@ -265,9 +182,6 @@ def _env(words: Arguments) -> int:
 
 
 def _version(words: Arguments) -> int:
-    if _wants_help(words):
-        answer(_purpose("version"))
-        return 0
     _refuse_words("version", words)
     from burnish import __version__
 
@@ -290,35 +204,78 @@ def _plan(words: Arguments) -> Plan:
     return plan(merge(file, flags, aliases()), also=[problems_in_files])
 
 
+NEEDED_BY_EXPORT = (
+    "model_name_or_path", "adapter_name_or_path", "template", "trust_remote_code", "infer_dtype", "hf_hub_token",
+    "export_",
+)  # fmt: skip
+"""Options that ``burnish export`` reads, by the beginning of their names."""
+_RUN = ("app.options:RunOptions",)
+_WEB = ("web.options:WebOptions",)
+_CHAT = ("models.generate:GenerationOptions", "infer.options:InferOptions")
+_PREDICT = (
+    "serve.evaluate.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Command:
+    """One command. What it needs is imported when it runs: ``module:name`` stands for it until then.
+
+    Args:
+        run: takes the words after the command, and returns an exit status.
+        options: the groups that its help lists; beginnings: of the names of those that it reads.
+    """
+
     usage: str
     summary: str
-    run: Callable[[Arguments], int]
+    run: Callable[[Arguments], int] | str
+    options: tuple[str, ...] = ()
+    beginnings: tuple[str, ...] = ("",)
 
 
 _RUN_USAGE = "[run.yaml] [key=value ...] [--key value ...]"
 COMMANDS: dict[str, Command] = {
-    "train": Command(_RUN_USAGE, "fine-tune a model", _train),
-    "explain": Command(_RUN_USAGE, "say what train would do, and why, before it does it", _explain_run),
-    "export": Command(_RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export),
-    "api": Command("PATH [--adapter name=folder ...] [key=value ...]", "answer over HTTP, as OpenAI's API does", _api),
-    "webui": Command("[key=value ...]", "the page: set runs up, watch them, talk to what came of them", _webui),
-    "webchat": Command("PATH [key=value ...]", "the page, opened at a conversation with one model", _webchat),
-    "runs": Command("[FOLDER ...] [--json]", "the runs below some folders, and how they are", _runs),
-    "chat": Command(
-        "PATH [--adapter name=folder] [--once TEXT] [key=value ...]", "talk to a model at a terminal", _chat
+    "train": Command(_RUN_USAGE, "fine-tune a model", _train, _RUN),
+    "explain": Command(_RUN_USAGE, "say what train would do, and why, before it does it", _explain_run, _RUN),
+    "export": Command(
+        _RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export, _RUN, NEEDED_BY_EXPORT
     ),
-    "eval": Command("PATH [PATH ...] task=mmlu_test [key=value ...]", "measure models on a task or a data set", _eval),
+    "api": Command(
+        "PATH [--adapter name=folder ...] [key=value ...]",
+        "answer over HTTP, as OpenAI's API does",
+        "serve.api:api",
+        ("serve.options:ApiOptions",),
+    ),
+    "webui": Command(
+        "[key=value ...]", "the page: set runs up, watch them, talk to what came of them", "web.command:webui", _WEB
+    ),
+    "webchat": Command(
+        "PATH [key=value ...]", "the page, opened at a conversation with one model", "web.command:webchat", _WEB
+    ),
+    "runs": Command("[FOLDER ...] [--json]", "the runs below some folders, and how they are", "web.listing:runs"),
+    "chat": Command(
+        "PATH [--adapter name=folder] [--once TEXT] [key=value ...]",
+        "talk to a model at a terminal",
+        "serve.terminal.chat:chat",
+        _CHAT,
+    ),
+    "eval": Command(
+        "PATH [PATH ...] task=mmlu_test [key=value ...]",
+        "measure models on a task or a data set",
+        "serve.evaluate.command:evaluate",
+        ("serve.evaluate.command:EvalOptions",),
+    ),
     "predict": Command(
         "PATH [PATH ...] [eval_dataset=heldout] [key=value ...]",
         "write a model's answers, or a reward model's scores, to a data set",
-        _predict,
+        "serve.evaluate.dataset:predict",
+        _PREDICT,
     ),
     "demo": Command(
         "[dpo] [key=value ...] [--key value ...]",
         "fine-tune the small model that burnish carries, in two minutes; dpo: from pairs of answers",
-        _demo,
+        "app.demo:demo",
+        _RUN,
     ),
     "env": Command("[--health]", "versions and devices, for a report of a fault", _env),
     "version": Command("", "the version of burnish", _version),
@@ -358,29 +315,16 @@ def _purpose(command: str) -> str:
     return f"burnish {command}: {told.summary}\n\nusage: burnish {command} {told.usage}".rstrip()
 
 
-def _wants_help(words: Arguments) -> bool:
-    return "--help" in words or "-h" in words
+def _tell_of(command: str, words: Arguments) -> int:
+    """Print what a command does, and its options: all of them, or those that speak of the first word."""
+    answer(_purpose(command))
+    if groups := COMMANDS[command].options:
+        from burnish.app.config import CONFIG_SUFFIXES
+        from burnish.app.listing import list_options
+        from burnish.core.options import union
 
-
-NEEDED_BY_EXPORT = (
-    "model_name_or_path", "adapter_name_or_path", "template", "trust_remote_code", "infer_dtype", "hf_hub_token",
-    "export_",
-)  # fmt: skip
-"""Options that ``burnish export`` reads, by the beginning of their names."""
-
-
-def _list_options(
-    command: str, words: Arguments, options: type | None = None, beginnings: Sequence[str] = ("",)
-) -> int:
-    """Print what a command does and its options: of a run, or those of ``options``; by the beginning of their names."""
-    from burnish.app.config import CONFIG_SUFFIXES
-    from burnish.app.listing import list_options
-
-    if options is None:
-        from burnish.app.options import RunOptions
-
-        options = RunOptions
-    wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
-    answer(f"{_purpose(command)}\n")
-    answer(list_options(options, wanted[0] if wanted else "", beginnings).rstrip())
+        wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
+        options = _named(groups[0]) if len(groups) == 1 else union("Options", *map(_named, groups))
+        listed = list_options(options, wanted[0] if wanted else "", COMMANDS[command].beginnings)
+        answer(f"\n{listed.rstrip()}")
     return 0
