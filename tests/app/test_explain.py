@@ -371,3 +371,14 @@ def test_packs_that_lie_flat_are_said_to_spare_tokens_as_rows_are(made: Any) -> 
     assert "spared" in told(made(packing=True, padding_free=False, cutoff_len=256))
     assert "spared" not in told(made(padding_free=False, needed_tokens_only=True))
     assert "spared" not in told(made(neftune_noise_alpha=5.0))
+
+
+def test_a_system_that_does_not_tell_its_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burnish.app.resources import available_memory
+
+    def read_text(path: Path, *arguments: Any, **named: Any) -> str:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available_memory(plan({"use_cpu": Given(True), "output_dir": Given("o"), "model_name_or_path": Given("m"),
+                                  "dataset": Given("d")}).options) == 0  # fmt: skip

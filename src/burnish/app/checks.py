@@ -96,7 +96,7 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
         return [
             Problem(what, why="To write it would wait for ever.", remedy="Move it away, or name another output_dir.")
         ]
-    parent = _nearest_existing(folder)
+    parent = nearest_existing(folder)
     if not parent.is_dir():
         return [Problem(f'output_dir "{folder}" cannot be made: "{parent}" is a file.')]
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -128,7 +128,8 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     ]
 
 
-def _nearest_existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one around it that is there."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
@@ -274,14 +275,7 @@ def may_run_ahead(options: RunOptions) -> bool:
 
 
 def check_encode_ahead(options: RunOptions) -> list[Problem]:
-    if options.encode_ahead is not True or not (why := _needs_all_rows(options)):
-        return []
-    return [
-        Problem(
-            f'"encode_ahead" is true, and {why} needs all rows before the first step.',
-            remedy="Leave one of the two out.",
-        )
-    ]
+    return _check_needs_no_rows("encode_ahead", options) if options.encode_ahead is True else []
 
 
 def check_streaming(options: RunOptions) -> list[Problem]:
@@ -294,10 +288,15 @@ def check_streaming(options: RunOptions) -> list[Problem]:
     if 0 < options.val_size < 1:
         what = f'"val_size" must be a number of records when streaming. Received: {options.val_size:g}, a share.'
         problems.append(Problem(what, remedy="Set val_size: 100, say."))
-    if trains(options) and (why := _needs_all_rows(options)):
-        what = f'"streaming" is true, and {why} needs all rows before the first step.'
-        problems.append(Problem(what, remedy="Leave one of the two out."))
-    return problems
+    return problems + (_check_needs_no_rows("streaming", options) if trains(options) else [])
+
+
+def _check_needs_no_rows(name: str, options: RunOptions) -> list[Problem]:
+    """Refuse an option that needs all rows before the first step beside ``name``, with which they come later."""
+    if not (why := _needs_all_rows(options)):
+        return []
+    what = f'"{name}" is true, and {why} needs all rows before the first step.'
+    return [Problem(what, remedy="Leave one of the two out.")]
 
 
 def _needs_all_rows(options: RunOptions) -> str:

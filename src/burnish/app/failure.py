@@ -54,25 +54,28 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
     if isinstance(error, OutputError):
         console.problem(str(error))
         return 1
-    for cause in causes(error):
-        if isinstance(cause, UserError):
-            # Every process finds the same; of those that another launcher started, one of a machine says it.
-            says = os.environ.get("LOCAL_RANK", "0") == "0" or console.FAILURE_FILE in os.environ
-            for problem in cause.problems if says else ():
-                console.problem(problem)
-            return 2
-        found = explained(cause, output_dir)
-        if found is not None:
-            return _said(found, error, output_dir, debug)
-    return _said(_unexpected(error, output_dir), error, output_dir, debug)
+    found = _found(error, output_dir)
+    if isinstance(found, UserError):
+        # Every process finds the same; of those that another launcher started, one of a machine says it.
+        says = os.environ.get("LOCAL_RANK", "0") == "0" or console.FAILURE_FILE in os.environ
+        for problem in found.problems if says else ():
+            console.problem(problem)
+        return 2
+    where = "" if debug else write_traceback(error, output_dir)
+    console.problem(f"{found}\n  The traceback is in {where}; --debug prints it." if where else found)
+    return 1
 
 
 def described(error: BaseException, output_dir: str | None) -> Problem:
     """Describe a failure to the user, as one problem."""
+    found = _found(error, output_dir)
+    return found.problems[0] if isinstance(found, UserError) else found
+
+
+def _found(error: BaseException, output_dir: str | None) -> UserError | Problem:
+    """The first of an error's causes that is known: the user's mistake, or the sentence on what the machine did."""
     for cause in causes(error):
-        if isinstance(cause, UserError):
-            return cause.problems[0]
-        found = explained(cause, output_dir)
+        found = cause if isinstance(cause, UserError) else explained(cause, output_dir)
         if found is not None:
             return found
     return _unexpected(error, output_dir)
@@ -94,30 +97,54 @@ def explained(error: BaseException, output_dir: str | None) -> Problem | None:
         return error.problem
     if isinstance(error, NonFiniteError):
         return Problem(str(error), why=what_is_safe(output_dir))
-    if is_out_of_memory(error) or error_number(error) == errno.ENOMEM:
-        return _out_of_memory(error)
     number = error_number(error)
-    return _DISK[number](error, output_dir) if number in _DISK else None
+    if is_out_of_memory(error) or number == errno.ENOMEM:
+        return _out_of_memory(error)
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return _not_permitted(error, output_dir)
+    if number not in _DISK:
+        return None
+    what, remedy = _DISK[number]
+    safe, more = what_is_safe(output_dir), " or set save_total_limit: 1"
+    return Problem(
+        what.format(place=_place(error, output_dir), reason=_reason(error)),
+        why=safe,
+        remedy=remedy.format(more=more if safe.startswith(_SAFE) else ""),
+    )
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
-def _disk_full(error: BaseException, output_dir: str | None) -> Problem:
-    return Problem(
-        f"The disk is full: {_place(error, output_dir)} could not be written.",
-        why=(safe := what_is_safe(output_dir)),
-        remedy=f"Free some space{' or set save_total_limit: 1' if safe.startswith(_SAFE) else ''}, then run the same "
-        "command to go on.",
-    )
-
-
-def _file_too_large(error: BaseException, output_dir: str | None) -> Problem:
-    return Problem(
-        f"A file would be larger than this system allows: {_place(error, output_dir)} could not be written.",
-        why=what_is_safe(output_dir),
-        remedy="Raise the limit (ulimit -f), or write to another file system with output_dir.",
-    )
+_GO_ON = "run the same command to go on."
+_FULL = (
+    "The disk is full: {place} could not be written.",
+    f"Free some space{{more}}, then {_GO_ON}",
+)
+_IN_THE_WAY = (
+    "{place} cannot be written or read: {reason}.",
+    f"Another thing lies in the place of a file: move it away, then {_GO_ON}",
+)
+_NO_MORE_FILES = (
+    "The system lets this process open no more files: {place}.",
+    f"Raise the limit (ulimit -n), then {_GO_ON}",
+)
+_FAILS = (
+    "{place} cannot be written or read: {reason}.",
+    f"The disk or the way to it fails: once that is mended, {_GO_ON}",
+)
+_TOO_LARGE = (
+    "A file would be larger than this system allows: {place} could not be written.",
+    "Raise the limit (ulimit -f), or write to another file system with output_dir.",
+)
+_DISK = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EEXIST), _IN_THE_WAY),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _NO_MORE_FILES),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _FAILS),
+    errno.EFBIG: _TOO_LARGE,
+}
+"""Number of an error -> what is wrong, and what helps."""
 
 
 def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
@@ -128,43 +155,6 @@ def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
         why=what_is_safe(output_dir) if is_ours else "",
         remedy="Change its permissions, or name another output_dir." if is_ours else "Change its permissions.",
     )
-
-
-def _in_the_way(error: BaseException, output_dir: str | None) -> Problem:
-    return Problem(
-        f"{_place(error, output_dir)} cannot be written or read: {_reason(error)}.",
-        why=what_is_safe(output_dir),
-        remedy="Another thing lies in the place of a file: move it away, then run the same command to go on.",
-    )
-
-
-def _no_more_files(error: BaseException, output_dir: str | None) -> Problem:
-    return Problem(
-        f"The system lets this process open no more files: {_place(error, output_dir)}.",
-        why=what_is_safe(output_dir),
-        remedy="Raise the limit (ulimit -n), then run the same command to go on.",
-    )
-
-
-def _disk_fails(error: BaseException, output_dir: str | None) -> Problem:
-    return Problem(
-        f"{_place(error, output_dir)} cannot be written or read: {_reason(error)}.",
-        why=what_is_safe(output_dir),
-        remedy="The disk or the way to it fails: once that is mended, run the same command to go on.",
-    )
-
-
-_DISK = {
-    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EEXIST), _in_the_way),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _no_more_files),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _disk_fails),
-    errno.ENOSPC: _disk_full,
-    errno.EDQUOT: _disk_full,
-    errno.EFBIG: _file_too_large,
-    errno.EACCES: _not_permitted,
-    errno.EPERM: _not_permitted,
-    errno.EROFS: _not_permitted,
-}
 
 
 def _place(error: BaseException, output_dir: str | None) -> str:
@@ -258,13 +248,13 @@ def _amount(match: re.Match[str] | None) -> int | None:
 
 def _available_bytes() -> int | None:
     """Available bytes of the host's memory: the minimum of free memory and what the process's control group allows."""
-    found = [_meminfo_bytes(), _cgroup_bytes()]
+    found = [meminfo_bytes(), _cgroup_bytes()]
     return min((value for value in found if value is not None), default=None)
 
 
-def _meminfo_bytes() -> int | None:
-    text = _read("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+def meminfo_bytes() -> int | None:
+    """Available bytes of the host's memory; None where the system has no ``/proc/meminfo``."""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
     return int(match[1]) * 1024 if match else None
 
 
@@ -319,12 +309,6 @@ def _sentence(text: str) -> str:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
-
-
-def _said(problem: Problem, error: BaseException, output_dir: str | None, debug: bool) -> int:
-    where = "" if debug else write_traceback(error, output_dir)
-    console.problem(f"{problem}\n  The traceback is in {where}; --debug prints it." if where else problem)
-    return 1
 
 
 def write_traceback(error: BaseException, output_dir: str | None) -> str:

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from burnish.adapters.base import ModelAdapter, trainable_summary
-from burnish.app.checks import trains
+from burnish.app.checks import nearest_existing, trains
 from burnish.app.estimate import Formats, Shape, Term, disk_bytes, dora_term, memory_terms, shown_bytes
+from burnish.app.failure import meminfo_bytes
 from burnish.app.options import RunOptions
 from burnish.core.checkpoint import output_folder
 from burnish.core.errors import Problem
@@ -237,18 +238,11 @@ def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
 
 
 def available_memory(options: RunOptions) -> int:
-    """Bytes of free memory on the device."""
+    """Bytes of free memory on the device; 0 where the system does not tell."""
     device = device_of(options)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _available_of_host()
-
-
-def _available_of_host() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return meminfo_bytes() or 0
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
@@ -279,8 +273,7 @@ def _checkpoints_kept(options: RunOptions, steps: StepPlan) -> int:
 
 
 def free_disk(folder: Path) -> int:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(nearest_existing(folder)).free
 
 
 def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> list[Problem]:
