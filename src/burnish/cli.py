@@ -164,14 +164,14 @@ def _export(words: Arguments) -> int:
 
 def _planner(words: Arguments) -> int:
     """Answers the page's questions about runs that are not begun; started by it, and by nobody else."""
-    from burnish.app.explain_json import planner
+    from burnish.app.planner import planner
 
     return planner()
 
 
 def _env(words: Arguments) -> int:
     if words == ["--health"]:
-        from burnish.app.health import health
+        from burnish.app.env import health
 
         return health()
     _refuse_words("env", words)

@@ -241,10 +241,22 @@ def test_explain_as_json_says_what_the_terminal_says_and_marks_what_is_trained(w
     assert {problem["option"] for problem in problems} == {"dataset", "lora_rank"}
 
 
+def test_explain_as_json_shows_both_answers_of_a_pair(workplace, capsys):
+    pairs = [{"instruction": f"Say {n}", "chosen": f"{n} {n}", "rejected": "no"} for n in range(12)]
+    Path("data/pairs.json").write_text(json.dumps(pairs))
+    words = ["stage=dpo", "dataset=data/pairs.json", "output_dir=saves/pairs"]
+    assert main(["explain", "run.yaml", "--json", *words]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["title"] for row in rows[-4:]] == [
+        "longest, chosen", "longest, rejected", "shortest, chosen", "shortest, rejected",
+    ]  # fmt: skip
+    assert all(sum(len(ids) for _, _, ids in row["pieces"]) == row["tokens"] for row in rows)
+
+
 def test_the_planner_answers_line_by_line_and_survives_what_is_wrong(workplace):
     from io import StringIO
 
-    from burnish.app.explain_json import planner
+    from burnish.app.planner import planner
 
     values = {"model_name_or_path": "model", "dataset": ["words"], "dataset_dir": "data", "output_dir": "saves/x"}
     asked = [

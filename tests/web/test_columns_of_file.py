@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from burnish.app.columns import columns_of_file
+from burnish.app.planner import columns_of_file
 from burnish.core.errors import UserError
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import load_datasets

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.app.held_out import held_out, question_of
+from burnish.app.planner import held_out, question_of
 from burnish.core.errors import UserError
 from burnish.core.types import Example, Message
 from burnish.data.sets.sources import load_datasets

@@ -491,8 +491,8 @@ def test_wrong_bodies_are_never_our_fault(page) -> None:
 
 
 def test_the_layout_names_options_that_there_are() -> None:
-    from burnish.app.form import form
     from burnish.app.plan import RunOptions
+    from burnish.app.planner import form
     from burnish.core.options import specs
 
     known = set(specs(RunOptions))

@@ -109,20 +109,17 @@ class SetAside(TrainerCallback):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None or _has_checkpoint(self.folder):
-            self.drop()
+            remove(self.aside)
         else:
             self.give_back()
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
         if _has_checkpoint(self.folder):
-            self.drop()
-
-    def drop(self) -> None:
-        remove(self.aside)
+            remove(self.aside)
 
     def give_back(self) -> None:
         """Move everything back; files that the failed run wrote under the same names are deleted."""
-        for path in _inside(self.aside):
+        for path in sorted(self.aside.glob("*")):
             remove(self.folder / path.name)
             path.rename(self.folder / path.name)
         remove(self.aside)
@@ -130,7 +127,3 @@ class SetAside(TrainerCallback):
 
 def _has_checkpoint(folder: Path) -> bool:
     return any((path / MANIFEST_NAME).is_file() for path in Checkpoints(folder).all())
-
-
-def _inside(folder: Path) -> Sequence[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []

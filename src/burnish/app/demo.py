@@ -79,15 +79,19 @@ def held_out(name: str = "heldout") -> list[Question]:
 
 def answers(folder: Path, questions: list[Question], batch_size: int = 50) -> list[str]:
     """Greedy answers of the model in ``folder``."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model, tokenizer = _loaded(folder)
     found: list[str] = []
     for start in range(0, len(questions), batch_size):
         found += _answer_batch(model, tokenizer, [q.prompt for q in questions[start : start + batch_size]])
     return found
+
+
+def _loaded(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        return AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
 
 
 def _answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
@@ -104,13 +108,10 @@ def _answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
 def preferred(folder: Path, pairs: list[Question]) -> float:
     """The share of pairs whose right answer the model in ``folder`` finds likelier than the wrong one. In [0, 1]."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not pairs:
         return 0.0
-    with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model, tokenizer = _loaded(folder)
 
     def logp(question: Question, answer: str) -> float:
         turns = [{"role": "user", "content": question.prompt}]

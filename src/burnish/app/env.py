@@ -1,7 +1,10 @@
-"""Versions and devices, for a bug report. Nothing secret, nothing about the user."""
+"""``burnish env``: versions and devices, for a bug report, with nothing secret and nothing about the user; with
+``--health``, whether a server of burnish answers on this machine, for a container to ask.
+"""
 
 from __future__ import annotations
 
+import http.client
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +13,8 @@ _LIBRARIES = (
     "torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "safetensors", "rich", "matplotlib",
     "bitsandbytes", "deepspeed",
 )  # fmt: skip
+PORTS = (7860, 8000)
+SLOWEST_S = 3.0
 
 
 def environment() -> dict[str, str]:
@@ -50,3 +55,19 @@ def _accelerators() -> dict[str, str]:
         for index in range(torch.cuda.device_count())
         if (properties := torch.cuda.get_device_properties(index))
     }
+
+
+def health() -> int:
+    """Return 0 where the page or the API answers ``/healthz`` on its port, 1 where neither does."""
+    return 0 if any(map(_answers, PORTS)) else 1
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SLOWEST_S)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

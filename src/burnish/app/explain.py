@@ -162,7 +162,8 @@ def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
         for name, answer in answers_of(rows[index]).items():
             title = f"Row {index + 1:,} of {len(rows):,}, {_title(plan, rows[index], name)}what is {marked}"
-            yield Sample(title, pieces_of(_first_of_pack({**rows[index], **answer}), prepared.tokenizer))
+            pieces = pieces_of(first_of_pack({**rows[index], **answer}), prepared.tokenizer)
+            yield Sample(title, [(text, trained) for text, trained, _ in pieces])
 
 
 _TITLES = {
@@ -187,17 +188,17 @@ def _computed(row: Row) -> list[Row]:
     return [answer for name, answer in answers_of(row).items() if name != "kl"]
 
 
-def _first_of_pack(row: Row) -> Row:
+def first_of_pack(row: Row) -> Row:
     end = (row.get("seq_lengths") or [len(row["input_ids"])])[0]
     return {"input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
 
 
-def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool]]:
-    """The row's text, split where learned tokens begin and end. Each piece is decoded as a whole, because a character
-    may be several tokens."""
+def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool, list[int]]]:
+    """The row's text, split where learned tokens begin and end: (text, whether it is learned, ids). Each piece is
+    decoded as a whole, because a character may be several tokens."""
     pairs = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), strict=True)
-    runs = ((trained, [token for token, _ in run]) for trained, run in groupby(pairs, key=lambda pair: pair[1]))
-    return [(tokenizer.decode(ids, skip_special_tokens=False), trained) for trained, ids in runs]
+    runs = ((trained, [int(token) for token, _ in run]) for trained, run in groupby(pairs, key=lambda pair: pair[1]))
+    return [(tokenizer.decode(ids, skip_special_tokens=False), trained, ids) for trained, ids in runs]
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -271,20 +272,20 @@ def _rate(plan: Plan, prepared: Prepared) -> Line:
     options, total = plan.options, prepared.steps.max_steps
     warmup = warmup_steps_of(options, total)
     rise = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
-    text = f"{options.learning_rate:g}{rise}, {options.lr_scheduler_type}  {curve_picture(options, total)}"
+    curve = "".join(_BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in curve_of(options, total, _WIDTH))
+    text = f"{options.learning_rate:g}{rise}, {options.lr_scheduler_type}  {curve}"
     return Line("learning rate", text.rstrip(), plan.where("learning_rate"))
 
 
-_BARS = "▁▂▃▄▅▆▇█"
+_BARS, _WIDTH = "▁▂▃▄▅▆▇█", 24
 
 
-def curve_picture(options: RunOptions, max_steps: int, width: int = 24) -> str:
-    """The learning rate over the run in ``width`` bars; nothing for a curve that follows a metric."""
+def curve_of(options: RunOptions, max_steps: int, points: int) -> list[float]:
+    """The learning rate over the run at some points, as shares of its peak; none for a curve that follows a metric."""
     if options.lr_scheduler_type in FOLLOWS_METRIC:
-        return ""
+        return []
     factor = lr_factor(options, max_steps, options.learning_rate)
-    values = [factor(round(place * (max_steps - 1) / (width - 1))) for place in range(width)]
-    return "".join(_BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in values)
+    return [factor(round(place * (max_steps - 1) / (points - 1))) for place in range(points)]
 
 
 def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:

@@ -6,20 +6,31 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from burnish.adapters.base import ADAPTERS
+from burnish.app.build import takes_own_attention, wants_padding_free
 from burnish.app.checks import trains
 from burnish.app.explain_view import Line, Section
 from burnish.app.options import RunOptions
-from burnish.app.patches import patched_shapes, tried_patches
 from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared
 from burnish.app.references import needs_reference, planned_reference
 from burnish.app.resources import compute_dtype, formats_in_words, held_dtype, loaded_dtype, trained_dtype
-from burnish.core.patching import patches_of, summary
+from burnish.core.patching import Reason, allows, patch, patches_of, summary
+from burnish.engine.checkpointing import checkpoint_activations
 from burnish.engine.options import device_of
-from burnish.models.load import context_length
-from burnish.models.quantize import is_quantised
+from burnish.models.attention import PADDING_FREE
+from burnish.models.fused import patch_forwards
+from burnish.models.liger import LIGER, takes_liger
+from burnish.models.load import SAMPLING, context_length, samples_without_sampling
+from burnish.models.quantize import UNTOUCHED, is_quantised
+from burnish.models.source import adapter_folders
+from burnish.models.tokens import fitted_shapes
+from burnish.objectives.neftune import EmbeddingNoise
+from burnish.ops.gpu.kernels import ask_for_kernels
+from burnish.ops.probe import causal_lm
+from burnish.ops.tied import TIED
 
 
 def model_section(plan: Plan, prepared: Prepared) -> Section:
@@ -76,6 +87,36 @@ def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
         yield Line("why", f"{why.kind}: {why.why}")
     for why in tried_patches(plan.options, prepared.config):
         yield Line("tried", f"{why.kind}: {why.why}; kept if the model says the same")
+
+
+def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Module:
+    """The model without weights, with its adapter and the patches that its structure alone decides, made by the very
+    functions that the run calls."""
+    with torch.device("meta"):
+        model = ADAPTERS[options.finetuning_type](options, adapter_folders(options)).attach(
+            fitted_shapes(config, tokenizer, options)
+        )
+    if samples_without_sampling(model):
+        patch(model, "generation_config.do_sample", True, SAMPLING)
+    ask_for_kernels(options.gpu_kernels)
+    if not options.torch_compile:
+        patch_forwards(model, options, device_of(options))
+    if options.neftune_noise_alpha is not None:
+        EmbeddingNoise(causal_lm(model).get_input_embeddings(), options.neftune_noise_alpha)
+    if options.gradient_checkpointing:
+        checkpoint_activations(model, options.gradient_checkpointing_kwargs)
+    return model
+
+
+def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
+    """The kinds that the run tries on the weights, and keeps where the model says the same."""
+    wanted = {
+        PADDING_FREE: wants_padding_free(options) and takes_own_attention(options),
+        TIED: options.fused_loss is not False and config.get_text_config().tie_word_embeddings,
+        LIGER: takes_liger(options, device_of(options)),
+    }
+    found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]
+    return [*found, UNTOUCHED] if options.quantization_bit == 4 else found
 
 
 def _reference(plan: Plan, prepared: Prepared) -> list[Line]:

@@ -3,7 +3,7 @@
     2          what the user gave is wrong: options, data, models, folders; its sentences are printed
     1          the machine: disk, permissions, memory; a loss that is not finite; a fault in burnish
     3          done, but a checkpoint could not be saved on the way (app/saving.py)
-    124        ended by max_train_seconds (app/clock.py)
+    124        ended by max_train_seconds (app/interrupt.py)
     128 + n    signal n: 130 after Ctrl-C
 
 In: the exception that reached the command line. Out: at most four lines (what, where, why, what to try) on standard

@@ -159,11 +159,7 @@ def _add_shape(writer: Any, config: dict[str, Any], name: str, kind: str) -> Non
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType[_file_type(kind)])
-
-
-def _file_type(kind: str) -> str:
-    return "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
 
 
 def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

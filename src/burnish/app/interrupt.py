@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: finish the step, save a checkpoint, stop, so that no training is lost. SIGUSR1, which schedulers
 send some time before they end a run, and SIGHUP, of a terminal that is closed: save a checkpoint after the step, and go
-on. A training outlives its terminal; what it has to say is in its log.
+on. A training outlives its terminal; what it has to say is in its log. ``max_train_seconds``, for a machine lent by the
+hour, ends it as SIGTERM does.
 
     with InterruptCallback() as interrupt:      # among the callbacks of the run
         train(run, options)
@@ -19,11 +20,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from burnish.app.clock import TIME_IS_UP
 from burnish.core.events import TrainerCallback
+from burnish.core.options import option
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.report.console import is_speaker, note
 
@@ -32,6 +34,17 @@ GOES_ON = {
     signal.SIGHUP: "The terminal was closed: saving a checkpoint after this step, and going on. To stop: kill {pid}",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *GOES_ON)
+TIME_IS_UP = 124
+"""The exit status of a run that ``max_train_seconds`` ended; that of ``timeout`` (1)."""
+
+
+@dataclass
+class ClockOptions:
+    """Time limit of a training."""
+
+    max_train_seconds: float | None = option(
+        None, "End the training after the step in which so much time has passed, with a checkpoint.", unit="s", gt=0
+    )
 
 
 class InterruptCallback(TrainerCallback):

@@ -13,7 +13,7 @@ from burnish.adapters.base import ADAPTERS, FinetuningOptions
 from burnish.adapters.freeze import FreezeOptions
 from burnish.adapters.lora import LoraOptions
 from burnish.adapters.peft import OftOptions, PeftOptions
-from burnish.app.clock import ClockOptions
+from burnish.app.interrupt import ClockOptions
 from burnish.app.metrics import MetricOptions
 from burnish.core.checkpoint import CheckpointOptions
 from burnish.core.early_stopping import EarlyStoppingOptions

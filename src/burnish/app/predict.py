@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -26,9 +26,9 @@ from burnish.adapters.base import ModelState
 from burnish.app.checks import may_run_ahead
 from burnish.app.metrics import scores
 from burnish.app.options import RunOptions
-from burnish.app.scores import write_scores
 from burnish.core.loop import set_training_mode
 from burnish.core.meter import Clock
+from burnish.core.protocols import Engine
 from burnish.core.run import Run
 from burnish.core.types import IGNORE_INDEX, Example
 from burnish.core.work import work
@@ -97,7 +97,7 @@ def predict(
             f"{len(examples) - len(questions)} of {len(examples)} records have no prompt to answer; they are left out."
         )
     config = generation_config(bare_model(run), tokenizer, stops, options)
-    stem = f"{ANSWERS_NAME}{f'_{name}' if name else ''}"
+    stem = _stem(name)
     partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
     likelihoods: dict[int, float] = {}
     answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
@@ -115,6 +115,10 @@ def predict(
         note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
     num_batches = -(-len(questions) // options.per_device_eval_batch_size)
     return found | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
+
+
+def _stem(name: str) -> str:
+    return f"{ANSWERS_NAME}_{name}" if name else ANSWERS_NAME
 
 
 def _scores(texts: Sequence[str], labels: Sequence[str], options: RunOptions) -> dict[str, float]:
@@ -291,9 +295,7 @@ def _of_all_ranks(run: Run, answers: Mapping[int, list[int]], number: int) -> li
         return [answers[at] for at in range(number)]
     rows = [answers.get(at, []) for at in range(engine.rank, engine.rank + number, engine.world_size)]
     rows = rows[: -(-number // engine.world_size)]
-    longest = max(1, *map(len, rows))
-    padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in rows], device=engine.device)
-    gathered = [[token for token in ids if token != IGNORE_INDEX] for ids in engine.gather(padded).tolist()]
+    gathered = _gathered(engine, rows)
     return [gathered[at % engine.world_size * len(rows) + at // engine.world_size] for at in range(number)]
 
 
@@ -320,10 +322,13 @@ def _answers(run: Run, questions: Sequence[Question], mine: Sequence[int], confi
     prompts = [questions[index].prompt for index in mine]
     with engine.precision(), engine.generating(run.model):
         made = generate(model, prompts, config, context_length(model.config))
-    if engine.world_size == 1:
-        return made
-    longest = max(1, *map(len, made))
-    padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in made], device=engine.device)
+    return made if engine.world_size == 1 else _gathered(engine, made)
+
+
+def _gathered(engine: Engine, rows: Sequence[list[int]]) -> list[list[int]]:
+    """The answers of all ranks, each of which brings as many, rank after rank."""
+    longest = max(1, *map(len, rows))
+    padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in rows], device=engine.device)
     return [[token for token in ids if token != IGNORE_INDEX] for ids in engine.gather(padded).tolist()]
 
 
@@ -348,3 +353,28 @@ def write_answers(
             if drawn is not None:
                 line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in drawn[at]]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def write_scores(run: Run, folder: Path) -> None:
+    """Write the scores of both answers of each pair, a file per evaluation set, in the order of the data; LLaMA-Factory
+    has the same file, with rounded scores. Every process scores its share, and the first writes."""
+    for name, batches in run.eval_sets.items():
+        found = run.engine.gather_objects(list(_scores_of(run, batches)))
+        if run.engine.rank == 0:
+            path = folder / f"{_stem(name)}.jsonl"
+            lines = dict(line for of_rank in found for line in of_rank)
+            with path.open("w", encoding="utf-8") as file:
+                for number in sorted(lines):
+                    file.write(json.dumps({"record": number + 1, **lines[number]}) + "\n")
+            note(f"Scores of {counted(len(lines), 'pair')} in {path}.")
+
+
+@torch.no_grad()
+def _scores_of(run: Run, batches: Any) -> Iterator[tuple[int, dict[str, float]]]:
+    """The number of each pair, from 0, and its scores."""
+    ready = run.objective.evaluated(run.model, batches, run.engine)
+    for numbers, batch in zip(batches.parts, ready, strict=True):
+        with run.engine.precision():
+            scores = run.model(batch).tolist()
+        for place, number in enumerate(numbers):
+            yield int(number), {"chosen": scores[2 * place], "rejected": scores[2 * place + 1]}
