@@ -13,7 +13,7 @@ from burnish.app.build import train_run
 from burnish.app.plan import Plan, plan
 from burnish.cli import main
 from burnish.core.options import Given
-from burnish.core.patching import Reason, hook, hooked, in_words, patch, patched, patches_of, record, restore, summary
+from burnish.core.patching import Reason, hook, hooked, in_words, patch, patches_of, record, restore, summary
 from small_run import as_words, make_user
 
 FASTER = Reason("layer", "it is faster")
@@ -72,8 +72,9 @@ def test_a_copied_model_has_its_own_patches() -> None:
 
 def test_a_name_within_an_owner_is_put_back_too() -> None:
     layers = model()
-    with patched(layers[0], "weight.note", "mine", FASTER):
-        assert layers[0].weight.note == "mine"
+    made = patch(layers[0], "weight.note", "mine", FASTER)
+    assert layers[0].weight.note == "mine"
+    restore([made])
     assert not hasattr(layers[0].weight, "note")
 
 

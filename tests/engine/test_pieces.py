@@ -9,8 +9,16 @@ import torch
 from burnish.core.checkpoint import Checkpoints, load
 from burnish.core.errors import UserError
 from burnish.core.parts import Part
-from burnish.core.pieces import Piece, index_name, read_scattered, shard_name, write_index, write_shard
-from burnish.core.reports import gather_reports, reporting
+from burnish.core.pieces import (
+    Piece,
+    gather_reports,
+    index_name,
+    read_scattered,
+    reporting,
+    shard_name,
+    write_index,
+    write_shard,
+)
 from burnish.core.state import TrainerState
 
 

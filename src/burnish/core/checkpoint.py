@@ -37,8 +37,16 @@ from burnish.core.manifest import faults, flush_folders, write_manifest
 from burnish.core.options import option
 from burnish.core.parts import Part
 from burnish.core.patching import Reason, hook
-from burnish.core.pieces import Scattered, index_name, read_scattered, shard_name, write_index, write_shard
-from burnish.core.reports import gather_reports, reporting
+from burnish.core.pieces import (
+    Scattered,
+    gather_reports,
+    index_name,
+    read_scattered,
+    reporting,
+    shard_name,
+    write_index,
+    write_shard,
+)
 from burnish.core.snapshot import copy_large, join, split
 from burnish.core.state import TrainerState
 

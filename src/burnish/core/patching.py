@@ -145,16 +145,6 @@ def restore(patches: Iterable[Patch]) -> None:
 
 
 @contextmanager
-def patched(owner: Any, name: str, value: Any, why: Reason) -> Iterator[None]:
-    """Patch inside the ``with`` block only."""
-    made = patch(owner, name, value, why)
-    try:
-        yield
-    finally:
-        restore([made])
-
-
-@contextmanager
 def hooked(module: nn.Module, event: str, function: Callable[..., Any], why: Reason) -> Iterator[None]:
     """Add a hook inside the ``with`` block only."""
     made = hook(module, event, function, why)

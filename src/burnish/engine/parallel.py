@@ -54,11 +54,6 @@ class ParallelEngine(SingleEngine):
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
 
-    def leave(self) -> None:
-        """Leave the process group after a run that went well, when no process waits for another any more."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
         """Update on all ranks or on none, because the loss can be infinite on a single rank."""
         return super().step(optimizer, self.sum((~is_finite).float()) == 0)

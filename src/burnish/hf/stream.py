@@ -55,10 +55,6 @@ class EpochOrder(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    @property
-    def initial_seed(self) -> int:
-        return self.seed
-
     def __len__(self) -> int:
         """Items of this rank in a whole epoch."""
         return len(self._mine(range(self._used(self.num_items))))
