@@ -5,7 +5,7 @@ import torch
 from datasets import IterableDataset
 from script_runs import as_set, losses, make, pairs, verdicts, weights
 from test_collators import of_pairs
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
 
 from burnish import UserError
 from small_run import make_model
@@ -58,6 +58,12 @@ def test_a_mixture_of_experts_is_balanced_unless_told_not_to(kind, folder, tmp_p
 def test_a_weight_for_the_router_of_a_model_without_one_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="not a Mixture-of-Experts model"):
         make("DPOTrainer", folder / "model", tmp_path, router_aux_loss_coef=0.1)
+
+
+def test_a_model_that_is_there_is_not_quantised(folder, tmp_path):
+    four = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    with pytest.raises(UserError, match="already instantiated"):
+        make("DPOTrainer", read(folder / "model"), tmp_path, given=four)
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
