@@ -155,7 +155,7 @@ class ByteReader:
 
 
 class FakeServed:
-    """``completions.Served`` over bytes."""
+    """A ``ServedModel`` over bytes."""
 
     fingerprint, vocab_size, context, scorer = "fp_0123456789", 257, 512, None
 

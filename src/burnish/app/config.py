@@ -53,6 +53,23 @@ def _with_home(given: dict[str, Given]) -> dict[str, Given]:
     }
 
 
+def path_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The first word, where it belongs to no option ("" where it does), and the others."""
+    is_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+    return (words[0], list(words[1:])) if is_path else ("", list(words))
+
+
+def from_variables(
+    variables: Mapping[str, str], given: Mapping[str, Given], environment: Mapping[str, str]
+) -> dict[str, Given]:
+    """Options that only the environment names. Args: variables: name there -> option."""
+    return {
+        name: Given(environment[variable], f"the environment's {variable}")
+        for variable, name in variables.items()
+        if name not in given and environment.get(variable)
+    }
+
+
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Given]]:
     """Find the file and the flags. Of a flag given twice the last value counts, so that a script can append flags.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.app.absent import take_absent
-from burnish.app.config import CONFIG_SUFFIXES, merge, read_arguments
+from burnish.app.config import CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.app.options import RunOptions
 from burnish.app.plan import aliases, provenance_of
 from burnish.app.seen_from import data_seen_from
@@ -64,7 +64,7 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
     Raises:
         UserError: with everything that the options alone can show.
     """
-    path, others = _path_of(words)
+    path, others = path_of(words)
     file, flags = read_arguments([*([path] if path and _is_config(path) else []), *others])
     given = merge(file, flags, aliases())
     rest = {key: given.pop(key) for key in list(given) if key in own}
@@ -121,14 +121,6 @@ def paths_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
             return found, list(words[at:])
         found.append(word)
     return found, []
-
-
-def _path_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The first word that belongs to no option, and the others."""
-    words = list(words)
-    if words and not words[0].startswith("-") and "=" not in words[0]:
-        return words[0], words[1:]
-    return None, words
 
 
 def _is_config(path: str) -> bool:

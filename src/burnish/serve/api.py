@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from burnish.app.config import COMMAND_LINE, CONFIG_SUFFIXES, merge, read_arguments
-from burnish.core.errors import MissingExtraError, Problem, UserError
+from burnish.app.config import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
+from burnish.core.errors import MissingExtraError
 from burnish.core.options import Given, build, raise_if
 from burnish.report.streams import say
-from burnish.serve.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
+from burnish.serve.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key, with_adapters
 
 if TYPE_CHECKING:
     import socket
@@ -84,30 +84,14 @@ def read_options(words: Sequence[str]) -> ApiOptions:
     Raises:
         UserError: with all that is wrong.
     """
-    has_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
-    others = words[1:] if has_path and not words[0].endswith(CONFIG_SUFFIXES) else words
-    file, flags = read_arguments(list(others))
+    path, others = path_of(words)
+    file, flags = read_arguments(words if path.endswith(CONFIG_SUFFIXES) else others)
     given: Mapping[str, Given] = {name: item for name, item in merge(file, flags, {}).items() if name in OWN}
     problems = problems_of_key(given, COMMAND_LINE)
     options, wrong = build(ApiOptions, {**given, **from_environment(given)})
     raise_if([*problems, *wrong, *check_api(options)])
     assert isinstance(options, ApiOptions)
     return options
-
-
-def with_adapters(words: Sequence[str]) -> list[str]:
-    """``--adapter sql=saves/sql`` as often as there are adapters, as the one option that it is."""
-    left, named = [], {}
-    rest = iter(words)
-    for word in rest:
-        if word != "--adapter":
-            left.append(word)
-            continue
-        name, equals, folder = next(rest, "").partition("=")
-        if not (name and equals and folder):
-            raise UserError(Problem(f'--adapter takes name=folder. Received: "{name}".'))
-        named[name] = folder
-    return [*left, "--served_adapters", json.dumps(named)] if named else left
 
 
 async def _serve(words: Sequence[str], options: ApiOptions, state: State, key: str | None, found: socket.socket) -> int:

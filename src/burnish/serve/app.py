@@ -72,12 +72,10 @@ class State:
         """
         if self.phase == "draining":
             raise Refusal(503, "draining", "The server is ending and takes no more requests.")
-        if self.phase == "failed":
-            raise Refusal(503, "internal_error", "The engine has ended; the server's log says why.")
-        if self.desk is None:
+        if self.phase != "failed" and self.desk is None:
             message = f"The model is still being loaded ({self.share:.0%})."
             raise Refusal(503, "model_loading", message, headers={"Retry-After": "2"})
-        if not self.desk.served.engine.facts().is_alive:
+        if self.phase == "failed" or self.desk is None or not self.desk.served.engine.facts().is_alive:
             raise Refusal(503, "internal_error", "The engine has ended; the server's log says why.")
         return self.desk
 

@@ -11,12 +11,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Scope, Send
 
-from burnish.infer.types import Ask, Engine, Sampling
-from burnish.serve.answering import Answer, Choice, Delta, Mailbox, Reader, queue_full
+from burnish.infer.types import Ask
+from burnish.serve.answering import Answer, Choice, Delta, Mailbox, queue_full
 from burnish.serve.chat_wire import Wire, usage_of
 from burnish.serve.requests import ChatRequest, CompletionRequest, Settings
 from burnish.serve.text_wire import Echo, TextLog, TextWire
@@ -25,34 +25,9 @@ from burnish.wire.json_response import Json
 from burnish.wire.stream import EventStream, event_text, until_gone
 
 if TYPE_CHECKING:
-    from burnish.infer.scoring import ScoreEngine
+    from burnish.serve.served import ServedModel
 
 DONE = event_text(b"[DONE]")
-
-
-class Served(Protocol):
-    """A model and its adapters, ready to answer (``served.py``)."""
-
-    engine: Engine
-    scorer: ScoreEngine | None
-    fingerprint: str
-    vocab_size: int
-    context: int
-
-    def adapter_of(self, model: str) -> str:
-        """The adapter, or BASE, that a request's ``model`` names. Raises Refusal 404."""
-        ...
-
-    def chat_prompt(self, request: ChatRequest) -> list[int]: ...
-    def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> Reader: ...
-    def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]: ...
-    def text_reader(self, settings: Settings) -> Reader: ...
-    def text_of(self, ids: Sequence[int]) -> str: ...
-    def scored_text(self, text: str | ChatRequest) -> list[int]: ...
-    def grammar(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Any: ...
-    def sampling(self, settings: Settings) -> Sampling: ...
-    def stop_ids(self, settings: Settings) -> frozenset[int]: ...
-    def shown(self, token: int) -> tuple[str, bytes]: ...
 
 
 @dataclass
@@ -77,7 +52,7 @@ class Desk:
         under_way: answers that are not over.
     """
 
-    served: Served
+    served: ServedModel
     mailbox: Mailbox
     max_tokens: int
     timeout_s: float
@@ -107,14 +82,14 @@ class Desk:
         answer.cancel()
         self.under_way.discard(answer)
 
-    def length(self, settings: Settings, prompt: Sequence[int], least: int = 1) -> int:
+    def length(self, settings: Settings, prompt: Sequence[int]) -> int:
         """The longest answer: what was asked for, cut to the room that the prompt leaves.
 
         Raises:
             Refusal: 400 ``context_length_exceeded``, where there is no room.
         """
         room = self.served.context - len(prompt)
-        if room < least:
+        if room < 1:
             message = (
                 f"The prompt has {len(prompt):,} tokens, and prompt and answer together may have "
                 f"{self.served.context:,}. Shorten it."
@@ -311,7 +286,7 @@ def _text_ask(desk: Desk, request: CompletionRequest, prompt: list[int], index: 
     return replace(ask, prompt_logprobs_from=1 if settings.top_logprobs is not None else max(1, len(prompt) - 1))
 
 
-def _echo(served: Served, request: CompletionRequest, prompt: list[int]) -> Echo | None:
+def _echo(served: ServedModel, request: CompletionRequest, prompt: list[int]) -> Echo | None:
     return Echo(served.text_of(prompt), prompt) if request.echo else None
 
 

@@ -11,7 +11,7 @@ adds a problem. ``unknown`` is what nobody asked for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from burnish.wire.bodies import kind_of
 from burnish.wire.errors import Refusal
@@ -47,16 +47,20 @@ class Fields:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def text(self, name: str, required: bool = False) -> str | None:
+    def typed(self, name: str, kind: type, expected: str, required: bool = False) -> Any:
+        """The value, where it is of that type."""
         value = self.raw(name)
-        if value is None:
-            if required:
-                self.missing(name)
-            return None
-        if not isinstance(value, str):
-            self.wrong_type(name, "text", value)
-            return None
-        return value
+        if isinstance(value, kind):
+            return value
+        if value is not None:
+            self.wrong_type(name, expected, value)
+        elif required:
+            self.missing(name)
+        return None
+
+    def text(self, name: str, required: bool = False) -> str | None:
+        found: str | None = self.typed(name, str, "text", required)
+        return found
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.raw(name)
@@ -107,32 +111,20 @@ class Fields:
         return None
 
     def items(self, name: str, most: int, required: bool = False) -> list[Any] | None:
-        value = self.raw(name)
-        if value is None:
-            if required:
-                self.missing(name)
-            return None
-        if not isinstance(value, list):
-            self.wrong_type(name, "a list", value)
-            return None
-        if len(value) > most or (required and not value):
+        value: list[Any] | None = self.typed(name, list, "a list", required)
+        if value is not None and (len(value) > most or (required and not value)):
             words = f"must have 1 to {most:,} entries" if required else f"may have {most:,} entries"
             self.wrong(name, words, f"{len(value):,} entries")
             return None
         return value
 
-    def object(self, name: str) -> Mapping[str, Any] | None:
-        value = self.raw(name)
-        if value is None or isinstance(value, dict):
-            return value
-        self.wrong_type(name, "an object", value)
-        return None
+    def object(self, name: str, required: bool = False) -> Mapping[str, Any] | None:
+        found: Mapping[str, Any] | None = self.typed(name, dict, "an object", required)
+        return found
 
     def within(self, name: str, required: bool = False) -> Fields | None:
         """The object of that name, to be read in its turn."""
-        if self.values.get(name) is None and required:
-            self.missing(name)
-        value = self.object(name)
+        value = self.object(name, required)
         return None if value is None else Fields(value, self.name_of(name), self.problems)
 
     def each(self, name: str, items: Iterable[Any] | None) -> list[Fields]:
@@ -167,15 +159,12 @@ class Fields:
 
     def raise_all(self) -> None:
         """Raise one refusal that says all problems, or return."""
-        if self.problems:
-            _raise(self.problems)
-
-
-def _raise(problems: Sequence[Refusal]) -> NoReturn:
-    first, sentences = problems[0], [problem.message for problem in problems[:MOST_SAID]]
-    if len(problems) > MOST_SAID:
-        sentences.append(f"And {len(problems) - MOST_SAID} more.")
-    raise Refusal(first.status, first.code, " ".join(sentences), param=first.param)
+        if not self.problems:
+            return
+        first, sentences = self.problems[0], [problem.message for problem in self.problems[:MOST_SAID]]
+        if len(self.problems) > MOST_SAID:
+            sentences.append(f"And {len(self.problems) - MOST_SAID} more.")
+        raise Refusal(first.status, first.code, " ".join(sentences), param=first.param)
 
 
 def _shown(value: Any) -> str:

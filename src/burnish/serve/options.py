@@ -6,12 +6,14 @@ an option is not given. The key is never taken from the command line, which ever
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from burnish.core.errors import Problem
+from burnish.app.config import from_variables
+from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given, option
 from burnish.wire.hosts import is_loopback
 
@@ -62,11 +64,7 @@ class ApiOptions:
 
 def from_environment(given: Mapping[str, Given], environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
     """Options that only the environment names."""
-    found = {
-        name: Given(environment[variable], f"the environment's {variable}")
-        for variable, name in ENVIRONMENT.items()
-        if name not in given and environment.get(variable)
-    }
+    found = from_variables(ENVIRONMENT, given, environment)
     verbose = environment.get("API_VERBOSE", "").lower()
     if "api_log" not in given and verbose in _VERBOSE:
         found["api_log"] = Given(_VERBOSE[verbose], "the environment's API_VERBOSE")
@@ -110,3 +108,20 @@ def check_api(options: ApiOptions) -> list[Problem]:
 def needs_key(options: ApiOptions) -> bool:
     """Return whether others than this machine's users could send requests."""
     return options.api_socket is None and not is_loopback(options.api_host)
+
+
+def with_adapters(words: Sequence[str]) -> list[str]:
+    """``--adapter sql=saves/sql`` as often as there are adapters, as the one option that it is."""
+    left: list[str] = []
+    named: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if word != "--adapter":
+            left.append(word)
+            continue
+        given = next(rest, "")
+        name, _, folder = given.partition("=")
+        if not (name and folder):
+            raise UserError(Problem(f'--adapter takes name=folder. Received: "{given}".'))
+        named[name] = folder
+    return [*left, "--served_adapters", json.dumps(named)] if named else left

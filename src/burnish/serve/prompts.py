@@ -15,20 +15,17 @@ from typing import Any
 
 from jinja2 import Environment, meta
 
-from burnish.core.errors import UserError
 from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
-from burnish.data.templates.answers import UnreadableTemplate
 from burnish.data.templates.chat_template import JinjaFormat
 from burnish.data.templates.choose import load_template
 from burnish.data.templates.rows import Template
 from burnish.data.templates.table import TemplateSpec
-from burnish.data.templates.tools import ToolError
 from burnish.serve.messages import ChatMessage
 from burnish.serve.requests import ChatRequest
 from burnish.wire.errors import Refusal
 
-_UNWRITABLE = (ToolError, UnreadableTemplate, ValueError, KeyError, TypeError, AttributeError)
+_UNWRITABLE = (ValueError, KeyError, TypeError, AttributeError)
 THOUGHTLESS = ("none", "minimal")
 _SETTLED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
 """Variables of a chat template that no request may set."""
@@ -54,9 +51,8 @@ class Prompter:
         template = self._under(json.dumps(self._arguments(request), sort_keys=True))
         try:
             prompt = list(template.prompt(self.example(request)))
-        except (ToolError, UnreadableTemplate, ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"This model's template ({template.name}) cannot write the conversation: {_first_line(error)}"
-            raise Refusal(400, "invalid_value", message, param="messages") from error
+        except _UNWRITABLE as error:
+            raise self._unwritable(error) from error
         if request.continue_final_message:
             prompt += self._begun(template, request.messages[-1].content)
         return prompt
@@ -72,14 +68,15 @@ class Prompter:
             raise Refusal(400, "invalid_value", message, param="messages")
         try:
             (row,) = self.template.encode_flat([self.example(replace(request, continue_final_message=False))], Tally())
-        except (ToolError, UnreadableTemplate, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
-            message = (
-                f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
-            )
-            raise Refusal(400, "invalid_value", message, param="messages") from error
+        except _UNWRITABLE as error:
+            raise self._unwritable(error) from error
         if row is None:
             raise Refusal(400, "invalid_value", "The last answer is empty.", param="messages")
         return [int(token) for token in row["input_ids"]]
+
+    def _unwritable(self, error: Exception) -> Refusal:
+        message = f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
+        return Refusal(400, "invalid_value", message, param="messages")
 
     def example(self, request: ChatRequest) -> Example:
         """The conversation as a record of training data."""

@@ -281,9 +281,7 @@ def _response_format(fields: Fields) -> ResponseFormat:
     wanted = given.within("json_schema", required=True)
     if wanted is None:
         return ResponseFormat()
-    name, schema = wanted.text("name", required=True) or "", wanted.object("schema")
-    if schema is None and wanted.values.get("schema") is None:
-        wanted.missing("schema")
+    name, schema = wanted.text("name", required=True) or "", wanted.object("schema", required=True)
     wanted.text("description")
     wanted.flag("strict")
     return ResponseFormat("json_schema", name, schema or {})

@@ -1,6 +1,6 @@
 """A loaded model as the routes need it: prompts, readers, sampling, names.
 
-In: what ``infer/loading.py`` loaded, and the engine over it. Out: ``completions.Served``. Everything here is a
+In: what ``infer/loading.py`` loaded, and the engine over it. Out: ``ServedModel``. Everything here is a
 translation between the words of a request and those of the engine; nothing is decided twice.
 """
 
@@ -34,7 +34,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ServedModel:
-    """``completions.Served`` over a model and its engine.
+    """A model, its adapters and its engine, ready to answer.
 
     Args:
         name: of the model in requests.
@@ -58,6 +58,7 @@ class ServedModel:
         self.shown = lru_cache(maxsize=65536)(Pieces(answerer.tokenizer))
 
     def adapter_of(self, model: str) -> str:
+        """The adapter, or BASE, that a request's ``model`` names. Raises Refusal 404."""
         if model not in self._names:
             raise unknown_model(model, list(self._names))
         return self._names[model]

@@ -25,8 +25,8 @@ class Echo:
 class TextLog:
     """The older ``logprobs`` object of one choice, grown token by token."""
 
-    def __init__(self, shown: Shown, begins_at: int = 0) -> None:
-        self.shown, self.offset = shown, begins_at
+    def __init__(self, shown: Shown) -> None:
+        self.shown, self.offset = shown, 0
         self.start()
 
     def start(self) -> None:

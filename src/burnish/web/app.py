@@ -62,7 +62,7 @@ def application(site: Site, sessions: Sessions) -> ASGIApp:
         max_body_bytes=2**20,
     )  # fmt: skip
     pages = GZipMiddleware(Pages(site, sessions).router, minimum_size=1024)  # streams of events are left as they are
-    return under(options.web_root_path, Guard(pages, rules, sessions.admit(), page_error, HEADERS))
+    return under(options.web_root_path, Guard(pages, rules, sessions.admit, page_error, HEADERS))
 
 
 class Pages:
@@ -91,7 +91,6 @@ class Pages:
                 *(Route(path, route, methods=[method]) for method, path, route in api.routes()),
             ],
             redirect_slashes=False,
-            default=_nothing_there,
         )
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -214,7 +213,3 @@ def _short(value: float | None) -> str:
 
 def _duration(seconds: float | None) -> str:
     return "–" if seconds is None else short_time(seconds)
-
-
-async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
-    raise Refusal(404, "unknown_url", "There is nothing at this address.")

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from burnish.app.config import COMMAND_LINE, merge, read_arguments, split_arguments
+from burnish.app.config import COMMAND_LINE, from_variables, merge, path_of, read_arguments, split_arguments
 from burnish.core.errors import MissingExtraError, Problem, UserError, did_you_mean
 from burnish.core.options import Given, build, raise_if
 from burnish.report.streams import say
-from burnish.web.named import NamedModel
-from burnish.web.options import WebOptions, check_web, from_environment
+from burnish.web.options import ENVIRONMENT, NamedModel, WebOptions, check_web
 
 _OWN = tuple(field.name for field in fields(WebOptions))
 
@@ -107,11 +107,10 @@ def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
     Raises:
         UserError: with all that is wrong with the options, or where no model is named.
     """
-    has_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
-    _, flags = split_arguments(words[1:] if has_path else words)
+    path, rest = path_of(words)
+    _, flags = split_arguments(rest)
     options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
     others = {name: item.value for name, item in flags.items() if name not in _OWN}
-    path = words[0] if has_path else ""
     if not path and "model_name_or_path" not in others:
         raise UserError(Problem("burnish webchat is told no model.", remedy="Write: burnish webchat PATH"))
     here = [str(Path(path).absolute()) if Path(path).exists() else path] if path else []
@@ -125,7 +124,7 @@ def _as_words(value: object) -> list[str]:
 
 
 def _built(given: Mapping[str, Given], problems: Sequence[Problem]) -> WebOptions:
-    options, wrong = build(WebOptions, {**given, **from_environment(given)})
+    options, wrong = build(WebOptions, {**given, **from_variables(ENVIRONMENT, given, os.environ)})
     raise_if([*problems, *wrong, *check_web(options, given, COMMAND_LINE)])
     assert isinstance(options, WebOptions)
     return options

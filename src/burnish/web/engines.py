@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.web.home import Home
-from burnish.web.named import NamedModel
+from burnish.web.options import NamedModel
 from burnish.web.starting import Starter
 from burnish.wire.errors import Refusal
 from burnish.wire.relay import ask

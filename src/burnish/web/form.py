@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ from burnish.core.json_files import read_object
 from burnish.data.sets.dataset_info import INFO_NAME
 from burnish.data.sets.formats import FORMATS
 from burnish.report.results import write_whole
-from burnish.web.home import safe_name
 from burnish.web.layout import BOXES, DEPENDS, PRESETS, RISKY
 from burnish.web.runs import DEPTH
 from burnish.web.site import Answer, Site
@@ -30,6 +30,7 @@ from burnish.wire.json_response import Json
 from burnish.wire.stream import EventStream, event_text
 
 MOST_PRESETS = 200
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Form:
@@ -210,8 +211,8 @@ def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
 
 def safe_id(request: Request) -> str:
     """The name in the path, which becomes that of a file."""
-    name = safe_name(request.path_params["id"])
-    if name is None:
+    name = str(request.path_params["id"])
+    if not _NAME.fullmatch(name):
         raise Refusal(404, "no_such_name", "A name has letters, digits, - and _ only.")
     return name
 

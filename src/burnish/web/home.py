@@ -8,14 +8,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 from typing import IO, Any
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import expanded
 from burnish.wire.guards import new_key
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Home:
@@ -97,8 +94,3 @@ class Home:
 
     def names(self, kind: str) -> list[str]:
         return sorted(path.stem for path in (self.folder / kind).iterdir() if not path.name.startswith("."))
-
-
-def safe_name(text: str) -> str | None:
-    """A name that is one file of ours and nothing else."""
-    return text if _NAME.fullmatch(text) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from burnish.core.errors import Problem
 from burnish.core.options import Given, option
@@ -35,13 +36,18 @@ class WebOptions:
     web_open: bool = option(False, "Open a browser.")
 
 
-def from_environment(given: Mapping[str, Given], environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
-    """Options that only the environment names."""
-    return {
-        name: Given(environment[variable], f"the environment's {variable}")
-        for variable, name in ENVIRONMENT.items()
-        if name not in given and environment.get(variable)
-    }
+@dataclass(frozen=True)
+class NamedModel:
+    """The model that ``burnish webchat`` is told to talk to, besides those that the page finds below its roots.
+
+    Args:
+        words: that ``burnish api`` takes for it.
+        folder: where their relative paths begin.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    folder: Path
 
 
 def check_web(options: WebOptions, given: Mapping[str, Given], command_line: str) -> list[Problem]:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 
 from burnish.wire.errors import Refusal
-from burnish.wire.guards import Admit, Head, same_key
+from burnish.wire.guards import Head, same_key
 
 COOKIE = "burnish"
 LASTS_S = 30 * 86400
@@ -27,14 +27,11 @@ class Sessions:
         self.key = key
         self._wrong: deque[float] = deque(maxlen=MOST_WRONG)
 
-    def admit(self) -> Admit:
-        def admit(head: Head) -> None:
-            if self.key is None or head.path in _OPEN or head.path.startswith("/static/"):
-                return
-            if not self.knows(cookie_of(head, COOKIE)):
-                raise _sign_in(head)
-
-        return admit
+    def admit(self, head: Head) -> None:
+        """Raises Refusal where a request may not come in."""
+        is_open = self.key is None or head.path in _OPEN or head.path.startswith("/static/")
+        if not is_open and not self.knows(cookie_of(head, COOKIE)):
+            raise _sign_in(head)
 
     def made(self) -> str:
         """The cookie's value: when it ends, and the proof that we said so."""

@@ -13,8 +13,7 @@ from burnish.web.engines import Engines
 from burnish.web.home import Home
 from burnish.web.log_columns import forget_logs
 from burnish.web.machine import Machine
-from burnish.web.named import NamedModel
-from burnish.web.options import WebOptions
+from burnish.web.options import NamedModel, WebOptions
 from burnish.web.places import Places
 from burnish.web.planner import Planner
 from burnish.web.runs import Found, find, read

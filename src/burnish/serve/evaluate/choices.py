@@ -53,10 +53,10 @@ class Chooser:
 
     def __init__(
         self, loop: SeatLoop, template: Template, *, lang: str = "en", num_shots: int = 5, draws: bool = False,
-        seed: int = 42, adapter: str = "base",
+        seed: int = 42,
     ) -> None:  # fmt: skip
         self.loop, self.template, self.lang = loop, template, lang
-        self.num_shots, self.draws, self.seed, self.adapter = num_shots, draws, seed, adapter
+        self.num_shots, self.draws, self.seed = num_shots, draws, seed
         self.shortened = 0  # questions that had fewer shots, because of the model's context
 
     def choose(self, subject: Subject) -> list[Chosen]:
@@ -69,11 +69,9 @@ class Chooser:
             plans.append((are_apart, len(asks), answers))
             if are_apart:
                 also = tuple(ids[0] for ids in answers)
-                asks.append(Ask(prompt, 1, adapter=self.adapter, top_logprobs=0, also=also))
+                asks.append(Ask(prompt, 1, top_logprobs=0, also=also))
             else:
-                asks += [
-                    Ask([*prompt, *ids], 0, adapter=self.adapter, prompt_logprobs_from=len(prompt)) for ids in answers
-                ]
+                asks += [Ask([*prompt, *ids], 0, prompt_logprobs_from=len(prompt)) for ids in answers]
         found = answer_many(self.loop, asks)
         chosen = []
         for question, (are_apart, first, answers) in zip(subject.questions, plans, strict=True):

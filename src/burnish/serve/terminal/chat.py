@@ -16,6 +16,7 @@ from burnish.core.errors import Problem, UserError
 from burnish.core.secrets import without_secrets
 from burnish.core.sigint import interruptible
 from burnish.report.streams import say
+from burnish.serve.options import with_adapters
 from burnish.serve.terminal.partners import ChatSettings, LocalPartner, Partner, Request, UrlPartner
 from burnish.serve.terminal.screen import Screen, history_file, is_typed
 from burnish.serve.terminal.talk import Talk
@@ -55,27 +56,19 @@ def chat(words: Sequence[str]) -> int:
 
 
 def _read(words: Sequence[str]) -> _Words:
-    found, adapters = _Words([]), {}
-    rest = iter(words)
+    found = _Words([])
+    rest = iter(with_adapters(words))
     for word in rest:
         name, equals, value = word.partition("=")
         if name == "--no-history":
             found.keeps_history = False
-        elif name in ("--url", "--model", "--system", "--once", "--adapter"):
-            given = value if equals and name != "--adapter" else next(rest, None)
+        elif name in ("--url", "--model", "--system", "--once"):
+            given = value if equals else next(rest, None)
             if given is None:
                 raise UserError(Problem(f"{name} is followed by a value."))
-            if name == "--adapter":
-                label, _, folder = given.partition("=")
-                if not folder:
-                    raise UserError(Problem(f'--adapter takes name=folder. Received: "{given}".'))
-                adapters[label] = folder
-            else:
-                setattr(found, name[2:], given)
+            setattr(found, name[2:], given)
         else:
             found.others.append(word)
-    if adapters:
-        found.others += ["--served_adapters", json.dumps(adapters)]
     return found
 
 
