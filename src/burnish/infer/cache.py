@@ -12,7 +12,9 @@ left, and join and leave at any time. What lies behind a row's end is left over 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,30 +41,6 @@ class Place:
         return slice(self.first, self.first + len(self.positions))
 
 
-class _Layer:
-    """Keys (S, H, C, D) and values of one layer. Key and value heads may be of different sizes and formats."""
-
-    def __init__(self, keys: Tensor, values: Tensor, seats: int, capacity: int) -> None:
-        self.keys, self.values = (x.new_zeros(seats, x.shape[1], capacity, x.shape[3]) for x in (keys, values))
-
-    def resized(self, seats: int, capacity: int) -> None:
-        self.keys, self.values = (_resized(x, seats, capacity) for x in (self.keys, self.values))
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        for x in (self.keys, self.values):
-            x[target, :, :length] = x[source, :, :length]
-
-    def swap_rows(self, a: int, b: int, length: int) -> None:
-        for x in (self.keys, self.values):
-            kept = x[a, :, :length].clone()
-            x[a, :, :length] = x[b, :, :length]
-            x[b, :, :length] = kept
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-
 def _resized(x: Tensor, seats: int, capacity: int) -> Tensor:
     new = x.new_zeros(seats, x.shape[1], capacity, x.shape[3])
     rows, length = min(seats, len(x)), min(capacity, x.shape[2])
@@ -77,27 +55,27 @@ class SeatCache(Cache):  # type: ignore[misc]
         seats: rows.
         capacity: positions per row, to begin with.
 
-    ``place`` is set before each forward pass. Layers make their tensors when they are met first, in the format in which
-    their keys and values come.
+    ``place`` is set before each forward pass. A layer's two tensors, keys and values (S, H, C, D), are made when it is
+    met first, in the format in which they come; heads of keys and of values may be of different sizes and formats.
     """
 
     def __init__(self, seats: int, capacity: int) -> None:
         super().__init__(layers=[])
         self.seats, self.capacity = seats, capacity
         self.place: Place | None = None
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Keep (B, H, T, D) keys and values of new tokens; all of their rows, (B, H, width, D), come back."""
         place = self._placed()
-        layer = self._layers.get(layer_idx)
-        if layer is None:
-            layer = self._layers[layer_idx] = _Layer(key_states, value_states, self.seats, self.capacity)
+        new = (key_states, value_states)
+        if layer_idx not in self._layers:
+            self._layers[layer_idx] = tuple(x.new_zeros(self.seats, x.shape[1], self.capacity, x.shape[3]) for x in new)
         rows, row = place.rows, torch.arange(place.rows.start, place.rows.stop, device=key_states.device)[:, None]
         # Indexed with (B, 1) and (B, T) around a slice, the dimensions of the indices come first: (B, T, H, D).
-        layer.keys[row, :, place.positions] = key_states.transpose(1, 2).to(layer.keys.dtype)
-        layer.values[row, :, place.positions] = value_states.transpose(1, 2).to(layer.values.dtype)
-        return layer.keys[rows, :, : place.width], layer.values[rows, :, : place.width]
+        for kept, states in zip(self._layers[layer_idx], new, strict=True):
+            kept[row, :, place.positions] = states.transpose(1, 2).to(kept.dtype)
+        return tuple(kept[rows, :, : place.width] for kept in self._layers[layer_idx])
 
     def _placed(self) -> Place:
         if self.place is None:
@@ -126,22 +104,25 @@ class SeatCache(Cache):  # type: ignore[misc]
         """Keep the first ``seats`` rows, or add empty ones, with room for ``capacity`` positions."""
         if (seats, capacity) == (self.seats, self.capacity):
             return
-        for layer in self._layers.values():
-            layer.resized(seats, capacity)
+        for number, layer in self._layers.items():  # one after another: both sizes of all would be too much
+            self._layers[number] = tuple(_resized(x, seats, capacity) for x in layer)
         self.seats, self.capacity = seats, capacity
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """The first ``length`` positions of one seat into another."""
-        if length:
-            for layer in self._layers.values():
-                layer.copy_row(source, target, length)
+        for x in self._tensors():
+            x[target, :, :length] = x[source, :, :length]
 
     def swap_rows(self, a: int, b: int, length: int) -> None:
         """Exchange the first ``length`` positions of two seats."""
-        if a != b and length:
-            for layer in self._layers.values():
-                layer.swap_rows(a, b, length)
+        for x in self._tensors() if a != b else ():
+            kept = x[a, :, :length].clone()
+            x[a, :, :length] = x[b, :, :length]
+            x[b, :, :length] = kept
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self._layers.values())
+        return sum(x.nbytes for x in self._tensors())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return chain.from_iterable(self._layers.values())

@@ -125,7 +125,6 @@ class RemoteEngine:
         with self._lock:
             self._sums[0] += len(ask.ids)
         sink(Made(filled=Filled()))
-        found: list[int] = []
         reader = _TextReader(self.tokenizer)
         reason: Reason = "length"
         for choice in self._choices(ask):
@@ -134,7 +133,6 @@ class RemoteEngine:
             ids = choice["token_ids"] if choice.get("token_ids") is not None else reader.ids(choice.get("text") or "")
             logprobs = _logprobs(choice.get("logprobs"), ids, ask)
             if ids:
-                found += ids
                 self._sums[1] += len(ids)
                 sink(Made(tuple(ids), logprobs))
             if choice.get("finish_reason"):

@@ -64,18 +64,12 @@ class Journal(TrainerCallback):
         self._write(LAUNCH, json.dumps({**launched(devices), "rows": dict(rows)}, indent=1) + "\n")
         self.event("stage", "loading")
 
-    def event(self, kind: str, text: str, step: int | None = None, **more: Any) -> None:
+    def event(self, kind: str, text: str, **more: Any) -> None:
         now_s = time.time()
         if kind not in _ALWAYS and now_s - self._written_s.get(kind, 0.0) < _NOT_SOONER_S:
             return
         self._written_s[kind] = now_s
-        row = {
-            "time": round(now_s, 3),
-            "step": self._step if step is None else step,
-            "kind": kind,
-            "text": text,
-            **more,
-        }
+        row = {"time": round(now_s, 3), "step": self._step, "kind": kind, "text": text, **more}
         with suppress(OSError), (self.folder / EVENTS).open("a", encoding="utf-8") as file:
             file.write(without_secrets(json.dumps(row, ensure_ascii=False)) + "\n")
 
@@ -194,14 +188,21 @@ def launched(devices: Iterable[str], pid: int | None = None, argv: Iterable[str]
 def start_ticks(pid: int) -> int | None:
     """Start of a process, in ticks since the machine did: with the pid, it names the process for good. None where
     there is no such process.
+    """
+    fields = process_fields(pid)
+    return int(fields[19]) if fields else None
 
-    Source: field 22 of /proc/PID/stat, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+
+def process_fields(pid: int) -> list[str]:
+    """Facts that the kernel tells of a process behind its name, beginning with its state; none where it is not there.
+
+    Source: fields 3 and on of /proc/PID/stat, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def boot_id() -> str:

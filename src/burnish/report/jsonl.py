@@ -19,7 +19,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,17 +125,14 @@ def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:
     """
     if step == 0 or not path.is_file():
         return []
-    rows = _whole_rows(path.read_text(encoding="utf-8", errors="replace").splitlines())
+    rows = filter(None, map(whole_row, path.read_text(encoding="utf-8", errors="replace").splitlines()))
     return [row for row in rows if row.get("current_steps", step + 1) <= step and any("loss" in name for name in row)]
 
 
-def _whole_rows(lines: Iterable[str]) -> list[dict[str, Any]]:
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # half a row: the process was killed while it wrote
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+def whole_row(line: str | bytes) -> dict[str, Any] | None:
+    """The object on a line; None for half a row, whose writer was killed, and for anything else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

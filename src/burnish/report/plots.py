@@ -123,6 +123,8 @@ def _eval_names(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
 
 
 def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: bool) -> Path:
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _figure()
     for curve, colour in zip(found, _COLOURS * (1 + len(found) // len(_COLOURS)), strict=False):
         if is_noisy:
@@ -130,14 +132,8 @@ def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: 
         else:
             axes.plot(curve.steps, curve.values, color=colour, marker="o", markersize=4, label=_set_name(curve.name))
     _dress(axes, label, title, has_legend=is_noisy or len(found) > 1)
-    axes.xaxis.set_major_locator(_whole_steps())
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return _saved(figure, path)
-
-
-def _whole_steps() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True, min_n_ticks=1)
 
 
 def _figure() -> tuple[Figure, Axes]:

@@ -144,7 +144,8 @@ class ProfileCallback(TrainerCallback):
         self.begun += 1
         self.clock.is_on = self.is_timed
         if self.begun == WARM_UP + self.num_steps + 1:
-            self.trace = torch.profiler.profile(activities=_activities(self.clock.device), profile_memory=True)
+            on_gpu = [ProfilerActivity.CUDA] if self.clock.device.type == "cuda" else []
+            self.trace = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu], profile_memory=True)
             self.trace.start()
         elif self.is_timed:
             now = self.clock.now()
@@ -194,10 +195,6 @@ class ProfileCallback(TrainerCallback):
             memory = f"{peak / 1e9:.2f} GB" if peak else ""
             yield f"  {part:38}{1000 * spent / self.num_steps:10.1f}{spent / whole:8.1%}{memory:>14}".rstrip()
         yield f"  {'together':38}{1000 * whole / self.num_steps:10.1f}{1:8.1%}"
-
-
-def _activities(device: torch.device) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 
 def _operations(trace: Any, device: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from burnish.core.errors import skipped_sentence
 from burnish.core.events import TrainerCallback
 from burnish.core.meter import RATES
 from burnish.report import console
-from burnish.report.bar import GAP, bar
+from burnish.report.console import GAP, bar
 from burnish.report.options import ReportOptions
 from burnish.report.pace import Pace, counted, short_loss, short_number, short_time
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from burnish.report import console
-from burnish.report.bar import GAP, bar
+from burnish.report.console import GAP, bar
 from burnish.report.pace import short_number, short_time
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from burnish.serve.fields import Fields
 from burnish.serve.metrics import Metrics
 from burnish.serve.options import ApiOptions
-from burnish.serve.requests import Limits, is_id, read_chat, read_completion
+from burnish.serve.requests import Limits, is_id, read_chat, read_completion, unknown_model
 from burnish.wire.bodies import json_object
 from burnish.wire.errors import Refusal, openai_error
 from burnish.wire.guards import Guard, Head, Rules, bearer, under
@@ -338,8 +338,3 @@ def _ends(messages: list[Any]) -> bool:
 async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
     named = next((known for known in ABSENT if str(scope["path"]).startswith(known)), "this address")
     raise Refusal(404, "unknown_url", f"There is nothing at {named}. {THERE_IS}")
-
-
-def unknown_model(name: str, known: list[str]) -> Refusal:
-    message = f'There is no model "{name[:100]}". Served: {", ".join(known)}.'
-    return Refusal(404, "model_not_found", message, param="model")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from burnish.serve.fields import Fields
 from burnish.serve.messages import AUTO, ChatMessage, ToolChoice, read_messages, read_tool_choice, read_tools
+from burnish.wire.errors import Refusal
 
 WITHOUT_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -320,3 +321,8 @@ def _ignored(fields: Fields, limits: Limits) -> tuple[str, ...]:
         for name in unknown:
             fields.add("unsupported_parameter", name, "is not known here, and this server refuses what it ignores.")
     return tuple(unknown)
+
+
+def unknown_model(name: str, known: list[str]) -> Refusal:
+    message = f'There is no model "{name[:100]}". Served: {", ".join(known)}.'
+    return Refusal(404, "model_not_found", message, param="model")

@@ -24,9 +24,8 @@ from burnish.infer.reply_forms import ReplyForm, opens_thought, schemas_of
 from burnish.infer.scoring import ScoreEngine
 from burnish.infer.types import BASE, Engine, Grammar, Sampling
 from burnish.serve.answering import AnswerCall, Delta
-from burnish.serve.app import unknown_model
 from burnish.serve.prompts import Prompter
-from burnish.serve.requests import ChatRequest, CompletionRequest, Settings
+from burnish.serve.requests import ChatRequest, CompletionRequest, Settings, unknown_model
 from burnish.wire.errors import Refusal
 
 Reasoning = Literal["field", "inline", "drop"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
 
-from burnish.web.runs import whole_row
+from burnish.report.jsonl import whole_row
 
 COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")
 _KEYS: Mapping[str, tuple[str, ...]] = {

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from burnish.report.journal import EVENTS, LAUNCH, OUTCOME, boot_id, start_ticks
+from burnish.core.state import STATE_NAME
+from burnish.report.journal import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
+from burnish.report.jsonl import LOG_NAME, whole_row
 
 State: TypeAlias = Literal[
     "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
@@ -27,7 +29,7 @@ State: TypeAlias = Literal[
 ]  # fmt: skip
 ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating", "stopping", "elsewhere"})
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
-LOG, STATE = "trainer_log.jsonl", "trainer_state.json"
+LOG, STATE = LOG_NAME, STATE_NAME
 _TAIL_BYTES = 64 * 1024
 _SILENT_AFTER = 10
 """Times the usual distance of two rows; then a run of another machine is silent."""
@@ -116,16 +118,16 @@ def _is_worth_a_look(entry: os.DirEntry[str]) -> bool:
 
 def read(folder: Path) -> Found | None:
     """A run as its files tell of it now; None where it tells nothing."""
-    launch, rows = read_object(folder / LAUNCH), last_rows(folder / LOG)
-    history = [] if rows else _history(folder)
-    if not launch and not rows and not history:
+    launch, rows = read_object(folder / LAUNCH), tail_lines(folder / LOG)
+    logged = [] if rows else history(folder)
+    if not launch and not rows and not logged:
         return None
     outcome = read_object(folder / OUTCOME)
     if outcome.get("time", 0) < launch.get("time", 0):
         outcome = {}  # of an earlier start
-    trained = [row for row in rows or history if "loss" in row]
-    evaluated = [row["eval_loss"] for row in rows or history if _is_number(row.get("eval_loss"))]
-    last = (rows or history or [{}])[-1]
+    trained = [row for row in rows or logged if "loss" in row]
+    evaluated = [row["eval_loss"] for row in rows or logged if _is_number(row.get("eval_loss"))]
+    last = (rows or logged or [{}])[-1]
     events = tail_lines(folder / EVENTS)
     changed = max((_changed(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
     state = state_of(launch, outcome, rows, events, folder, changed)
@@ -170,15 +172,7 @@ def is_alive(launch: Mapping[str, Any]) -> bool:
     pid, ticks = launch.get("pid"), launch.get("start_ticks")
     if not isinstance(pid, int) or pid <= 1 or ticks is None or launch.get("boot_id") != boot_id():
         return False
-    return start_ticks(pid) == ticks and not _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return True
-    return text.rpartition(")")[2].split()[0] == "Z"
+    return start_ticks(pid) == ticks and process_fields(pid)[:1] != ["Z"]
 
 
 def _stage(events: Sequence[Mapping[str, Any]]) -> State:
@@ -233,19 +227,7 @@ def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     return [row for row in map(whole_row, lines) if row is not None]
 
 
-def whole_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def last_rows(path: Path) -> list[dict[str, Any]]:
-    return tail_lines(path)
-
-
-def _history(folder: Path) -> list[dict[str, Any]]:
+def history(folder: Path) -> list[dict[str, Any]]:
     """The log of other trainers, which keep it in their state alone; of a run under way, in its newest checkpoint."""
     places = [folder / STATE, *(folder / f"checkpoint-{step}" / STATE for step in sorted(checkpoints(folder))[-1:])]
     for path in places:
@@ -260,11 +242,6 @@ def _history(folder: Path) -> list[dict[str, Any]]:
             total = state.get("max_steps", 0)
             return [{**row, "max_steps": total} for row in rows if isinstance(row, dict)]
     return []
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """``log_history`` of a run's state."""
-    return _history(folder)
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from burnish.report.jsonl import whole_row
 from burnish.web.log_columns import MOST_ROWS, Columns, columns_of, log_columns
-from burnish.web.runs import LOG, history, tail_lines, whole_row
+from burnish.web.runs import LOG, history, tail_lines
 
 _LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096
 
