@@ -336,6 +336,7 @@ def test_an_evaluation_names_its_metrics_by_set(tmp_path):
     raw = trainer.evaluate(Dataset.from_list(TEXTS))
     assert raw["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
     assert raw["eval_entropy"] == pytest.approx(metrics["eval_a_entropy"])
+    assert trainer.predict(Dataset.from_list(TEXTS)).metrics["test_loss"] == pytest.approx(raw["eval_loss"])
 
 
 def test_sets_handed_to_evaluate_are_prepared_once(tmp_path):
@@ -357,6 +358,12 @@ def test_compute_metrics_gets_logits_of_one_forward_pass(tmp_path):
     trainer.model.register_forward_hook(lambda *given: calls.append(1))
     assert trainer.evaluate()["eval_shape"] == 326
     assert len(calls) == 1
+
+
+def test_a_loss_function_that_returns_no_tensor_is_refused(tmp_path):
+    no_loss = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.loss}
+    with pytest.raises(UserError, match="Received: NoneType"):
+        make(tmp_path, TEXTS, trainer=no_loss).train()
 
 
 def test_a_loss_function_of_ones_own_gets_outputs_labels_and_items(tmp_path):

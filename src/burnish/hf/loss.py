@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
 
+from burnish.core.errors import Problem, UserError
 from burnish.core.protocols import Objective
 from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric
 from burnish.hf.stream import Lent
@@ -105,6 +106,14 @@ def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
             "The batch received was empty, your model won't be able to train on it. Double-check that your "
             f"training dataset contains keys expected by the model: {','.join(columns or [])}."
         )
+
+
+def refuse_no_loss(loss: Any) -> None:
+    """Refuse what a ``compute_loss`` or ``compute_loss_func`` returned, where that is no tensor. Raises UserError."""
+    if not isinstance(loss, Tensor):
+        what = f"The loss must be a tensor () with a gradient. Received: {type(loss).__name__}."
+        remedy = "A compute_loss_func gets outputs without a loss of their own: compute it from logits and labels."
+        raise UserError(Problem(what, remedy=remedy))
 
 
 def takes(method: Callable[..., Any], name: str) -> Callable[..., Any]:

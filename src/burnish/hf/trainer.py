@@ -56,6 +56,7 @@ from burnish.hf.loss import (
     TrainerObjective,
     loss_of,
     refuse_empty,
+    refuse_no_loss,
     takes,
     weight_of,
     without_gradient,
@@ -394,6 +395,7 @@ class Trainer:
             share, items = torch.ones_like(weight), num_items_in_batch
         with self.compute_loss_context_manager():
             loss = takes(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
+        refuse_no_loss(loss)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             self.accelerator.free_memory()

@@ -288,10 +288,16 @@ class SFTTrainer(TrlTrainer):
     ) -> dict[str, float]:
         """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
         if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # of a dict each comes here by itself
-            self._refuse_masks_without_labels({"eval": eval_dataset}, self.data_collator)
-            if not self._skip_prepare_dataset:
-                eval_dataset = self._prepared_evals(eval_dataset, self.args)
+            eval_dataset = self._handed_in(eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """As the Trainer's, of a set that is prepared as the constructor prepares its own."""
+        return super().predict(self._handed_in(test_dataset), ignore_keys, metric_key_prefix)
+
+    def _handed_in(self, dataset: Any) -> Any:
+        self._refuse_masks_without_labels({"eval": dataset}, self.data_collator)
+        return dataset if self._skip_prepare_dataset else self._prepared_evals(dataset, self.args)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
