@@ -223,9 +223,7 @@ def num_nodes(root: Any) -> int:
     return 0 if root is None else count(root, 0)
 
 
-_READERS: dict[Any, Callable[[Any], Any]] = {
-    bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict,
-}  # fmt: skip
+_READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict}
 
 
 def _specificity(member: Any) -> int:

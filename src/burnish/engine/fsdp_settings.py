@@ -20,9 +20,7 @@ from burnish.core.json_files import json_beside, read_settings
 from burnish.engine.launched import is_true
 
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "no_shard")
-_WORDS = {
-    "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap",
-}  # fmt: skip
+_WORDS = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap"}
 _STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
 _READ = {
     "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "transformer_layer_cls_to_wrap",

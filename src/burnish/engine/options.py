@@ -18,13 +18,7 @@ from burnish.core.errors import Problem, did_you_mean
 from burnish.core.options import option
 from burnish.engine.checkpointing import checkpointing_problems
 from burnish.engine.choices import DeviceChoice, EngineChoices, FormatChoices
-from burnish.engine.deepspeed_settings import (
-    NAMES,
-    asks_for_deepspeed,
-    deepspeed_notes,
-    deepspeed_problems,
-    zero_stage,
-)
+from burnish.engine.deepspeed_settings import NAMES, asks_for_deepspeed, deepspeed_notes, deepspeed_problems, zero_stage
 from burnish.engine.fsdp_settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
 from burnish.engine.launched import is_told_to_stay_on_cpu, launched_notes, launched_problems, mixed_precision
 from burnish.engine.places import AUTO

@@ -36,14 +36,12 @@ class EngineAccelerator:
         self.engine = engine
         self._trainer_log, self._trainer_save = trainer_log, trainer_save
         self.mixed_precision = mixed_precision
-        self._keep(AcceleratorConfig() if config is None else config)
         self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None, num_processes=engine.world_size)
         self.parallelism_config = None
         self.sync_gradients = True
-
-    def _keep(self, config: AcceleratorConfig) -> None:
-        """Keep the settings of ``accelerator_config``, for scripts that read them here. burnish itself divides rows
-        between processes, and accumulates: a step of accelerate is a micro-batch, as in transformers."""
+        # For scripts that read them here. burnish itself divides rows between processes, and accumulates: a step of
+        # accelerate is a micro-batch, as in transformers.
+        config = AcceleratorConfig() if config is None else config
         self.split_batches, self.dispatch_batches = config.split_batches, config.dispatch_batches
         self.even_batches, self.use_seedable_sampler = config.even_batches, config.use_seedable_sampler
         accumulation = {**(config.gradient_accumulation_kwargs or {}), "num_steps": 1}

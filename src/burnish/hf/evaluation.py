@@ -15,13 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size, nested_detach
-from transformers.trainer_utils import (
-    EvalLoopOutput,
-    EvalPrediction,
-    denumpify_detensorize,
-    has_length,
-    speed_metrics,
-)
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length, speed_metrics
 
 from burnish.core.protocols import Engine
 from burnish.hf.arguments.training import TrainingArguments

@@ -79,9 +79,7 @@ def order_of_rows(
             'a step is cut, and sequences are not padded against each other. Use "group_by_length" or "random".'
         )
     lengths = lengths_of(dataset, args.length_column_name, tokenizer) if strategy == "group_by_length" else None
-    partition = StepPartition(
-        batch_size, accumulation, engine.world_size, engine.rank, args.dataloader_drop_last
-    )  # fmt: skip
+    partition = StepPartition(batch_size, accumulation, engine.world_size, engine.rank, args.dataloader_drop_last)
     seed = int(args.seed if args.data_seed is None else args.data_seed)
     return EpochOrder(len(dataset), partition, seed, strategy, lengths, getattr(dataset, "keys_of_step", None))
 

@@ -7,15 +7,12 @@ subclass overrides a part of transformers' way to an optimizer, it is made that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from burnish.optim.builtin import parameter_groups
-
-if TYPE_CHECKING:
-    from burnish.hf.arguments.training import TrainingArguments
 
 
 def optimizer_of(kind: Any, arguments: dict[str, Any], model: nn.Module, groups: Any) -> Any:
@@ -47,14 +44,6 @@ def decaying_names(model: nn.Module) -> list[str]:
     """The parameters that weight decay applies to: no biases, no norms."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [names[id(p)] for p in parameter_groups(model.named_parameters(), model, 1.0)[0]["params"]]
-
-
-def class_of_transformers(args: TrainingArguments, model: nn.Module | None) -> tuple[Any, dict[str, Any]]:
-    """The class behind ``args.optim`` and its arguments, from transformers' table."""
-    from transformers import Trainer
-
-    kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    return kind, arguments
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -91,10 +91,6 @@ class Search:
         return BestRun(str(best.number), best.value, best.params)
 
 
-def name_of_trial(trial: Any, name_of: Callable[[Any], str] | None) -> str:
-    return name_of(trial) if name_of is not None else f"run-{getattr(trial, 'number', trial)}"
-
-
 def check_backend(backend: Any, model_init: Any) -> HPSearchBackend:
     """The backend by that name; Optuna where none is named. Raises where it is another, or is not installed."""
     backend = HPSearchBackend("optuna" if backend is None else backend)

@@ -564,8 +564,6 @@ class Trainer:
             self._tell("on_prediction_step")
         return gathered.output(dataloader, metric_key_prefix)
 
-    prediction_loop = evaluation_loop
-
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
         """The batches of an evaluation; a subclass may see several before the first of them is predicted."""
         yield from dataloader
@@ -690,11 +688,6 @@ class Trainer:
         rows = self.get_total_train_batch_size(args)
         return loaders.numbers_of_training(dataloader, plan, args, rows, self.num_examples)
 
-    def num_tokens(self, train_dl: Any, max_steps: int | None = None) -> int:
-        """Tokens of a loader, or of ``max_steps`` of its batches."""
-        counts = (batch["input_ids"].numel() for batch in train_dl)
-        return int(sum(counts)) if max_steps is None else int(next(counts)) * max_steps
-
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = inspection.columns_of(self.model, self.label_names)
@@ -748,7 +741,10 @@ class Trainer:
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """The class behind ``args.optim`` and its arguments, from transformers' table."""
-        return optimizer.class_of_transformers(args, model)
+        from transformers import Trainer as Theirs
+
+        kind, arguments = Theirs.get_optimizer_cls_and_kwargs(args, model)
+        return kind, arguments
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule, unless there is one."""
@@ -828,7 +824,8 @@ class Trainer:
         """``output_dir``, or the folder of a trial below it."""
         if trial is None or self._search is None:
             return str(self.args.output_dir)
-        return str(Path(self.args.output_dir) / search.name_of_trial(trial, self._search.name_of))
+        name_of = self._search.name_of or (lambda trial: f"run-{getattr(trial, 'number', trial)}")
+        return str(Path(self.args.output_dir) / name_of(trial))
 
     # --- words: reporting.py, report/results.py -----------------------------------------------------------------------
 

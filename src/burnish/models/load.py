@@ -129,8 +129,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         with torch.device("meta"), quiet():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except UNUSABLE as error:
-        problem = Problem(f"its config makes no model: {said_by(error)}", where=config.name_or_path)
-        raise UserError(problem) from error
+        raise UserError(f"its config makes no model: {said_by(error)}", config.name_or_path) from error
     model.tie_weights()  # transformers 5.0 does not, on the meta device
     path = Path(config.name_or_path or "") / "generation_config.json"
     if config.name_or_path and path.is_file():

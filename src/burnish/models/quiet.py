@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 
 
 @contextmanager
@@ -16,13 +16,10 @@ def refused_conversions(where: str) -> Iterator[None]:
     except RuntimeError as error:
         if "conversion of the weights" not in str(error):
             raise
-        problem = Problem(
+        raise UserError(
             "a tensor in memory is made of several in the files (experts, say), and some of those are missing or of "
-            "another shape.",
-            where=where,
-            remedy="Fetch the model again.",
-        )
-        raise UserError(problem) from error
+            "another shape.", where, remedy="Fetch the model again.",
+        ) from error  # fmt: skip
 
 
 @contextmanager

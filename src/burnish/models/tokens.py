@@ -61,10 +61,8 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         if not is_unusable(error):
             raise
         what = f"a file has no entry {error}." if isinstance(error, KeyError) else said_by(error)
-        problem = Problem(
-            f"its tokenizer cannot be loaded: {what}", where=source.name, remedy="Fetch its tokenizer files again."
-        )
-        raise UserError(problem) from error
+        what = f"its tokenizer cannot be loaded: {what}"
+        raise UserError(what, source.name, remedy="Fetch its tokenizer files again.") from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
     if getattr(tokenizer, "legacy", None):  # it decides where spaces go, and transformers 5.23 saves it in no file

@@ -47,12 +47,7 @@ def check_adam_mini(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_adam_mini", "adam_mini")
 
 
-@OPTIMIZERS.register(
-    "adam_mini",
-    options=AdamMiniOptions,
-    reads_model=True,
-    **asked_by("use_adam_mini"),
-)
+@OPTIMIZERS.register("adam_mini", options=AdamMiniOptions, reads_model=True, **asked_by("use_adam_mini"))
 def adam_mini(groups: Groups, options: OptimOptions, model: nn.Module) -> Optimizer:
     """AdamW with one second moment per block."""
     transposed = {

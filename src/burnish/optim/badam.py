@@ -162,13 +162,7 @@ def _often(rounds: int, interval: int) -> str:
     )
 
 
-@OPTIMIZERS.register(
-    "badam",
-    options=BadamOptions,
-    keeps_load_precision=True,
-    turns=turns_of,
-    **asked_by("use_badam"),
-)
+@OPTIMIZERS.register("badam", options=BadamOptions, keeps_load_precision=True, turns=turns_of, **asked_by("use_badam"))
 def badam(groups: Groups, options: BadamChoices) -> Optimizer:
     """AdamW on one block of layers at a time."""
     made = _LayerAdam if options.badam_mode == "layer" else _RatioAdam

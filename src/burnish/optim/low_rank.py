@@ -158,12 +158,7 @@ class LowRankRun(AdamChoices, LowRankChoices, Protocol):
     optim_target_modules: str | list[str] | None
 
 
-@OPTIMIZERS.register(
-    "galore_adamw",
-    "galore_adafactor",
-    options=LowRankOptions,
-    **asked_by("use_galore"),
-)
+@OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **asked_by("use_galore"))
 def galore(groups: Groups, options: LowRankRun) -> Optimizer:
     """GaLore: moments of the gradient's largest directions."""
     return LowRank(groups, options, _galore_method(options))
@@ -173,11 +168,7 @@ def galore(groups: Groups, options: LowRankRun) -> Optimizer:
 OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsandbytes")(galore)
 
 
-@OPTIMIZERS.register(
-    "apollo_adamw",
-    options=LowRankOptions,
-    **asked_by("use_apollo"),
-)
+@OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **asked_by("use_apollo"))
 def apollo(groups: Groups, options: LowRankRun) -> Optimizer:
     """APOLLO: the gradient, scaled as AdamW of low rank would scale it."""
     return LowRank(groups, options, _apollo_method(options))

@@ -108,11 +108,7 @@ class Renderer:
         try:
             with within():
                 text: str = self.tokenizer.apply_chat_template(
-                    chat,
-                    tools=tools,
-                    chat_template=template,
-                    add_generation_prompt=prompt,
-                    tokenize=False,
+                    chat, tools=tools, chat_template=template, add_generation_prompt=prompt, tokenize=False
                 )
         except TemplateSyntaxError as error:
             raise UnreadableTemplate(f"line {error.lineno} of the chat template is not Jinja: {error}") from error

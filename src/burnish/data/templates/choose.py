@@ -57,8 +57,7 @@ class TemplateOptions(LearnOptions):
     )
     preserve_thinking: bool = option(False, "Keep the thoughts of earlier answers where only the last one is learned.")
     missing_control_tokens: Literal["raise", "split"] = option(
-        "raise",
-        "When the tokenizer lacks control tokens of the template: stop, or write them as ordinary text.",
+        "raise", "When the tokenizer lacks control tokens of the template: stop, or write them as ordinary text."
     )
     tokenize_by_word: bool = option(
         True, "Look up the ids of words that were read before; false asks the tokenizer for every text. Same ids."

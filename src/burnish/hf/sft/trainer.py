@@ -34,14 +34,7 @@ from burnish.hf.sft.config import SFTConfig
 from burnish.hf.sft.loss import sums_of_padding_free, sums_without_logits
 from burnish.hf.sft.masks import AssistantMasks
 from burnish.hf.sft.rows import Preparation, column_names, first_row
-from burnish.hf.sft.setup import (
-    arguments_of,
-    attach_peft,
-    finish_peft,
-    ready_model,
-    set_pad,
-    tokenizer_of,
-)
+from burnish.hf.sft.setup import arguments_of, attach_peft, finish_peft, ready_model, set_pad, tokenizer_of
 from burnish.hf.trl import TrlTrainer
 from burnish.models.attention import make_padding_free
 from burnish.objectives.logits import target_positions
