@@ -191,7 +191,7 @@ def _version(words: Arguments) -> int:
 
 def _refuse_words(command: str, words: Arguments) -> None:
     if words:
-        raise UserError(Problem(f"burnish {command} takes no options. Received: {' '.join(words)}."))
+        raise UserError(f"burnish {command} takes no options. Received: {' '.join(words)}.")
 
 
 def _plan(words: Arguments) -> Plan:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from burnish.core.errors import Problem, UserError
 from burnish.infer.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Sampling, Ticket
 from burnish.serve.answering import AnswerCall, Delta
-from burnish.serve.app import unknown_model
-from burnish.serve.requests import ChatRequest, Settings
+from burnish.serve.requests import ChatRequest, Settings, unknown_model
 
 END = 256
 """The token that ends an answer; those below it are bytes."""

@@ -126,16 +126,12 @@ def _only_config(files: list[str]) -> Path | None:
         return Path(files[0])
     if strays:
         raise UserError(
-            Problem(
-                f"{' and '.join(map(repr, strays))} on the command line: no option stands before it.".replace("'", '"'),
-                remedy="Options are written key=value or --key value; a configuration file ends in .yaml or .json.",
-            )
+            f"{' and '.join(map(repr, strays))} on the command line: no option stands before it.".replace("'", '"'),
+            remedy="Options are written key=value or --key value; a configuration file ends in .yaml or .json.",
         )
     raise UserError(
-        Problem(
-            f"A run has one configuration file. Received: {', '.join(files)}.",
-            remedy="Put what differs on the command line instead: key=value.",
-        )
+        f"A run has one configuration file. Received: {', '.join(files)}.",
+        remedy="Put what differs on the command line instead: key=value.",
     )
 
 
@@ -165,40 +161,32 @@ def read_config(path: Path) -> dict[str, Given]:
     root = _compose(path, text.replace("\t", " ") if parsed is not None else text)
     if root is None or (isinstance(root, yaml.ScalarNode) and not root.value):
         raise UserError(
-            Problem(
-                "the file is empty.",
-                where=str(path),
-                remedy="Give at least model_name_or_path, dataset and output_dir.",
-            )
+            "the file is empty.", where=str(path), remedy="Give at least model_name_or_path, dataset and output_dir."
         )
     if not isinstance(root, yaml.MappingNode):
         kind = "list" if isinstance(root, yaml.SequenceNode) else "text"
         raise UserError(
-            Problem(
-                f'expected lines of the form "key: value". Received: a {kind}.',
-                where=f"{path}, line {root.start_mark.line + 1}",
-            )
+            f'expected lines of the form "key: value". Received: a {kind}.',
+            where=f"{path}, line {root.start_mark.line + 1}",
         )
     return _entries(path, root, parsed)
 
 
 def _text_of(path: Path) -> str:
     if path.is_dir():
-        raise UserError(Problem(f'"{path}" is a folder; a configuration is a .yaml or .json file.{_listed(path)}'))
+        raise UserError(f'"{path}" is a folder; a configuration is a .yaml or .json file.{_listed(path)}')
     if kind := odd_kind(path):
-        raise UserError(Problem(f'"{path}" is {kind}; a configuration is a .yaml or .json file.'))
+        raise UserError(f'"{path}" is {kind}; a configuration is a .yaml or .json file.')
     if not path.is_file():
-        raise UserError(Problem(f'There is no file "{path}".{_nearest_file(path)}'))
+        raise UserError(f'There is no file "{path}".{_nearest_file(path)}')
     raw = path.read_bytes()
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            Problem(
-                f"byte {error.start} ({raw[error.start]:#04x}) is not UTF-8.",
-                where=str(path),
-                remedy="Save the file as UTF-8.",
-            )
+            f"byte {error.start} ({raw[error.start]:#04x}) is not UTF-8.",
+            where=str(path),
+            remedy="Save the file as UTF-8.",
         ) from None
 
 
@@ -229,7 +217,7 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
         values = json.loads(text)
     except RecursionError:
         what = "lists and objects are nested in each other too deep to be read."
-        raise UserError(Problem(what, where=str(path), remedy="Write out what is meant.")) from None
+        raise UserError(what, where=str(path), remedy="Write out what is meant.") from None
     except json.JSONDecodeError as error:
         raise _syntax_error(path, text, error.lineno, error.colno, error.msg) from None
     return values if isinstance(values, dict) else {}
@@ -248,11 +236,11 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if num_nodes(root) > MOST_NODES:
             what = f"with its aliases (*) written out, the file would hold more than {MOST_NODES:,} values."
-            raise UserError(Problem(what, where=str(path), remedy="Write out what is meant."))
+            raise UserError(what, where=str(path), remedy="Write out what is meant.")
         return root
     except RecursionError:
         what = "lists and mappings are nested in each other too deep to be read."
-        raise UserError(Problem(what, where=str(path), remedy="Write out what is meant.")) from None
+        raise UserError(what, where=str(path), remedy="Write out what is meant.") from None
     except yaml.MarkedYAMLError as error:
         begun = _SEEN_TOO_LATE.get(error.problem or "")
         mark = error.context_mark if begun else error.problem_mark or error.context_mark
@@ -275,12 +263,10 @@ def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> 
         fault, remedy = "a tab stands here (→), and YAML is indented with spaces", "Replace the tab with spaces."
     shown = source.replace("\t", "→")
     return UserError(
-        Problem(
-            f"{fault.rstrip('.')}.",
-            where=f"{path}:{line}:{column}",
-            why=f"  {shown}\n  {' ' * (column + 1)}^",
-            remedy=remedy,
-        )
+        f"{fault.rstrip('.')}.",
+        where=f"{path}:{line}:{column}",
+        why=f"  {shown}\n  {' ' * (column + 1)}^",
+        remedy=remedy,
     )
 
 

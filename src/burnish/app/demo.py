@@ -16,7 +16,7 @@ from typing import Any
 
 from burnish.app.config import read_config, split_arguments
 from burnish.app.plan import Plan, plan
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.options import Given
 from burnish.models.quiet import quiet
 from burnish.report.console import note
@@ -63,8 +63,8 @@ def demo_plan(words: list[str], name: str = "demo.yaml") -> Plan:
     places = {"model_name_or_path": CARRIED / "model", "dataset_dir": CARRIED / "data"}
     config, flags = split_arguments(words)
     if config is not None:
-        raise UserError(Problem(f"burnish demo has a configuration of its own. Received: {config}.",
-                                remedy=f"Try: burnish train {config}"))  # fmt: skip
+        what = f"burnish demo has a configuration of its own. Received: {config}."
+        raise UserError(what, remedy=f"Try: burnish train {config}")
     return plan({**given, **{name: Given(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 

@@ -88,7 +88,7 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
 def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> None:
     converter = next((p for p in (place, place / "bin") if (p / "convert_hf_to_gguf.py").is_file()), None)
     if converter is None:
-        raise UserError(Problem(f'"llama_cpp" "{place}" holds no convert_hf_to_gguf.py.'))
+        raise UserError(f'"llama_cpp" "{place}" holds no convert_hf_to_gguf.py.')
     direct = {"f32", "f16", "bf16", "q8_0"}
     first = target if kind in direct else target.with_suffix(".f16.gguf")
     outtype = kind if kind in direct else "f16"
@@ -98,7 +98,7 @@ def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> No
         names = (place / "llama-quantize", place / "build" / "bin" / "llama-quantize", place / "bin" / "llama-quantize")
         program = next((path for path in names if path.is_file()), None)
         if program is None:
-            raise UserError(Problem(f'"llama_cpp" "{place}" holds no llama-quantize.', remedy="Build llama.cpp first."))
+            raise UserError(f'"llama_cpp" "{place}" holds no llama-quantize.', remedy="Build llama.cpp first.")
         _run([str(program), str(first), str(target), kind])
         first.unlink()
 
@@ -174,7 +174,7 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
     for path, name in weights:
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise UserError(Problem(f'the weight "{name}" has no place in a GGUF file of this shape.'))
+            raise UserError(f'the weight "{name}" has no place in a GGUF file of this shape.')
         with safe_open(path, framework="pt") as file:
             yield found, turned(name, file.get_tensor(name))
 

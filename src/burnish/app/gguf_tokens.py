@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPLITS: Final = {
@@ -61,7 +61,7 @@ def kind_of(words: dict[str, Any]) -> Kind:
 
 
 def _refusal(what: str) -> UserError:
-    return UserError(Problem(what, remedy="Set llama_cpp to a checkout of llama.cpp, whose converter is used then."))
+    return UserError(what, remedy="Set llama_cpp to a checkout of llama.cpp, whose converter is used then.")
 
 
 def _split_of(words: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from burnish.app.listing import component
 from burnish.app.options import RunOptions
 from burnish.app.plan import plan
 from burnish.core.conversion import members
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.options import Given, Spec, specs
 from burnish.core.types import Answer, Example, Message
 from burnish.data.reading.files import data_files, read_records
@@ -151,10 +151,10 @@ def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, 
     records = list(chain.from_iterable(sets.eval.values()))
     if not records:
         why = "Set val_size or eval_dataset, and some records are held out."
-        raise UserError(Problem("This run holds no record out of its training.", remedy=why))
+        raise UserError("This run holds no record out of its training.", remedy=why)
     chosen = number or random.randrange(len(records)) + 1  # noqa: S311  (a record to look at)
     if not 1 <= chosen <= len(records):
-        raise UserError(Problem(f"Records 1 to {len(records)} are held out. Received: {chosen}."))
+        raise UserError(f"Records 1 to {len(records)} are held out. Received: {chosen}.")
     record = records[chosen - 1]
     return {**question_of(record), "number": chosen, "of": len(records), "place": record.place}
 
@@ -172,7 +172,7 @@ def question_of(record: Example) -> dict[str, Any]:
     elif record.prompt is not None:
         before, user, behind = (), record.prompt, ()
     else:
-        raise UserError(Problem(f"{record.place}: it is a text, and asks nothing."))
+        raise UserError(f"{record.place}: it is a text, and asks nothing.")
     given = record.chosen if record.chosen is not None else record.completion if behind == () else behind
     return {
         "system": record.system or "", "tools": json.loads(record.tools) if record.tools else [],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.app.options import RunOptions
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.options import raise_if
 from burnish.core.types import Example, Row
 from burnish.data.sets.sources import load_datasets
@@ -54,7 +54,7 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
     named = options.export_quantization_dataset
     if not (named or options.dataset):
         what = '"export_quantization_bit" needs rows to calibrate with, and no data set is named.'
-        raise UserError(Problem(what, remedy="Name the one that trained: export_quantization_dataset: data/train.json"))
+        raise UserError(what, remedy="Name the one that trained: export_quantization_dataset: data/train.json")
     reading = replace(options, cutoff_len=options.export_quantization_maxlen, streaming=False, tokenized_path=None)
     if named:
         reading = replace(reading, dataset=[named], val_size=0, interleave_probs=None, mix_strategy="concat")
@@ -78,7 +78,7 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
         rows, others = rows[:-held_out], rows[-held_out:]
     if not rows:
         what = "no row is left to calibrate with: the data set is too small, or nothing in it can be learned."
-        raise UserError(Problem(what, where=named or ", ".join(map(str, options.dataset or []))))
+        raise UserError(what, where=named or ", ".join(map(str, options.dataset or [])))
     return Calibration(rows[: options.export_quantization_nsamples], others, group_of(shapes))
 
 

@@ -26,7 +26,7 @@ from burnish.app.options import RunOptions
 from burnish.app.prepare import Prepared
 from burnish.app.reference_cache import fill
 from burnish.app.resources import Sizes
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.patching import allows
 from burnish.core.protocols import Engine
 from burnish.core.run import Run
@@ -168,11 +168,9 @@ def _second(
         patch_forwards(second, options)
     if is_padding_free and not _reads_alike(model, second, options):
         raise UserError(
-            Problem(
-                f'"ref_model" {options.ref_model} cannot read the batches that the policy reads: it does not keep '
-                "sequences that lie end to end apart.",
-                remedy="Set padding_free: false.",
-            )
+            f'"ref_model" {options.ref_model} cannot read the batches that the policy reads: it does not keep '
+            "sequences that lie end to end apart.",
+            remedy="Set padding_free: false.",
         )
     return objective.module_of_reference(second)
 
@@ -190,9 +188,6 @@ def check_vocabulary(model: nn.Module, second: nn.Module) -> None:
     own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if own != other:
         raise UserError(
-            Problem(
-                f"The reference's vocabulary ({other}) is not the policy's ({own}): log-probabilities cannot be "
-                "compared.",
-                remedy="Name a ref_model of the policy's family.",
-            )
+            f"The reference's vocabulary ({other}) is not the policy's ({own}): log-probabilities cannot be compared.",
+            remedy="Name a ref_model of the policy's family.",
         )

@@ -70,7 +70,7 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
         return None, []
     found, skipped = checkpoints.newest()
     if found is None and (asked is True or options.resume == "must"):
-        raise UserError(Problem(f'output_dir "{folder}" holds no whole checkpoint to resume from.'))
+        raise UserError(f'output_dir "{folder}" holds no whole checkpoint to resume from.')
     return found, skipped
 
 
@@ -118,12 +118,10 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
         raise UserError(_lost(folder, lost))
     if done["max_steps"] < steps.max_steps:
         raise UserError(
-            Problem(
-                f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot go "
-                f"on to step {steps.max_steps}.",
-                where=str(folder),
-                remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
-            )
+            f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot go "
+            f"on to step {steps.max_steps}.",
+            where=str(folder),
+            remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
         )
     return finished_sentence(folder, done["global_step"])
 
@@ -170,10 +168,8 @@ def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -
     across = options.per_device_train_batch_size * world_size
     if rows % across:
         raise UserError(
-            Problem(
-                f"{found.name} takes {rows} rows a step, which {world_size} processes of "
-                f"{options.per_device_train_batch_size} rows cannot.",
-                remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
-            )
+            f"{found.name} takes {rows} rows a step, which {world_size} processes of "
+            f"{options.per_device_train_batch_size} rows cannot.",
+            remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
         )
     return int(rows // across)

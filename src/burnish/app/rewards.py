@@ -13,7 +13,7 @@ from torch import nn
 
 from burnish.app.checks import trains
 from burnish.app.options import RunOptions
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.protocols import Engine
 from burnish.models.reward_files import (
     OLD_VALUE_HEAD,
@@ -35,10 +35,8 @@ def begin_head(objective: Any, options: RunOptions, engine: Engine) -> list[str]
     if found is None and not trains(options):
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
         raise UserError(
-            Problem(
-                f'{folder} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.',
-                remedy="Was it exported without its head? Copy that file beside it, or train with stage: rm.",
-            )
+            f'{folder} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.',
+            remedy="Was it exported without its head? Copy that file beside it, or train with stage: rm.",
         )
     if found is None:
         _refuse_classifier(objective, options, engine)
@@ -55,7 +53,7 @@ def begin_head(objective: Any, options: RunOptions, engine: Engine) -> list[str]
 def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: Engine) -> None:
     if engine.splits_weights and trains(options) and saved_head(objective) == "score":
         what = "A sequence classifier is written by one process, and each holds a part of the weights (FSDP, ZeRO-3)."
-        raise UserError(Problem(what, remedy="Set reward_head: value_head, or use DDP, ZeRO-1 or ZeRO-2."))
+        raise UserError(what, remedy="Set reward_head: value_head, or use DDP, ZeRO-1 or ZeRO-2.")
 
 
 def saved_head(objective: RewardObjective) -> str:

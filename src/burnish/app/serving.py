@@ -21,7 +21,7 @@ from burnish.app.options import RunOptions
 from burnish.app.plan import aliases, provenance_of
 from burnish.app.seen_from import data_seen_from
 from burnish.core.checkpoint import Checkpoints
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.files import expanded
 from burnish.core.json_files import read_object
 from burnish.core.options import Given, build, raise_if, specs
@@ -95,7 +95,7 @@ def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool =
         depth += 1
         if depth > max(map(len, parts)):
             twice = next(path for path, name in zip(paths, names, strict=True) if names.count(name) > 1)
-            raise UserError(Problem(f'"{twice}" is named twice.', remedy="Name each model once."))
+            raise UserError(f'"{twice}" is named twice.', remedy="Name each model once.")
         names = ["-".join(own[-depth:]) if names.count(name) > 1 else name
                  for name, own in zip(names, parts, strict=True)]  # fmt: skip
     return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
@@ -182,10 +182,8 @@ def _newest_checkpoint(folder: Path) -> Path:
     newest, _ = Checkpoints(folder).newest()
     if newest is None:
         raise UserError(
-            Problem(
-                f'"{folder}" holds no model: there is no {MODEL}, no {ADAPTER}, and no whole checkpoint in it.',
-                remedy="Name the folder that burnish train or burnish export wrote (output_dir, export_dir).",
-            )
+            f'"{folder}" holds no model: there is no {MODEL}, no {ADAPTER}, and no whole checkpoint in it.',
+            remedy="Name the folder that burnish train or burnish export wrote (output_dir, export_dir).",
         )
     return newest
 
@@ -195,12 +193,12 @@ def _of_adapter(folder: Path, given: Mapping[str, Given]) -> dict[str, Given]:
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(Problem(f"its base cannot be read: {error}.", where=str(folder / ADAPTER))) from error
+        raise UserError(f"its base cannot be read: {error}.", where=str(folder / ADAPTER)) from error
     found = {"adapter_name_or_path": Given([str(folder)], str(folder))}
     if "model_name_or_path" not in given:
         if not base:
             what = "the adapter does not say which model it is for."
-            raise UserError(Problem(what, where=str(folder), remedy="Add model_name_or_path=..."))
+            raise UserError(what, where=str(folder), remedy="Add model_name_or_path=...")
         found["model_name_or_path"] = Given(base, str(folder / ADAPTER))
     if kind != "LORA":
         found["finetuning_type"] = Given("peft", str(folder / ADAPTER))

@@ -53,10 +53,8 @@ class MissingExtraError(UserError):
     def __init__(self, library: str, needed_for: str, extra: str = "") -> None:
         package = f'"burnish[{extra}]"' if extra else library
         super().__init__(
-            Problem(
-                f"{needed_for} needs the library {library!r}, which is not installed.",
-                remedy=f"Install it with: pip install {package}",
-            )
+            f"{needed_for} needs the library {library!r}, which is not installed.",
+            remedy=f"Install it with: pip install {package}",
         )
 
 

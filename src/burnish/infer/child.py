@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 
 if TYPE_CHECKING:
     from burnish.infer.options import AnsweringOptions
@@ -64,7 +64,7 @@ def start(options: AnsweringOptions, folder: str, adapters: dict[str, str], wait
     if program is None:
         named = options.infer_executable or backend
         what = f'"infer_backend" is {backend}, and its program "{named}" is not there.'
-        raise UserError(Problem(what, remedy="Name it: infer_executable: /path/to/its/environment/bin/vllm"))
+        raise UserError(what, remedy="Name it: infer_executable: /path/to/its/environment/bin/vllm")
     key, port = secrets.token_urlsafe(24), _free_port()
     command = [program, *arguments(options, folder, adapters, port)]
     log = Path(tempfile.mkdtemp(prefix=f"burnish-{backend}-")) / "server.log"
@@ -108,9 +108,9 @@ def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
     try:
         values = json.loads(config) if isinstance(config, str) else config
     except ValueError as error:
-        raise UserError(Problem(f'"{name}" is not JSON: {error}.')) from error
+        raise UserError(f'"{name}" is not JSON: {error}.') from error
     if taken := sorted({"host", "port", "api_key", "uds"} & {str(key).replace("-", "_") for key in values}):
-        raise UserError(Problem(f'"{name}" sets {", ".join(taken)}; burnish chooses {_MANAGED}.'))
+        raise UserError(f'"{name}" sets {", ".join(taken)}; burnish chooses {_MANAGED}.')
     words: list[str] = []
     for key, value in values.items():
         flag = f"--{str(key).replace('_', '-')}"

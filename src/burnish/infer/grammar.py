@@ -55,7 +55,7 @@ class Grammars:
             self._inner = hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=self._ends)
         except ValueError as error:
             what = f"llguidance does not know this kind of tokenizer ({error})."
-            raise UserError(Problem(what, remedy="Ask for the format in words.")) from error
+            raise UserError(what, remedy="Ask for the format in words.") from error
 
     def json_object(self, waits_for: str = "") -> Matched:
         """Any JSON object."""
@@ -89,7 +89,7 @@ class Grammars:
             known = ", ".join(_CALLS)
             written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
             what = f"a call cannot be required {written}."
-            raise UserError(Problem(what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}."))
+            raise UserError(what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.")
         opens, closes, key = _CALLS[tool_format]
         opens, closes = (self._with_tokens(text) for text in (opens, closes))
         each = {"anyOf": [_call_schema(name, schema, key) for name, schema in offered.items()]}

@@ -286,7 +286,7 @@ def _model(
         model: nn.Module = load_model(options, config=config, device=device, notes=notes, needs_head=needs_head)
         if len(adapters) > 1:
             what = f"several adapters cannot be merged into a base that is quantised ({method})."
-            raise UserError(Problem(what, remedy="Merge all but the last: burnish export without quantization_bit."))
+            raise UserError(what, remedy="Merge all but the last: burnish export without quantization_bit.")
         for folder in adapters:
             load_adapter(model, folder)
     else:
@@ -328,7 +328,7 @@ def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score:
     head = reward_head(options, adapters)
     if head is not None and not may_score:
         remedy = "Its scores: burnish predict writes a file; burnish api answers at POST /v1/score/evaluation."
-        raise UserError(Problem(NO_ANSWERS, where=str(options.model_name_or_path), remedy=remedy))
+        raise UserError(NO_ANSWERS, where=str(options.model_name_or_path), remedy=remedy)
     return None if head is None else head.to(device_of(options))
 
 

@@ -50,7 +50,7 @@ class RemoteEngine:
     ) -> None:  # fmt: skip
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(Problem(f'"infer_url" is an address such as http://127.0.0.1:8000. Received: {url}.'))
+            raise UserError(f'"infer_url" is an address such as http://127.0.0.1:8000. Received: {url}.')
         self._parts, self._key, self.tokenizer = parts, key, tokenizer
         self.context, self.slots, self.adapters, self.name = context, slots, adapters, name
         self._limit, self._at_end = waiting, at_end
@@ -205,7 +205,7 @@ class RemoteEngine:
                 raise ValueError(f"it answered {response.status}")
             return str(json.loads(body)["data"][0]["id"])
         except (OSError, ValueError, KeyError, IndexError, http.client.HTTPException) as error:
-            raise UserError(Problem(f"the server at {self._parts.netloc} lists no model: {error}")) from error
+            raise UserError(f"the server at {self._parts.netloc} lists no model: {error}") from error
         finally:
             connection.close()
 
@@ -242,7 +242,7 @@ def started_engine(answerer: Answerer, waiting: int | None = None) -> RemoteEngi
     if options.infer_url is None and options.adapter_name_or_path:
         what = f'"infer_backend" {options.infer_backend} loads folders as they are, and adapter_name_or_path is merged.'
         remedy = "burnish export merges it first; or name it in served_adapters."
-        raise UserError(Problem(what, remedy=remedy))
+        raise UserError(what, remedy=remedy)
     given: dict[str, Any] = {
         "context": answerer.context, "waiting": waiting, "adapters": answerer.adapters,
         "slots": options.infer_seats or 64, "name": options.infer_url or options.infer_backend,

@@ -122,6 +122,6 @@ def with_adapters(words: Sequence[str]) -> list[str]:
         given = next(rest, "")
         name, _, folder = given.partition("=")
         if not (name and folder):
-            raise UserError(Problem(f'--adapter takes name=folder. Received: "{given}".'))
+            raise UserError(f'--adapter takes name=folder. Received: "{given}".')
         named[name] = folder
     return [*left, "--served_adapters", json.dumps(named)] if named else left

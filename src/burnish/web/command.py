@@ -97,7 +97,7 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
     ]
     options = _built({name: item for name, item in given.items() if name in _OWN}, problems)
     if page not in ("runs", "new", "talk", "export", "compare"):
-        raise UserError(Problem(f'There is no page "{page}".', remedy="Known: runs, new, talk, export, compare."))
+        raise UserError(f'There is no page "{page}".', remedy="Known: runs, new, talk, export, compare.")
     return options, page
 
 
@@ -112,7 +112,7 @@ def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
     options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
     others = {name: item.value for name, item in flags.items() if name not in _OWN}
     if not path and "model_name_or_path" not in others:
-        raise UserError(Problem("burnish webchat is told no model.", remedy="Write: burnish webchat PATH"))
+        raise UserError("burnish webchat is told no model.", remedy="Write: burnish webchat PATH")
     here = [str(Path(path).absolute()) if Path(path).exists() else path] if path else []
     flat = [word for name, value in others.items() for word in (f"--{name}", *_as_words(value))]
     name = path or str(others["model_name_or_path"])

@@ -10,7 +10,7 @@ import json
 import os
 from typing import IO, Any
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.files import expanded
 from burnish.wire.guards import new_key
 
@@ -41,7 +41,7 @@ class Home:
         except BlockingIOError as error:
             said = lock.read().strip()
             what = f"A page runs already{f' at {said}' if said else ''}, with the same state in {self.folder}."
-            raise UserError(Problem(what, remedy="Use that one, or give this one another web_home.")) from error
+            raise UserError(what, remedy="Use that one, or give this one another web_home.") from error
         lock.truncate(0)
         lock.write(address)
         lock.flush()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.files import expanded
 from burnish.report.console import answer
 from burnish.report.pace import short_number, short_time
@@ -24,10 +24,10 @@ def runs(words: Sequence[str]) -> int:
     as_json = "--json" in words
     folders = [word for word in words if word != "--json"]
     if options := [word for word in folders if word.startswith("-") or "=" in word]:
-        raise UserError(Problem(f"burnish runs takes folders and --json. Received: {options[0]}."))
+        raise UserError(f"burnish runs takes folders and --json. Received: {options[0]}.")
     roots = [expanded(folder) for folder in folders or ["."]]
     if missing := [root for root in roots if not os.path.isdir(root)]:
-        raise UserError(Problem(f'There is no folder "{missing[0]}".'))
+        raise UserError(f'There is no folder "{missing[0]}".')
     found = find(roots)
     if as_json:
         for run in found:

@@ -27,7 +27,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise UserError(Problem(f'"{host}" is no address of this machine: {error}.')) from error
+        raise UserError(f'"{host}" is no address of this machine: {error}.') from error
     found = socket.socket(family, kind)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -64,7 +64,7 @@ def listen_unix(path: str) -> socket.socket:
         found.listen(WAITING_CONNECTIONS)
     except OSError as error:
         found.close()
-        raise UserError(Problem(f'The socket "{path}" cannot be made: {error.strerror or error}.')) from error
+        raise UserError(f'The socket "{path}" cannot be made: {error.strerror or error}.') from error
     return found
 
 
@@ -78,7 +78,7 @@ def _clear(path: str) -> None:
         os.unlink(path)
     else:
         what = "Another process listens on it" if is_socket else "It is not a socket"
-        raise UserError(Problem(f'The socket "{path}" cannot be made. {what}.', remedy="Give another path."))
+        raise UserError(f'The socket "{path}" cannot be made. {what}.', remedy="Give another path.")
 
 
 def _answers(path: str) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
 from burnish.data.templates.rows import Template
@@ -94,7 +94,7 @@ class Chooser:
                 return prompt, answers
             if not shots:
                 what = f"question {number + 1} has {len(prompt)} tokens, and the context is {self.loop.limits.context}."
-                raise UserError(Problem(what, where=subject.key, remedy="Raise infer_context, if the model allows it."))
+                raise UserError(what, where=subject.key, remedy="Raise infer_context, if the model allows it.")
             shots = shots[:-1]
 
     def shots(self, subject: Subject, number: int) -> Sequence[Question]:
@@ -135,7 +135,7 @@ class Chooser:
             answers.append(behind)
         if not all(answers) or len({tuple(ids) for ids in answers}) < len(answers):
             what = f'template "{self.template.name}" does not write the choices apart.'
-            raise UserError(Problem(what, remedy="Name another template; template=fewshot writes plain text."))
+            raise UserError(what, remedy="Name another template; template=fewshot writes plain text.")
         return prompt, answers
 
 

@@ -103,7 +103,7 @@ def _loaded(serving: Serving, options: EvalOptions) -> tuple[Answerer, SeatLoop]
     answerer = load_answerer(given, serving.name, note)
     if answerer.model is None:
         what = "choices are scored by the engine in this process: another one gives no log-probabilities of a prompt."
-        raise UserError(Problem(what, remedy="Leave infer_backend and infer_url out."))
+        raise UserError(what, remedy="Leave infer_backend and infer_url out.")
     seats = options.batch_size or seats_of(given, answerer.model, answerer.context)
     limits = SeatLimits(seats, answerer.context, exact=given.infer_exact)
     return answerer, SeatLoop(answerer.model, limits, adapters=answerer.adapters, through=answerer.through)

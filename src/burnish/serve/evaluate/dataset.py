@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from burnish.app.build import train_run
 from burnish.app.plan import placing, plan
 from burnish.app.serving import Serving, paths_of, servings_of
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.files import expanded, named_where_full
 from burnish.core.json_files import read_object
 from burnish.core.options import Given, build, changed, option, raise_if
@@ -45,7 +45,7 @@ def predict(words: Sequence[str]) -> int:
     raise_if(wrong)
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
         what = "there is nothing to predict: eval_dataset is missing, and no run.yaml beside the model names a set."
-        raise UserError(Problem(what, remedy="Name a set: eval_dataset=heldout"))
+        raise UserError(what, remedy="Name a set: eval_dataset=heldout")
     folder = expanded(paths[0]) if paths else Path()
     beside = str(folder / _BESIDE) if len(paths) == 1 and folder.is_dir() else None
     return evaluate_dataset(servings, options.save_dir or beside, predicts=True)
@@ -59,7 +59,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     """
     if not save_dir and not servings[0].options.output_dir:
         what = "save_dir is missing: results and answers are files."
-        raise UserError(Problem(what, remedy="Name a folder: save_dir=saves/evaluation"))
+        raise UserError(what, remedy="Name a folder: save_dir=saves/evaluation")
     rows: list[tuple[str, dict[str, float]]] = []
     for serving in servings:
         folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")

@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.core.errors import UserError, did_you_mean
 
 LETTERS = "ABCDEFGHIJ"
 SPLITS = ("dev", "val", "validation", "test", "train")
@@ -69,15 +69,13 @@ def read_task(task: str, task_dir: str | Path) -> list[Subject]:
     name, _, split = task.rpartition("_")
     if not name or split not in SPLITS:
         what = f'"task" is a name and a split, such as mmlu_test. Received: {task}.'
-        raise UserError(Problem(what, remedy=f"Splits: {', '.join(SPLITS)}."))
+        raise UserError(what, remedy=f"Splits: {', '.join(SPLITS)}.")
     files = _files(name, Path(task_dir))
     mapping = _mapping(files)
     asked = _of_split(files, split)
     if not asked:
         there = sorted({path.parent.name for path in files if path.suffix in (".csv", ".jsonl")})
-        raise UserError(
-            Problem(f'task "{name}" has no split "{split}". It has: {", ".join(there)}.', where=str(task_dir))
-        )
+        raise UserError(f'task "{name}" has no split "{split}". It has: {", ".join(there)}.', where=str(task_dir))
     shots = _of_split(files, "dev")
     found = []
     for key, path in sorted(asked.items()):
@@ -108,10 +106,8 @@ def _files(name: str, task_dir: Path) -> dict[PurePosixPath, bytes]:
     if not files:
         near = [path.stem for path in task_dir.iterdir()] if task_dir.is_dir() else []
         raise UserError(
-            Problem(
-                f'there is no task "{name}" in "{task_dir}".{did_you_mean(name, near)}',
-                remedy=f'Put its files into {folder}; burnish fetches none. "task_dir" names another place.',
-            )
+            f'there is no task "{name}" in "{task_dir}".{did_you_mean(name, near)}',
+            remedy=f'Put its files into {folder}; burnish fetches none. "task_dir" names another place.',
         )
     return files
 
@@ -129,7 +125,7 @@ def _mapping(files: Mapping[PurePosixPath, bytes]) -> dict[str, dict[str, str]]:
     try:
         found = json.loads(files[path])
     except ValueError as error:
-        raise UserError(Problem(f"mapping.json is not JSON: {error}.")) from error
+        raise UserError(f"mapping.json is not JSON: {error}.") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -142,9 +138,7 @@ def _questions(path: PurePosixPath, raw: bytes) -> Iterator[Question]:
         rows = [row for row in csv.reader(io.StringIO(text)) if row]
         yield from (_of_row(row) for row in _plain_rows(rows))
     except (UnicodeDecodeError, ValueError, KeyError, IndexError, TypeError, csv.Error) as error:
-        raise UserError(
-            Problem(f"not the columns of a task: {type(error).__name__}: {error}.", where=str(path))
-        ) from error
+        raise UserError(f"not the columns of a task: {type(error).__name__}: {error}.", where=str(path)) from error
 
 
 def _plain_rows(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:

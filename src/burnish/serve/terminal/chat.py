@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.secrets import without_secrets
 from burnish.core.sigint import interruptible
 from burnish.report.streams import say
@@ -65,7 +65,7 @@ def _read(words: Sequence[str]) -> _Words:
         elif name in ("--url", "--model", "--system", "--once"):
             given = value if equals else next(rest, None)
             if given is None:
-                raise UserError(Problem(f"{name} is followed by a value."))
+                raise UserError(f"{name} is followed by a value.")
             setattr(found, name[2:], given)
         else:
             found.others.append(word)
@@ -77,7 +77,7 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, ChatSettings, list[s
     if own.url:
         if own.others:
             what = f"with --url the server has its own options. Received: {' '.join(own.others)}."
-            raise UserError(Problem(what, remedy="/set changes how answers are drawn."))
+            raise UserError(what, remedy="/set changes how answers are drawn.")
         away = UrlPartner(own.url, own.model)
         return away, ChatSettings(), [f"{away.name} at {away.url}", "/help lists what can be typed"]
     from burnish.app.plan import placing
@@ -116,7 +116,7 @@ def _messages(system: str, text: str) -> list[dict[str, str]]:
 def _answer_once(partner: Partner, request: Request) -> int:
     """Print one answer, and nothing else."""
     if not request.messages[-1]["content"]:
-        raise UserError(Problem("there is no message: standard input is empty.", remedy='Give one: --once "text".'))
+        raise UserError("there is no message: standard input is empty.", remedy='Give one: --once "text".')
     screen, status = Screen(), 0
     for event in partner.answer(request):
         if event.kind == "content":

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 
 Message: TypeAlias = dict[str, Any]
 """``role``, ``content``, and where there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
@@ -232,14 +232,14 @@ class UrlPartner:
 
     def __init__(self, url: str, model: str = "") -> None:
         if not url.startswith(("http://", "https://")):
-            raise UserError(Problem(f"--url begins with http:// or https://. Received: {url}."))
+            raise UserError(f"--url begins with http:// or https://. Received: {url}.")
         self.url = url.rstrip("/")
         self.adapters: tuple[str, ...] = ()
         listed = [entry["id"] for entry in json.loads(self._open("GET", "/models").read()).get("data", [])]
         if model and model not in listed:
-            raise UserError(Problem(f'the server has no model "{model}".', remedy=f"It has: {', '.join(listed)}."))
+            raise UserError(f'the server has no model "{model}".', remedy=f"It has: {', '.join(listed)}.")
         if not (model or listed):
-            raise UserError(Problem(f"{self.url}/models lists no model."))
+            raise UserError(f"{self.url}/models lists no model.")
         self.name = model or listed[0]
 
     def defaults(self) -> dict[str, Any]:
@@ -288,9 +288,9 @@ class UrlPartner:
         try:
             return urlopen(request, timeout=600)  # noqa: S310
         except HTTPError as error:
-            raise UserError(Problem(f"{self.url} answered {error.code}: {_said(error.read())}")) from error
+            raise UserError(f"{self.url} answered {error.code}: {_said(error.read())}") from error
         except OSError as error:
-            raise UserError(Problem(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.")) from error
+            raise UserError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
         return []
@@ -309,7 +309,7 @@ def _chunks(response: Any) -> Iterator[dict[str, Any]]:
             return
         chunk = json.loads(text)
         if "error" in chunk:
-            raise UserError(Problem(f"the server ended the answer: {chunk['error'].get('message', chunk['error'])}"))
+            raise UserError(f"the server ended the answer: {chunk['error'].get('message', chunk['error'])}")
         yield chunk
 
 
