@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from burnish.adapters.lora_fit import read_config as read_adapter
 from burnish.app.config import read_config
-from burnish.app.finished import read_finished
 from burnish.app.plan import RunOptions, plan
+from burnish.app.resume import read_finished
 from burnish.core.errors import UserError
 from burnish.core.manifest import faults
 from burnish.core.options import Given, specs

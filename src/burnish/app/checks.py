@@ -84,7 +84,8 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
         return [Problem(what, remedy="Remove the link, or name another output_dir.")]
     if folder.exists() and not folder.is_dir():
         return [Problem(f'output_dir must be a folder. "{folder}" is a file.', remedy="Name another output_dir.")]
-    if options.model_name_or_path and _is_same(folder, Path(options.model_name_or_path)):
+    model = Path(options.model_name_or_path or "")
+    if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
         return [
             Problem(
                 f'output_dir "{folder}" is the model that the run begins with, and would be written over.',
@@ -104,10 +105,6 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
     if not folder.is_dir():
         return []
     return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    return one.is_dir() and other.is_dir() and one.samefile(other)
 
 
 def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:

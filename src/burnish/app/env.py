@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         **libraries,
         "processor": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "memory": f"{_memory_bytes() / 2**30:.1f} GiB",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         **_accelerators(),
     }
 
@@ -39,10 +39,6 @@ def _version_of(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return ""
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _accelerators() -> dict[str, str]:

@@ -208,10 +208,11 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
     options, steps = plan.options, prepared.steps
     kind = _kind(options)
     rows = f"{counted(steps.rows_per_step, kind)} a step"
+    starter = plan.where("num_processes") or ("the launcher" if plan.world_size > 1 else "")
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
         Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
-        Line("processes", f"x {plan.world_size} = {rows}", _starter(plan)),
+        Line("processes", f"x {plan.world_size} = {rows}", starter),
     ]
     if (waiting := _share_of_waiting(plan, prepared)) is not None:
         text = f"{100 * waiting:.2g} % of a process's time, for the one with the most tokens, if time goes with tokens"
@@ -227,12 +228,6 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
         lines.append(Line("an epoch", text))
     lines += [_total(plan, prepared), _start(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
     return Section("Steps", lines)
-
-
-def _starter(plan: Plan) -> str:
-    """Source of the number of processes."""
-    given = plan.where("num_processes")
-    return given or ("the launcher" if plan.world_size > 1 else "")
 
 
 def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:

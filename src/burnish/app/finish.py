@@ -13,12 +13,12 @@ from typing import Any
 
 from burnish.adapters.base import ModelState
 from burnish.app.checks import evaluates
-from burnish.app.finished import write_finished
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
 from burnish.app.prepare import Prepared
 from burnish.app.resources import counts_of
+from burnish.app.resume import write_finished
 from burnish.app.rewards import save_head
 from burnish.core.checkpoint import output_folder
 from burnish.core.loop import TrainOutput, evaluate_all, save, set_training_mode

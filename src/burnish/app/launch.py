@@ -33,6 +33,7 @@ from burnish.core.errors import Problem
 from burnish.core.options import Given, raise_if
 from burnish.engine.places import (
     AUTO,
+    free_port,
     machine_rank,
     needs_launcher,
     num_machines,
@@ -279,13 +280,6 @@ class Processes:
 def status_of(returncode: int) -> int:
     """An exit status as in shells: 128 + the signal that ended a process."""
     return 128 - returncode if returncode < 0 else returncode
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _end_with_parent() -> None:

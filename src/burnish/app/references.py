@@ -127,11 +127,8 @@ def needs_reference(objective: Any) -> bool:
 def is_base(options: RunOptions) -> bool:
     """Return whether the model without its adapter equals the start of the run: so it is with a new adapter, but for
     PiSSA."""
-    return options.finetuning_type == "lora" and not _continues(options) and not options.pissa_init
-
-
-def _continues(options: RunOptions) -> bool:
-    return bool(options.adapter_name_or_path) and not options.create_new_adapter
+    continues = options.adapter_name_or_path and not options.create_new_adapter
+    return options.finetuning_type == "lora" and not continues and not options.pissa_init
 
 
 def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:

@@ -64,7 +64,7 @@ class PatientCheckpoints(Checkpoints):
     def _check_room(self) -> None:
         """Raise OSError where less is free than the newest checkpoint takes, before anything is written."""
         newest = next(reversed(self.all()), None)
-        needed = 0 if newest is None else _num_bytes(newest)
+        needed = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) if newest else 0
         if self.folder.is_dir() and shutil.disk_usage(self.folder).free < needed:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -87,10 +87,6 @@ class PatientCheckpoints(Checkpoints):
             warn(
                 f"{target} could not be saved: {reason}.{safe} The training goes on, and tries again at the next save."
             )
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def status_of(checkpoints: Checkpoints) -> int | None:

@@ -8,6 +8,7 @@ loading torch first. Refuses several machines without the number of this one, or
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Protocol
 
@@ -107,3 +108,11 @@ def problems_of_machines() -> list[Problem]:
 
 def _number(name: str, usual: int) -> int:
     return count_in(os.environ.get(name, ""), usual)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

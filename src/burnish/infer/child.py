@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.core.errors import UserError
+from burnish.engine.places import free_port
 
 if TYPE_CHECKING:
     from burnish.infer.options import AnsweringOptions
@@ -65,7 +65,7 @@ def start(options: AnsweringOptions, folder: str, adapters: dict[str, str], wait
         named = options.infer_executable or backend
         what = f'"infer_backend" is {backend}, and its program "{named}" is not there.'
         raise UserError(what, remedy="Name it: infer_executable: /path/to/its/environment/bin/vllm")
-    key, port = secrets.token_urlsafe(24), _free_port()
+    key, port = secrets.token_urlsafe(24), free_port()
     command = [program, *arguments(options, folder, adapters, port)]
     log = Path(tempfile.mkdtemp(prefix=f"burnish-{backend}-")) / "server.log"
     environment = {**os.environ, "VLLM_API_KEY": key, "SGLANG_API_KEY": key}
@@ -120,12 +120,6 @@ def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
 
 def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(child: Child, port: int, until: float) -> None:

@@ -228,12 +228,12 @@ def given_yaml(values: Mapping[str, Any], provenance: Mapping[str, str], left_ou
     """
     lines = ["# Written by burnish: what this run was given. burnish train run.yaml goes on with it, or runs it again."]
     for name, value in values.items():
-        where = provenance.get(name, "")
+        where = " ".join(provenance.get(name, "").split())
         if has_secret_name(name):
             lines.append(f"# {name} is a secret and is not written here.")
             continue
         mark = "# for its start alone: " if name in left_out else ""
-        lines.append(f"{mark}{name}: {_yaml(value)}{f'  # {_one_line(where)}' if where else ''}")
+        lines.append(f"{mark}{name}: {_yaml(value)}{f'  # {where}' if where else ''}")
     return "\n".join(lines) + "\n"
 
 
@@ -241,7 +241,3 @@ def _yaml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

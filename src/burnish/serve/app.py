@@ -23,7 +23,15 @@ from starlette.types import ASGIApp
 from burnish.serve.fields import Fields
 from burnish.serve.metrics import Metrics
 from burnish.serve.options import ApiOptions
-from burnish.serve.requests import Limits, is_id, read_chat, read_completion, unknown_model
+from burnish.serve.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    is_id,
+    read_chat,
+    read_completion,
+    unknown_model,
+)
 from burnish.wire.bodies import json_object
 from burnish.wire.errors import Refusal, openai_error
 from burnish.wire.guards import Guard, Head, Rules, bearer, under
@@ -134,27 +142,21 @@ class Routes:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Any:
-        body = await json_object(request)
-        from burnish.serve import completions
-
-        asked = await self._in_order(read_chat, body, self.limits)
-        return await self._answer(request, asked, completions.chat)
+        return await self._answer(request, read_chat)
 
     async def complete(self, request: Request) -> Any:
+        return await self._answer(request, read_completion)
+
+    async def _answer(self, request: Request, read: Callable[..., ChatRequest | CompletionRequest]) -> Any:
         body = await json_object(request)
-        from burnish.serve import completions
+        from burnish.serve.completions import Told, chat, complete, respond
 
-        asked = await self._in_order(read_completion, body, self.limits)
-        return await self._answer(request, asked, completions.complete)
-
-    async def _answer(self, request: Request, asked: Any, prepare: Callable[..., Any]) -> Any:
-        from burnish.serve.completions import Told, respond
-
+        asked = await self._in_order(read, body, self.limits)
         desk, told = self.state.ready(), Told(model=asked.model)
         if desk.served.scorer is not None:
             message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
             raise Refusal(405, "model_cannot_generate", message, headers={"Allow": ""})
-        prepared = await self._in_order(prepare, desk, asked)
+        prepared = await self._in_order(chat if isinstance(asked, ChatRequest) else complete, desk, asked)
         self.state.ready()  # it may have begun to drain meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
 
