@@ -25,7 +25,7 @@ from burnish.core.loop import evaluate, log, microstep
 from burnish.core.meter import Meter
 from burnish.core.parts import parts_of
 from burnish.core.protocols import Engine, Objective, Stream
-from burnish.core.run import Evaluate, Log, Microstep, Run
+from burnish.core.run import Evaluate, Log, Microstep, Run, nowhere, unwatched
 from burnish.core.schedule import StepPlan, schedule_of
 from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerState
@@ -63,7 +63,8 @@ class Pieces:
         callbacks: with their control; they are told of the parts that are made here.
         checkpoints: the class of them, or what makes one of the same arguments.
         fingerprints, write_extras: of each checkpoint; see ``core.checkpoint``.
-        eval_sets, evaluate, microstep, log, spikes, where: see ``core.run.Run``.
+        eval_sets, evaluate, microstep, log, where: see ``core.run.Run``.
+        spikes: the watch for them, a part of each checkpoint, where one is asked for.
         parts: of a checkpoint, besides those that every run has.
     """
 
@@ -87,7 +88,7 @@ class Pieces:
     log: Log = log
     parts: Mapping[str, Any] = field(default_factory=dict)
     spikes: SpikeWatch | None = None
-    where: Callable[[Sequence[int]], str] | None = None
+    where: Callable[[Sequence[int]], str] = nowhere
     flos_per_token: int = 0
     logs_tokens: bool = False
 
@@ -104,7 +105,8 @@ def assemble(options: RunChoices, pieces: Pieces) -> Run:
     callbacks.state = state
     callbacks.parts |= {"model": pieces.model.model, "optimizer": optimizer, "lr_scheduler": scheduler}
     meter = pieces.meter(engine.device, options.logging_nan_inf_filter)
-    others: dict[str, Any] = {"stream": pieces.stream, "state": state, **pieces.parts, "meter": meter, **engine.parts}
+    watched = {} if pieces.spikes is None else {"spikes": pieces.spikes}
+    others = {"stream": pieces.stream, "state": state, **pieces.parts, **watched, "meter": meter, **engine.parts}
     only_model = options.save_only_model
     parts = parts_of(pieces.model, pieces.model.file_stem, optimizer, scheduler, others, save_only_model=only_model)
     checkpoints = pieces.checkpoints(
@@ -117,7 +119,8 @@ def assemble(options: RunChoices, pieces: Pieces) -> Run:
         schedule=schedule_of(scheduler, partial(deciding_metric, options)), state=state, control=callbacks.control,
         callbacks=callbacks, meter=meter, checkpoints=checkpoints, parts=engine.sharded(parts),
         microstep=pieces.microstep, evaluate=pieces.evaluate, log=pieces.log, eval_sets=pieces.eval_sets,
-        spikes=pieces.spikes, where=pieces.where, flos_per_token=pieces.flos_per_token, logs_tokens=pieces.logs_tokens,
+        watch=unwatched if pieces.spikes is None else pieces.spikes.look, where=pieces.where,
+        flos_per_token=pieces.flos_per_token, logs_tokens=pieces.logs_tokens,
     )  # fmt: skip
 
 

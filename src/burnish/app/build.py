@@ -191,11 +191,10 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
         callbacks_of(options, facts, callbacks), options, TrainerState(), TrainerControl(),
         processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
-    spikes = watch_for_spikes(options)
     pieces = Pieces(
         model=ModelState(model, adapter), objective=objective, engine=engine, stream=stream, steps=steps,
         rows=options.per_device_train_batch_size, callbacks=listeners,
-        parts={"callbacks": listeners, **objective.parts, **({"spikes": spikes} if spikes else {})}, spikes=spikes,
+        parts={"callbacks": listeners, **objective.parts}, spikes=watch_for_spikes(options),
         where=lambda items: in_words(prepared.where(items)), checkpoints=PatientCheckpoints,
         optimizer=lambda: create_optimizer(trained, model, options, learning_rates(model, options)),
         scheduler=lambda made: create_scheduler(made, options, steps.max_steps, options.learning_rate),

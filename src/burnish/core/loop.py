@@ -132,8 +132,7 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
     run.state.epoch = group.epoch
     meter.add_step(loss, weight, joined_by_name([loss.sums for loss in losses]), norm, learning_rate, group.items)
     meter.add_rows(group.num_rows, group.num_tokens)
-    if run.spikes is not None:
-        run.spikes.look(run.engine, run.state.global_step, group, loss, norm)
+    run.watch(engine, run.state.global_step, group, loss, norm)
     if not is_applied:
         what = "gradient" if torch.isfinite(loss) else "loss"
         numbers = f"(loss {loss.item()}, gradient norm {norm.item()})"
@@ -276,7 +275,8 @@ def sum_of(values: list[Tensor]) -> Tensor:
 
 def rows_of(run: Run, items: Sequence[int]) -> str:
     """`` Its rows: data.json, record 3.``; nothing where they are not known."""
-    return f" Learned from: {run.where(items)}." if run.where is not None and items else ""
+    where = run.where(items) if items else ""
+    return f" Learned from: {where}." if where else ""
 
 
 def stop_at_non_finite(run: Run, options: LoopChoices, what: str) -> None:

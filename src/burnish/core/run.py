@@ -15,15 +15,25 @@ from burnish.core.meter import Meter
 from burnish.core.parts import Part
 from burnish.core.protocols import Engine, Objective, Stream
 from burnish.core.schedule import Schedule
-from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Batch, Loss
+from burnish.core.types import Batch, Group, Loss
 
 Microstep: TypeAlias = "Callable[[Run, Batch, Tensor, bool], Loss]"
 """(run, micro-batch, () weight of the whole step, whether it is the step's last) -> its loss; gradients are added."""
 Evaluate: TypeAlias = "Callable[[Run, Iterable[Batch], str], dict[str, float]]"
 """(run, batches of one set, prefix of its metrics) -> its metrics, which have been logged."""
 Log: TypeAlias = "Callable[[Run, dict[str, Any]], None]"
+Watch: TypeAlias = Callable[[Engine, int, Group, Tensor, Tensor], None]
+"""(engine, step, group, () loss, () gradient norm) of a step; ``SpikeWatch.look``."""
+
+
+def unwatched(engine: Engine, step: int, group: Group, loss: Tensor, norm: Tensor) -> None:
+    """Look at nothing."""
+
+
+def nowhere(items: Sequence[int]) -> str:
+    """Return nothing: these rows nobody can name."""
+    return ""
 
 
 @dataclass
@@ -47,6 +57,6 @@ class Run:
     log: Log  # ``loop.log``, or a script's own
     eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)  # name ("" for a single one) -> batches
     flos_per_token: int = 0  # floating-point operations of forward and backward for one token
-    spikes: SpikeWatch | None = None
-    where: Callable[[Sequence[int]], str] | None = None  # items of a step -> their records, in words
+    watch: Watch = unwatched  # looks at each step that was taken, and may raise ``SpikeError``
+    where: Callable[[Sequence[int]], str] = nowhere  # items of a step -> their records in words, "" where not known
     logs_tokens: bool = False  # num_input_tokens_seen in every log

@@ -309,7 +309,6 @@ class Trainer:
         """The run, made of what the methods below give."""
         args, handler, loader = self.args, self.callback_handler, self.get_train_dataloader()
         plan = training.steps_of_loader(loader, args, self._accumulation)
-        spikes = training.watch_of(args, loader)
         if self._computes_loss_itself:
             _ = self._fitted  # asked here, and not inside of the first step
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
@@ -318,8 +317,7 @@ class Trainer:
             args,
             Pieces(
                 model=files.ModelPart(self.model),
-                objective=objective, engine=self._engine, spikes=spikes,
-                parts={**objective.parts, **({"spikes": spikes} if spikes else {})},
+                objective=objective, engine=self._engine, parts=objective.parts, spikes=training.watch_of(args, loader),
                 stream=self._stream(loader, plan), optimizer=partial(self._optimizer_for, plan.max_steps),
                 scheduler=partial(self._scheduler_for, plan.max_steps), steps=plan, rows=self._train_batch_size,
                 callbacks=handler, folder=Path(self._get_output_dir(self._trial)),
