@@ -228,6 +228,17 @@ def test_tokens_are_looked_at() -> None:
     assert "[1, 2]" in out.getvalue()
 
 
+def test_ctrl_c_behind_the_last_word_of_an_answer_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk, _, out = talk_of([Event("content", "a"), Event("end", end=Ended("stop"))])
+
+    def tell(text: str, colour: str = "") -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(talk.screen, "tell", tell)
+    assert talk.take("One?") == 0
+    assert "[stopped]" in out.getvalue()
+
+
 def test_an_unknown_command_is_named_with_the_nearest() -> None:
     talk, _, out = talk_of()
     assert talk.take("/retyr") == 1

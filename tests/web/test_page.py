@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.parse
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -485,6 +486,16 @@ def test_wrong_bodies_are_never_our_fault(page) -> None:
         body = {draw.choice(names): draw.choice(odd) for _ in range(draw.randrange(4))}
         status, _, text = page.send(method, path.format(id=run), body)
         assert status < 500, (path, body, text)
+
+
+@pytest.mark.parametrize("odd", ["abc", "-1", "1e3", "9" * 40, "²"])
+def test_a_number_in_an_address_that_is_none_is_refused_by_name(page, odd: str) -> None:
+    run = page.id_of("first")
+    for path, name in ((f"/api/runs/{run}/series", "points"), (f"/api/runs/{run}/log", "before")):
+        status, _, text = page.send("GET", f"{path}?{name}={urllib.parse.quote(odd)}")
+        assert (status, f'"{name}" must be a whole number' in text) == (422, True), (path, text)
+    values = {"model_name_or_path": "m", "output_dir": "o"}
+    assert page.send("POST", "/api/check", {"values": values, "seed": odd})[0] == 422
 
 
 # --- small things -----------------------------------------------------------------------------------------------------

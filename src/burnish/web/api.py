@@ -16,7 +16,7 @@ import burnish
 from burnish.report.journal import EVENTS, GIVEN
 from burnish.web.exports import Exports
 from burnish.web.follow import CONSOLE, Place, cursor_text, end_of, news, read_cursor
-from burnish.web.form import Form, safe_id
+from burnish.web.form import Form, safe_id, whole_number
 from burnish.web.listing import facts
 from burnish.web.remarks import remarks_on
 from burnish.web.runs import Found, checkpoints, id_of, tail_lines
@@ -121,7 +121,7 @@ class Api:
 
     async def series(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
-        points = min(20_000, max(16, int(request.query_params.get("points", "4000") or 4000)))
+        points = min(20_000, max(16, whole_number(request.query_params.get("points"), "points", 4000)))
         columns, offset = await asyncio.to_thread(series, run.folder)
         place = end_of(run.folder, run)
         cursor = cursor_text({run.id: type(place)(offset, place.events, place.console, place.mark)})
@@ -136,7 +136,7 @@ class Api:
         if path is None:
             return Json({"from": 0, "text": ""})
         end = path.stat().st_size
-        end = min(end, int(request.query_params.get("before") or end))
+        end = min(end, whole_number(request.query_params.get("before"), "before", end))
         begin = max(0, end - _LOG_BYTES)
         with path.open("rb") as file:
             file.seek(begin)

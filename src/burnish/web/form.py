@@ -100,7 +100,11 @@ class Form:
         values = body.get("values")
         if not isinstance(values, dict):
             raise Refusal(422, "invalid_type", '"values" must be an object.')
-        question = {"values": self.site.starter.checked(values), "rows": 5, "seed": int(body.get("seed") or 0)}
+        question = {
+            "values": self.site.starter.checked(values),
+            "rows": 5,
+            "seed": whole_number(body.get("seed"), "seed", 0),
+        }
 
         async def parts() -> AsyncGenerator[bytes, None]:
             try:
@@ -215,6 +219,14 @@ def safe_id(request: Request) -> str:
     if not _NAME.fullmatch(name):
         raise Refusal(404, "no_such_name", "A name has letters, digits, - and _ only.")
     return name
+
+
+def whole_number(given: Any, name: str, usual: int) -> int:
+    """The number that a request gives, or ``usual`` where it gives none."""
+    text = str(usual if given in (None, "") else given)
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise Refusal(422, "invalid_value", f'"{name}" must be a whole number.', param=name)
+    return int(text)
 
 
 def _mark_of_source() -> str:

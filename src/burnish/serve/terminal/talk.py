@@ -102,6 +102,8 @@ class Talk:
         except UserError as error:
             self.screen.tell(str(error), "red")
             return 1
+        except KeyboardInterrupt:  # in a command, or behind the last word of an answer
+            self.screen.say("[stopped]", "yellow")
         return 0
 
     def _command(self, name: str, rest: str) -> int:
@@ -125,7 +127,9 @@ class Talk:
 
     def say(self, text: str) -> int:
         """A message of the user, and the answer to it."""
-        self._refuse_while_called()
+        if waiting := self._open_calls():
+            what = f"{len(waiting)} calls wait for what they came back with: /answer text. /undo takes them back."
+            raise UserError(what)
         self._retries = 0
         return self._respond([*self.messages, {"role": "user", "content": text}])
 
@@ -279,12 +283,6 @@ class Talk:
                 return [call for call in ids if call not in answered]
         return []
 
-    def _refuse_while_called(self) -> None:
-        if waiting := self._open_calls():
-            raise UserError(
-                f"{len(waiting)} calls wait for what they came back with: /answer text. /undo takes them back."
-            )
-
     def _answer(self, text: str) -> int:
         waiting = self._open_calls()
         if not waiting:
@@ -316,21 +314,23 @@ class Talk:
         self.messages = self.messages[:place]
 
     def _adapter(self, name: str) -> None:
+        self.adapter = self._known(name)
+
+    def _known(self, name: str) -> str:
+        """An adapter by the name that requests have for it."""
         known = ("base", *self.partner.adapters)
         if name not in known:
             raise UserError(f'There is no adapter "{name}". Known: {", ".join(known)}.')
-        self.adapter = "" if name == "base" else name
+        return "" if name == "base" else name
 
     def _both(self, name: str) -> None:
         """The last question, answered by the model that goes on and by another; the conversation stays as it is."""
-        known = ("base", *self.partner.adapters)
-        if name not in known:
-            raise UserError(f'There is no adapter "{name}". Known: {", ".join(known)}.')
+        other = self._known(name)
         asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
         if not asked:
             raise UserError("There is no question yet.")
         first = [{"role": "system", "content": self.system}] if self.system else []
-        for adapter in (self.adapter, "" if name == "base" else name):
+        for adapter in (self.adapter, other):
             self.screen.say(f"{adapter or 'base'}:", "bold")
             self._listen(self._request(messages=[*first, *asked], adapter=adapter))
 
