@@ -63,10 +63,6 @@ def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: n
             )
         )
     if getattr(model, "quantization_method", None) is not None:
-        problems.append(
-            Problem(
-                f"a quantised model cannot be trained with finetuning_type {finetuning_type}.",
-                remedy="Set finetuning_type: lora, or load the model without quantization_bit.",
-            )
-        )
+        what = f"a quantised model cannot be trained with finetuning_type {finetuning_type}."
+        problems.append(Problem(what, remedy="Set finetuning_type: lora, or load the model without quantization_bit."))
     return problems

@@ -33,13 +33,8 @@ _OTHERS = (
 
 # The last part of a tensor's name in a file; its kind.
 _FACTORS = (
-    "lora_A.weight",
-    "lora_B.weight",
-    "lora_B.bias",
-    "lora_embedding_A",
-    "lora_embedding_B",
-    "lora_magnitude_vector",
-)
+    "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+)  # fmt: skip
 _BASE = "base_layer.weight"
 
 
@@ -92,12 +87,8 @@ class Fit:
         small = next((path for path, side in sides.items() if self.config.r > side), None)
         if small is None or not str(self.config.init_lora_weights).startswith("pissa"):
             return []
-        return [
-            Problem(
-                f"pissa_init with lora_rank {self.config.r}: {small} has only {sides[small]} singular values.",
-                remedy="Lower lora_rank, or leave that layer out of lora_target.",
-            )
-        ]
+        what = f"pissa_init with lora_rank {self.config.r}: {small} has only {sides[small]} singular values."
+        return [Problem(what, remedy="Lower lora_rank, or leave that layer out of lora_target.")]
 
 
 SCORE = f"{FILE_PREFIX}score.weight"
@@ -119,11 +110,8 @@ def read_config(folder: Path) -> Any:
         whole = [name for name in raw.get("modules_to_save") or () if name != "score"]
         raw = {**raw, "task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     if more := _more_than_lora(raw):
-        raise UserError(
-            f"this adapter uses {more}, which finetuning_type lora does not do.",
-            where=str(path),
-            remedy="Set finetuning_type: peft to run it through the peft library.",
-        )
+        what = f"this adapter uses {more}, which finetuning_type lora does not do."
+        raise UserError(what, where=str(path), remedy="Set finetuning_type: peft to run it through the peft library.")
     from peft import LoraConfig
 
     try:
@@ -204,10 +192,8 @@ def raise_unless_fitting(own: Mapping[str, Tensor], given: Mapping[str, Tensor])
     """Raise UserError where a checkpoint's adapter is not the one this run trains."""
     ranks = {_rank(own), _rank(given)}
     if None not in ranks and len(ranks) == 2 and own.keys() == given.keys():
-        raise UserError(
-            f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}.",
-            remedy="Set lora_rank to what it was, or start a new run in another output_dir.",
-        )
+        what = f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}."
+        raise UserError(what, remedy="Set lora_rank to what it was, or start a new run in another output_dir.")
     raise_unless_same(own, given, "the adapter's weights")
 
 

@@ -121,10 +121,8 @@ class PeftAdapter:
         known = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
         kind = str(raw.pop("peft_type", "")).upper()
         if kind not in known:
-            raise UserError(
-                f'peft_config: there is no peft_type "{kind}".{did_you_mean(kind, known)}',
-                remedy=f"Known: {', '.join(sorted(known))}.",
-            )
+            what = f'peft_config: there is no peft_type "{kind}".{did_you_mean(kind, known)}'
+            raise UserError(what, remedy=f"Known: {', '.join(sorted(known))}.")
         try:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
@@ -156,13 +154,11 @@ class OftChoices(Protocol):
 def check_oft(options: OftChoices) -> list[Problem]:
     if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
         return []
-    return [
-        Problem(
-            '"oft_rank" and "oft_block_size" say the same in two ways: one is given, and the other is 0. '
-            f"Received: {options.oft_rank} and {options.oft_block_size}.",
-            remedy="Leave oft_rank out, or set oft_block_size: 0.",
-        )
-    ]
+    what = (
+        '"oft_rank" and "oft_block_size" say the same in two ways: one is given, and the other is 0. '
+        f"Received: {options.oft_rank} and {options.oft_block_size}."
+    )
+    return [Problem(what, remedy="Leave oft_rank out, or set oft_block_size: 0.")]
 
 
 @ADAPTERS.register("oft", options=OftOptions, is_of_peft=True)
@@ -198,10 +194,9 @@ def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
     for folder in folders:
         wrapped = PeftModel.from_pretrained(model, str(folder))
         if wrapped.active_peft_config.is_prompt_learning:
+            what = "a learned prompt is no change of weights, so it cannot be merged."
             raise UserError(
-                "a learned prompt is no change of weights, so it cannot be merged.",
-                where=str(folder),
-                remedy="Use it through peft: PeftModel.from_pretrained(model, folder).",
+                what, where=str(folder), remedy="Use it through peft: PeftModel.from_pretrained(model, folder)."
             )
         model = wrapped.merge_and_unload()
     return model
@@ -214,10 +209,8 @@ def _is_wrapped(model: nn.Module) -> bool:
 def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
     """The mapping in ``given``, in the file it names, or in the folder it names."""
     if given is None:
-        raise UserError(
-            "finetuning_type peft needs peft_config.",
-            remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
-        )
+        what = "finetuning_type peft needs peft_config."
+        raise UserError(what, remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.")
     if isinstance(given, str):
         path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
         if not path.is_file():

@@ -211,11 +211,8 @@ class Checkpoints:
             temporary.mkdir(parents=True)
         self.barrier()
         if not temporary.is_dir():
-            raise UserError(
-                f"rank {self.rank} does not see what rank 0 writes into output_dir.",
-                where=str(self.folder),
-                remedy="Name a folder that all machines of the run share.",
-            )
+            what = f"rank {self.rank} does not see what rank 0 writes into output_dir."
+            raise UserError(what, where=str(self.folder), remedy="Name a folder that all machines of the run share.")
         for part in parts.values():
             if part.on_each_rank:
                 _write_part(temporary, part.stem_of(self.rank), *split(part.state_dict()))
@@ -352,11 +349,8 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
         except BlockingIOError:
             is_held = False
         if not is_held:
-            raise UserError(
-                "another run is writing into this folder.",
-                where=str(folder),
-                remedy="Wait for it to end, or name another folder.",
-            )
+            what = "another run is writing into this folder."
+            raise UserError(what, where=str(folder), remedy="Wait for it to end, or name another folder.")
         try:
             yield
         except BaseException as error:

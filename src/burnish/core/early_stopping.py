@@ -46,19 +46,13 @@ def _what_is_missing(options: StoppingChoices) -> list[Problem]:
     """Without evaluations, or a metric to judge them by, a run would never stop early."""
     problems = []
     if options.eval_strategy == "no":
+        what = "Early stopping needs evaluations to judge by, and eval_strategy is no."
         problems.append(
-            Problem(
-                "Early stopping needs evaluations to judge by, and eval_strategy is no.",
-                remedy="Set eval_strategy: steps and an evaluation set, or leave early_stopping_steps out.",
-            )
+            Problem(what, remedy="Set eval_strategy: steps and an evaluation set, or leave early_stopping_steps out.")
         )
     if not (options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == "best"):
-        problems.append(
-            Problem(
-                "Early stopping needs to know which evaluation is the best, and metric_for_best_model is not given.",
-                remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true.",
-            )
-        )
+        what = "Early stopping needs to know which evaluation is the best, and metric_for_best_model is not given."
+        problems.append(Problem(what, remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true."))
     return problems
 
 

@@ -172,11 +172,8 @@ def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
             continue
         if name in first_place:
             other, place = first_place[name]
-            problems.append(
-                Problem(
-                    f'"{key}" and "{other}" are two names of one option; give one of them.', where=item.where or place
-                )
-            )
+            what = f'"{key}" and "{other}" are two names of one option; give one of them.'
+            problems.append(Problem(what, where=item.where or place))
             continue
         first_place[name] = (key, item.where)
         try:

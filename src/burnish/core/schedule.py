@@ -103,13 +103,11 @@ def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
     """Find a warm-up that is longer than the run, and so never ends."""
     if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
         return []
-    return [
-        Problem(
-            f"the learning rate would never reach its peak: {options.warmup_steps:g} warm-up steps (warmup_steps) in a "
-            f"run of {max_steps} steps.",
-            remedy=f"Set warmup_steps below {max_steps}, or train longer.",
-        )
-    ]
+    what = (
+        f"the learning rate would never reach its peak: {options.warmup_steps:g} warm-up steps (warmup_steps) in a "
+        f"run of {max_steps} steps."
+    )
+    return [Problem(what, remedy=f"Set warmup_steps below {max_steps}, or train longer.")]
 
 
 def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:

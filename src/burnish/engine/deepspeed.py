@@ -306,12 +306,11 @@ def raise_if_locked(cache: Path) -> None:
     for lock in cache.glob("*/deepspeed_*/lock"):
         age_s = now - lock.stat().st_mtime
         if age_s > _OLD_LOCK_S:
-            raise UserError(
+            what = (
                 f"DeepSpeed would wait for a compilation that began {age_s / 60:.0f} minutes ago and seems to have "
-                "been killed.",
-                where=str(lock),
-                remedy=f"Remove the folder {lock.parent}, and start again.",
+                "been killed."
             )
+            raise UserError(what, where=str(lock), remedy=f"Remove the folder {lock.parent}, and start again.")
 
 
 def _library(device_type: str) -> Any:

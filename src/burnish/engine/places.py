@@ -95,12 +95,8 @@ def problems_of_machines() -> list[Problem]:
         return []
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
-        return [
-            Problem(
-                f"NNODES is {num_machines()}, and not set: {', '.join(missing)}.",
-                remedy="NODE_RANK numbers the machines from 0; MASTER_ADDR is the address of number 0.",
-            )
-        ]
+        what = f"NNODES is {num_machines()}, and not set: {', '.join(missing)}."
+        return [Problem(what, remedy="NODE_RANK numbers the machines from 0; MASTER_ADDR is the address of number 0.")]
     if not 0 <= machine_rank() < num_machines():
         return [Problem(f"NODE_RANK is {machine_rank()}, and there are {num_machines()} machines, numbered from 0.")]
     return []

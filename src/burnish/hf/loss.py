@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.protocols import Objective
 from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric
 from burnish.hf.stream import Lent
@@ -113,7 +113,7 @@ def refuse_no_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         what = f"The loss must be a tensor () with a gradient. Received: {type(loss).__name__}."
         remedy = "A compute_loss_func gets outputs without a loss of their own: compute it from logits and labels."
-        raise UserError(Problem(what, remedy=remedy))
+        raise UserError(what, remedy=remedy)
 
 
 def takes(method: Callable[..., Any], name: str) -> Callable[..., Any]:

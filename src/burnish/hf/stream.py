@@ -37,14 +37,9 @@ class EpochOrder(Sampler[int]):
     """
 
     def __init__(
-        self,
-        num_items: int,
-        cut: StepPartition,
-        seed: int,
-        strategy: str = "random",
-        lengths: Sequence[int] | None = None,
-        keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
-    ) -> None:
+        self, num_items: int, cut: StepPartition, seed: int, strategy: str = "random",
+        lengths: Sequence[int] | None = None, keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.num_items, self.cut, self.seed, self.keys = num_items, cut, seed, keys
         self.strategy, self.lengths = strategy, lengths
         self.epoch = 0

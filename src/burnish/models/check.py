@@ -101,19 +101,13 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) ->
         return [] if options.trust_remote_code else [_custom_code(folder, code)]
     if not is_known:
         guess = did_you_mean(kind, list(CONFIG_MAPPING.keys()))
-        return [
-            Problem(
-                f'this transformers knows no model_type "{kind}".{guess}',
-                where=str(folder / "config.json"),
-                remedy="A newer transformers may know it.",
-            )
-        ]
+        what = f'this transformers knows no model_type "{kind}".{guess}'
+        return [Problem(what, where=str(folder / "config.json"), remedy="A newer transformers may know it.")]
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in code:
+        what = f'a model of type "{kind}" is no causal language model.'
         return [
             Problem(
-                f'a model of type "{kind}" is no causal language model.',
-                where=str(folder),
-                remedy="burnish trains decoders, such as Llama, Qwen, Gemma, Mistral, GPT-2.",
+                what, where=str(folder), remedy="burnish trains decoders, such as Llama, Qwen, Gemma, Mistral, GPT-2."
             )
         ]
     return []
@@ -171,11 +165,8 @@ def weight_files(folder: Path) -> list[Path]:
         shards = sorted({folder / name for name in shard_names(index)})
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
-            raise UserError(
-                f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}.",
-                where=str(folder),
-                remedy="Fetch them too.",
-            )
+            what = f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}."
+            raise UserError(what, where=str(folder), remedy="Fetch them too.")
         return shards
     raise UserError(_no_weights(folder))
 

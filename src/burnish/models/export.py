@@ -81,23 +81,17 @@ def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Probl
     if folder.exists() and not folder.is_dir():
         return [Problem(f'export_dir must be a folder. "{folder}" is a file.')]
     if any(folder.resolve() == other.resolve() for other in others):
-        return [
-            Problem(
-                f'export_dir "{folder}" is the folder that is read from; it would be written over.',
-                remedy="Name another export_dir.",
-            )
-        ]
+        what = f'export_dir "{folder}" is the folder that is read from; it would be written over.'
+        return [Problem(what, remedy="Name another export_dir.")]
     if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
         what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be taken for those of the export.'
         return [Problem(what, remedy="Name another export_dir.")]
     inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
         return []
+    what = f'export_dir "{folder}" is not empty: {", ".join(inside[:3])}{", ..." if len(inside) > 3 else ""}.'
     return [
-        Problem(
-            f'export_dir "{folder}" is not empty: {", ".join(inside[:3])}{", ..." if len(inside) > 3 else ""}.',
-            remedy="Name another export_dir, or set overwrite_output_dir: true to write over what is there.",
-        )
+        Problem(what, remedy="Name another export_dir, or set overwrite_output_dir: true to write over what is there.")
     ]
 
 

@@ -328,11 +328,10 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
     if mismatched:
         name, held, needed = mismatched[0]
         more = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
+        what = f"{name} is {times(held)} in the weights and {times(needed)} by the config{more}."
         problems.append(
             Problem(
-                f"{name} is {times(held)} in the weights and {times(needed)} by the config{more}.",
-                where=where,
-                remedy="config.json and the weights belong to different models; fetch both again.",
+                what, where=where, remedy="config.json and the weights belong to different models; fetch both again."
             )
         )
     return problems

@@ -67,13 +67,11 @@ def check_quantization(options: QuantizationChoices) -> list[Problem]:
     if find_spec("bitsandbytes") is None:
         problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA).problems
     if options.finetuning_type in ("full", "freeze"):
-        problems.append(
-            Problem(
-                f'"quantization_bit" {options.quantization_bit} leaves weights that cannot be trained, and '
-                f'"finetuning_type" is {options.finetuning_type}.',
-                remedy="Set finetuning_type: lora, or leave quantization_bit out.",
-            )
+        what = (
+            f'"quantization_bit" {options.quantization_bit} leaves weights that cannot be trained, and '
+            f'"finetuning_type" is {options.finetuning_type}.'
         )
+        problems.append(Problem(what, remedy="Set finetuning_type: lora, or leave quantization_bit out."))
     folders = options.adapter_name_or_path or []
     if len(folders) > 1 or (folders and options.create_new_adapter):
         problems.append(
@@ -84,12 +82,8 @@ def check_quantization(options: QuantizationChoices) -> list[Problem]:
             )
         )
     if options.pissa_init:
-        problems.append(
-            Problem(
-                '"pissa_init" takes the base weights apart, and with "quantization_bit" they are not numbers any more.',
-                remedy="Leave pissa_init out, or quantization_bit.",
-            )
-        )
+        what = '"pissa_init" takes the base weights apart, and with "quantization_bit" they are not numbers any more.'
+        problems.append(Problem(what, remedy="Leave pissa_init out, or quantization_bit."))
     if options.train_from_scratch:
         problems.append(
             Problem('"quantization_bit" and "train_from_scratch" contradict: random weights have to train.')
@@ -206,21 +200,13 @@ def check_quantised_files(options: ModelOptions, config: Any) -> list[Problem]:
             )
         )
     if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
+        what = f'its weights are quantised by {method} and cannot be trained; "finetuning_type" is {trained}.'
         problems.append(
-            Problem(
-                f'its weights are quantised by {method} and cannot be trained; "finetuning_type" is {trained}.',
-                where=where,
-                remedy="Set finetuning_type: lora, or use the model as it was before.",
-            )
+            Problem(what, where=where, remedy="Set finetuning_type: lora, or use the model as it was before.")
         )
     if getattr(options, "quantization_bit", None) is not None:
-        problems.append(
-            Problem(
-                f'its weights are quantised already ({method}), so "quantization_bit" cannot quantise them.',
-                where=where,
-                remedy="Leave quantization_bit out.",
-            )
-        )
+        what = f'its weights are quantised already ({method}), so "quantization_bit" cannot quantise them.'
+        problems.append(Problem(what, where=where, remedy="Leave quantization_bit out."))
     return problems
 
 

@@ -81,13 +81,10 @@ def check_badam(options: BadamChoices) -> list[Problem]:
         return []
     problems = only_adamw(options, "use_badam", "badam")
     if options.finetuning_type != "full":
-        problems.append(
-            Problem(
-                "use_badam trains the whole model, block by block. "
-                f'Received: finetuning_type "{options.finetuning_type}".',
-                remedy="Set finetuning_type: full.",
-            )
+        what = (
+            f'use_badam trains the whole model, block by block. Received: finetuning_type "{options.finetuning_type}".'
         )
+        problems.append(Problem(what, remedy="Set finetuning_type: full."))
     if options.badam_switch_interval == 0:
         problems.append(Problem('"badam_switch_interval" must be at least 1, or -1 to stay on one block. Received: 0.'))
     return problems

@@ -230,12 +230,8 @@ def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]
     """A problem where ``switch`` asks for ``name``, which is built on AdamW, and ``optim`` for another optimizer."""
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
         return []
-    return [
-        Problem(
-            f'"{switch}" is an optimizer made of AdamW, and "optim" {options.optim} asks for another.',
-            remedy=f"Leave optim out, or {switch}.",
-        )
-    ]
+    what = f'"{switch}" is an optimizer made of AdamW, and "optim" {options.optim} asks for another.'
+    return [Problem(what, remedy=f"Leave optim out, or {switch}.")]
 
 
 @OPTIMIZERS.register("adamw_torch_fused")

@@ -103,12 +103,8 @@ def check_low_rank(options: LowRankChoices) -> list[Problem]:
     switch = "use_galore" if options.use_galore else "use_apollo"
     problems = _check_within(options, switch)
     if options.finetuning_type == "lora":
-        problems.append(
-            Problem(
-                f'"{switch}" projects whole matrices, and "finetuning_type" lora trains ones of low rank.',
-                remedy=f"Set finetuning_type: full, or leave {switch} out.",
-            )
-        )
+        what = f'"{switch}" projects whole matrices, and "finetuning_type" lora trains ones of low rank.'
+        problems.append(Problem(what, remedy=f"Set finetuning_type: full, or leave {switch} out."))
     return problems
 
 

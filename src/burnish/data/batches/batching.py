@@ -58,12 +58,8 @@ class BatchingOptions:
 def check_batching(options: BatchingOptions) -> list[Problem]:
     problems = []
     if not options.ignore_pad_token_for_loss and options.padding_free:
-        problems.append(
-            Problem(
-                '"ignore_pad_token_for_loss" is false, so padding is to be learned; with padding_free there is none.',
-                remedy="Set padding_free: false as well, or leave both out.",
-            )
-        )
+        what = '"ignore_pad_token_for_loss" is false, so padding is to be learned; with padding_free there is none.'
+        problems.append(Problem(what, remedy="Set padding_free: false as well, or leave both out."))
     if options.neat_packing and options.packing is False:
         problems.append(Problem('"neat_packing" is true and "packing" is false.', remedy="Keep one of them."))
     return problems

@@ -48,9 +48,5 @@ def check_budget(max_tokens: int | None, longest: int) -> list[Problem]:
     """Check that the longest row or pack fits, because a row is never split."""
     if max_tokens is None or longest <= max_tokens:
         return []
-    return [
-        Problem(
-            f'"max_tokens_per_batch" is {max_tokens:,}, and the longest row has {longest:,} tokens.',
-            remedy=f"Set max_tokens_per_batch: {longest} or more, or a shorter cutoff_len.",
-        )
-    ]
+    what = f'"max_tokens_per_batch" is {max_tokens:,}, and the longest row has {longest:,} tokens.'
+    return [Problem(what, remedy=f"Set max_tokens_per_batch: {longest} or more, or a shorter cutoff_len.")]

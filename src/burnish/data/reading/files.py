@@ -66,10 +66,8 @@ def data_files(path: Path) -> list[Path]:
     suffixes = [file.suffix.lower() for file in files]
     if len({READERS[suffix] for suffix in suffixes}) > 1:
         listed = ", ".join(f"{suffix} ({suffixes.count(suffix)})" for suffix in sorted(set(suffixes)))
-        raise UserError(
-            f'the files of the folder "{path}" must be of one type. Received: {listed}.',
-            remedy="Put each type into a folder of its own, or name one file.",
-        )
+        what = f'the files of the folder "{path}" must be of one type. Received: {listed}.'
+        raise UserError(what, remedy="Put each type into a folder of its own, or name one file.")
     return files
 
 

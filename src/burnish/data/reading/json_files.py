@@ -135,10 +135,9 @@ def _refuse_document(path: Path) -> None:
         return
     if isinstance(document, dict) and (key := _wrapped(document)):
         raise UserError(_unwrap(path, key, document[key]))
+    what = f"expected a list of records. Received: {shortened(document, 100)}"
     raise UserError(
-        f"expected a list of records. Received: {shortened(document, 100)}",
-        where=str(path),
-        remedy="Put the object into a list, [ ... ], or write each object on one line.",
+        what, where=str(path), remedy="Put the object into a list, [ ... ], or write each object on one line."
     )
 
 
@@ -160,10 +159,9 @@ def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
 
 
 def refuse(path: Path, number: int, record: Any) -> Values:
+    what = f"expected an object with named columns. Received: {shortened(record)}"
     raise UserError(
-        f"expected an object with named columns. Received: {shortened(record)}",
-        where=f"{path}, record {number}",
-        remedy='A record looks like {"instruction": "...", "output": "..."}.',
+        what, where=f"{path}, record {number}", remedy='A record looks like {"instruction": "...", "output": "..."}.'
     )
 
 

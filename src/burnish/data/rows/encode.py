@@ -127,10 +127,8 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], examp
         return cache_home() / "rows" / _key([made_from, places])
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
-        raise UserError(
-            f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".',
-            remedy="Name another folder; the rows are encoded once and kept there.",
-        )
+        what = f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".'
+        raise UserError(what, remedy="Name another folder; the rows are encoded once and kept there.")
     return root / (name or "eval").replace("/", "_")
 
 

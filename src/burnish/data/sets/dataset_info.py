@@ -178,11 +178,8 @@ def _place(entry: Info, where: str, folder: Path | None) -> tuple[Kind, Any]:
         return "records", given["records"]
     if "file_name" in given:
         return "file", _inside(folder, given["file_name"], where)
-    raise UserError(
-        f"the entry says nowhere where its records are. Found: {', '.join(entry) or 'nothing'}.",
-        where,
-        remedy='Give "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".',
-    )
+    what = f"the entry says nowhere where its records are. Found: {', '.join(entry) or 'nothing'}."
+    raise UserError(what, where, remedy='Give "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".')
 
 
 def _inside(folder: Path | None, file_name: str, where: str) -> Path:

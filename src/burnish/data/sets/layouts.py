@@ -84,10 +84,8 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
     found = _columns_of(records)
     first = next(iter(FORMATS.get(layout.format).traits["columns"]))
     if first not in layout.columns:
-        raise UserError(
-            f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.',
-            where=where,
-        )
+        what = f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.'
+        raise UserError(what, where=where)
     missing = [column for part, column in layout.columns.items() if part in layout.required and column not in found]
     if missing:
         raise UserError(missing_columns(layout, missing, records, where))
@@ -140,11 +138,8 @@ def _recognised(records: Sequence[Values], where: str, source: DataSource) -> La
             claims.pop("text", None)  # beside other columns, "text" holds the same content again, rendered
         if len(claims) > 1:
             readings = "; ".join(f"{name} ({listed(columns.values())})" for name, columns in claims.items())
-            raise UserError(
-                f"the records can be read in more than one way: {readings}. Found: {listed(values)}.",
-                where=where,
-                remedy=f"Choose one, for example formatting: {next(iter(claims))}",
-            )
+            what = f"the records can be read in more than one way: {readings}. Found: {listed(values)}."
+            raise UserError(what, where=where, remedy=f"Choose one, for example formatting: {next(iter(claims))}")
         for name, columns in claims.items():
             return _with_optional(name, columns, source.tags, records)
     if source.formatting is not None:

@@ -76,14 +76,9 @@ class DataSets:
 
 
 def load_datasets(
-    options: DataOptions,
-    seed: int,
-    tally: Tally,
-    may_run_ahead: bool = False,
-    asks_hubs: bool = True,
-    stage: str = "sft",
-    looks_back: bool = True,
-) -> DataSets:
+    options: DataOptions, seed: int, tally: Tally, may_run_ahead: bool = False, asks_hubs: bool = True,
+    stage: str = "sft", looks_back: bool = True,
+) -> DataSets:  # fmt: skip
     """The training and evaluation examples that the options name.
 
     Args:

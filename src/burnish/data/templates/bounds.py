@@ -43,10 +43,8 @@ def refuse_excess(text: str) -> None:
             value = getattr(side, "value", 0)
             if isinstance(value, int | float) and abs(value) > limit:
                 sign = "**" if isinstance(node, nodes.Pow) else "*"
-                raise UserError(
-                    f"line {node.lineno} of the chat template computes {sign} {value}, which fills the memory.",
-                    remedy="Correct the template, or name another one.",
-                )
+                what = f"line {node.lineno} of the chat template computes {sign} {value}, which fills the memory."
+                raise UserError(what, remedy="Correct the template, or name another one.")
 
 
 @contextmanager
@@ -61,10 +59,9 @@ def within(seconds: float = RENDERING_S) -> Iterator[None]:
     try:
         yield
     except TooLong:
+        what = f"the chat template did not come to an end within {seconds:g} s for one conversation."
         raise UserError(
-            f"the chat template did not come to an end within {seconds:g} s for one conversation.",
-            why="It may hold loops within loops.",
-            remedy="Correct the template, or name another one.",
+            what, why="It may hold loops within loops.", remedy="Correct the template, or name another one."
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -55,12 +55,11 @@ class JinjaFormat:
         )
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=_WORDS)
         if not self.renderer.writes_messages():
-            raise UserError(
+            what = (
                 f"The chat template ({self.name}) does not write what a user and an assistant say, so nothing can "
-                "be learned.",
-                why=self.renderer.refusal,
-                remedy="Correct it, or name another template.",
+                "be learned."
             )
+            raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or name another template.")
 
     def answering_last(self) -> JinjaFormat:
         return self  # what it makes of earlier thoughts is its own business

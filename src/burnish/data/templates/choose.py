@@ -78,13 +78,11 @@ def check_template(options: NamedTemplate) -> list[Problem]:
     except UserError as error:
         return list(error.problems)
     if spec is not None and spec.efficient_eos and options.train_on_prompt:
-        return [
-            Problem(
-                f'train_on_prompt cannot be had with template "{spec.name}": its turns end where the next begins, and '
-                "that token is learned as the end of the answer.",
-                remedy="Leave out train_on_prompt, or choose a template with an end token per turn.",
-            )
-        ]
+        what = (
+            f'train_on_prompt cannot be had with template "{spec.name}": its turns end where the next begins, and '
+            "that token is learned as the end of the answer."
+        )
+        return [Problem(what, remedy="Leave out train_on_prompt, or choose a template with an end token per turn.")]
     return []
 
 

@@ -50,12 +50,8 @@ class LearnOptions:
 
 def check_learning(options: TemplateChoices) -> list[Problem]:
     if options.train_on_prompt and options.mask_history:
-        return [
-            Problem(
-                "train_on_prompt and mask_history contradict each other: learn everything, or the last answer only.",
-                remedy="Leave one of them out.",
-            )
-        ]
+        what = "train_on_prompt and mask_history contradict each other: learn everything, or the last answer only."
+        return [Problem(what, remedy="Leave one of them out.")]
     return []
 
 
