@@ -84,7 +84,7 @@ def export(given: Mapping[str, Given]) -> Path:
 
     device = "cuda" if options.export_device == "auto" and torch.cuda.is_available() else "cpu"
     model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
-    folder = Path(options.export_dir)
+    folder = Path(options.export_dir or "")
     with (
         only_writer(folder),
         SetAside(folder, also=("*.gguf", "Modelfile", "quantize_config.json")),
@@ -134,7 +134,7 @@ def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-def export_options(given: Mapping[str, Given]) -> Any:
+def export_options(given: Mapping[str, Given]) -> RunOptions:
     """Check and build the options that an export reads. Options of training may be among them."""
     present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)

@@ -26,6 +26,7 @@ from burnish.adapters.base import ModelState
 from burnish.app.checks import may_run_ahead
 from burnish.app.metrics import scores
 from burnish.app.options import RunOptions
+from burnish.app.plan import Plan
 from burnish.core.loop import set_training_mode
 from burnish.core.meter import Clock
 from burnish.core.protocols import Engine
@@ -56,13 +57,13 @@ class Question:
     label: list[int]
 
 
-def predict_all(run: Run, prepared: Any, plan: Any) -> dict[str, float]:
+def predict_all(run: Run, prepared: Any, plan: Plan) -> dict[str, float]:
     """Predict every evaluation set. Returns the metrics, which rank 0 also writes.
 
     Args:
         prepared: read for ``template`` and ``tokenizer``.
     """
-    options, folder = plan.options, Path(plan.options.output_dir)
+    options, folder = plan.options, Path(plan.options.output_dir or "")
     set_training_mode(run, is_training=False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:

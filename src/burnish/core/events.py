@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
@@ -84,10 +84,22 @@ class TrainerCallback:
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
+class FlowChoices(Protocol):
+    """The options by which flags are raised."""
+
+    logging_strategy: str
+    logging_first_step: bool
+    eval_strategy: str
+    eval_delay: float
+    save_strategy: str
+
+
 class DefaultFlowCallback(TrainerCallback):
     """Raises the flags that the options ask for: log, evaluate, save, stop."""
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: FlowChoices, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         step = state.global_step
         if args.logging_strategy == "steps" and step % state.logging_steps == 0:
             control.should_log = True
@@ -106,7 +118,9 @@ class DefaultFlowCallback(TrainerCallback):
                 control.should_save = True
         return control
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_epoch_end(
+        self, args: FlowChoices, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         if args.logging_strategy == "epoch":
             control.should_log = True
         if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
 from math import isfinite
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from burnish.core.conversion import as_type, in_words, members
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.secrets import has_secret_name, keep_secret
+
+Built = TypeVar("Built")
 
 
 def option(
@@ -152,13 +154,14 @@ def union(name: str, *groups: type, doc: str = "") -> type:
     return dataclass(made)
 
 
-def build(group: type, given: Mapping[str, Given]) -> tuple[Any, list[Problem]]:
+def build(group: type[Built], given: Mapping[str, Given]) -> tuple[Built, list[Problem]]:
     """Make an instance of ``group`` from raw values; returns it, and everything that is wrong with them.
 
     Unknown names get the nearest right one; aliases are resolved; each value is converted to its declared type and
     held against its choices and bounds. The instance holds defaults where a value was wrong.
     """
-    known = specs(group)
+    kind: type = group
+    known = specs(kind)
     by_alias = {alias: spec.name for spec in known.values() for alias in spec.aliases}
     values: dict[str, Any] = {}
     first_place: dict[str, tuple[str, str]] = {}

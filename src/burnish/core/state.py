@@ -10,13 +10,21 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from burnish.core.json_files import read_object, write_json
 from burnish.core.schedule import steps_of
 
 STATE_NAME = "trainer_state.json"
 _NEEDED = (("global_step", int), ("max_steps", int), ("log_history", list))
+
+
+class IntervalChoices(Protocol):
+    """The options that are intervals in steps; below 1 a share of all steps."""
+
+    logging_steps: float
+    eval_steps: float | None
+    save_steps: float
 
 
 @dataclass
@@ -48,7 +56,7 @@ class TrainerState:
         if self.log_history is None:
             self.log_history = []
 
-    def compute_steps(self, args: Any, max_steps: int) -> None:
+    def compute_steps(self, args: IntervalChoices, max_steps: int) -> None:
         """Take over the intervals of ``args`` in steps; one below 1 is a share of ``max_steps``."""
         self.logging_steps = steps_of(args.logging_steps, max_steps, self.logging_steps)
         self.eval_steps = steps_of(args.eval_steps, max_steps, self.logging_steps)

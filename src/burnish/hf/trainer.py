@@ -237,7 +237,8 @@ class Trainer:
             ready = training.made_ready(
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
-            with ready, training.writing_alone(into, self.args), training.answering_signals(self, self._engine):
+            signals = training.answering_signals(self, self.args, self._engine)
+            with ready, training.writing_alone(into, self.args), signals:
                 return self._attempts(folder, ignore_keys_for_eval)
         finally:
             self.is_in_train = False

@@ -128,14 +128,14 @@ def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
 
 
 @contextmanager
-def answering_signals(trainer: Any, engine: Engine) -> Iterator[None]:
+def answering_signals(trainer: Any, args: TrainingArguments, engine: Engine) -> Iterator[None]:
     """Answer Ctrl-C and SIGTERM with a checkpoint after the step, and then with KeyboardInterrupt. Signals that a
     script handles are left to it, and so are all of them where no checkpoints are to be saved."""
 
     def on_any(asked: bool) -> bool:
         return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
 
-    if trainer.args.save_strategy == "no":
+    if args.save_strategy == "no":
         yield
         return
     with InterruptCallback(on_any, leaves_handlers=True) as interrupt:

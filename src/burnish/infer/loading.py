@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ from burnish.objectives.reward import ValueHead
 if TYPE_CHECKING:
     from burnish.infer.options import AnsweringOptions
 
+Chosen = TypeVar("Chosen", bound="AnsweringOptions")
 LONG_ENOUGH = 1 << 20
 """No cut: a template that only writes prompts has no rows to keep short."""
 SEATS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
@@ -229,7 +230,7 @@ def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
 # --- model and adapters -----------------------------------------------------------------------------------------------
 
 
-def tokenizer_of(options: AnsweringOptions, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Any]:
+def tokenizer_of(options: Chosen, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Chosen]:
     """The tokenizer, and options with which the model fits it: from the last adapter that has one, where training saves
     it with new tokens and chat template; else the model's."""
     for folder in reversed(adapters):

@@ -92,24 +92,29 @@ class FixedReferenceChoices(Protocol):
     sync_ref_model: bool
 
 
-class PreferenceChoices(FixedReferenceChoices, Protocol):
-    """The options read here."""
+class PairLossChoices(Protocol):
+    """The options that say what the loss of a pair is."""
 
     dpo_label_smoothing: float
     f_divergence_type: str
+    pref_bco_weight: float
+    pref_beta: float
+    pref_loss: list[str]
+    pref_loss_weights: list[float] | None
+    use_weighting: bool
+
+
+class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
+    """The options read here."""
+
     finetuning_type: str
     kl_pairing: str
     kto_loss: str
     learning_rate: float
     max_tokens_per_batch: int | None
     packing: bool | None
-    pref_bco_weight: float
-    pref_beta: float
-    pref_loss: list[str]
-    pref_loss_weights: list[float] | None
     stage: str
     streaming: bool
-    use_weighting: bool
 
 
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
@@ -160,7 +165,7 @@ def _only_sft(name: str) -> Problem:
                    remedy="Leave it out.")  # fmt: skip
 
 
-def check_pairs(options: PreferenceChoices) -> list[Problem]:
+def check_pairs(options: PairLossChoices) -> list[Problem]:
     names, weights = options.pref_loss, options.pref_loss_weights
     problems = [Problem(REMOVED[name]) for name in names if name in REMOVED]
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
@@ -210,7 +215,7 @@ def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:
     return [f'"{name}" has no effect: {why}.' for name in changed(options) if name in names]
 
 
-def pair_notes(options: PreferenceChoices, names: list[str]) -> list[str]:
+def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
     losses, said = [PAIR_LOSSES[name] for name in names], changed(options)
     shown = ", ".join(names)
     needs = {

@@ -19,9 +19,10 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from burnish.core.conversion import GivenTwice, as_type, each_key_once, literal, members
 from burnish.core.errors import did_you_mean
+from burnish.hf.arguments.fields import Fields
 
 
-def take_numbers(args: Any) -> None:
+def take_numbers(args: Fields) -> None:
     """Convert numbers and truth values to the types of their fields: YAML gives 1e-4 as a text, 1e3 steps are a
     thousand, and "False" is false, though Python takes each text for true.
 
@@ -45,7 +46,7 @@ HELD_ELSEWHERE = {
 """Options whose values are not all words, or that a trainer holds against its choices in TRL's own sentences."""
 
 
-def refuse_other_words(args: Any) -> None:
+def refuse_other_words(args: Fields) -> None:
     """Raise ValueError for a word that is none of its option's choices, which would be read as another one later."""
     for name, spec in args.declared.items():
         choices, value = spec.choices or [], getattr(args, name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from burnish.core.errors import Problem
-from burnish.core.options import Given, build, option, raise_if, specs, union
+from burnish.core.options import Given, build, option, raise_if, specs
 from burnish.core.patching import PatchOptions
 from burnish.hf.arguments.training import for_argument_parser
 from burnish.hf.arguments.trl import TrlArguments
@@ -32,9 +32,15 @@ from burnish.objectives.preference_options import (
 )
 from burnish.objectives.reward import RewardOptions
 
-Choices: Any = union(
-    "Choices", PairOptions, KtoOptions, RewardOptions, PreferenceOptions, ReferenceOptions, PatchOptions, LmOptions
-)
+
+@dataclass
+class Choices(PairOptions, KtoOptions, RewardOptions, PreferenceOptions, ReferenceOptions, PatchOptions, LmOptions):
+    """The options that objectives and references read, in burnish's words."""
+
+    gradient_checkpointing: bool = False
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+
+
 _NOT_READ = ("label_smoothing_factor", "neftune_noise_alpha")  # a mean over all labels; and the Trainer's own affair
 _TOGETHER = "prompt and answer are cut together, to max_length."
 
@@ -75,7 +81,7 @@ class PreferenceConfig(TrlArguments):
             raise ValueError("`label_smoothing_factor` is for tokens; of pairs it is `label_smoothing`.")
         self.choices()
 
-    def choices(self) -> Any:
+    def choices(self) -> Choices:
         """The options that objectives and references read.
 
         Raises:
@@ -86,8 +92,6 @@ class PreferenceConfig(TrlArguments):
         given = {name: self._given(word) for word, name in today.items() if name in known}
         made, problems = build(Choices, {name: Given(value) for name, value in given.items()})
         raise_if(self.in_own_words([*problems, *self._contradictions(made)]))
-        made.gradient_checkpointing = self.gradient_checkpointing
-        made.gradient_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         return made
 
     def notes(self) -> list[str]:
@@ -99,7 +103,7 @@ class PreferenceConfig(TrlArguments):
         value = getattr(self, name)
         return getattr(value, "value", value)
 
-    def _contradictions(self, choices: Any) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> list[Problem]:
         return []
 
     def in_own_words(self, problems: Iterable[Problem]) -> list[Problem]:
@@ -122,7 +126,7 @@ class WithReference(PreferenceConfig):
     ref_model_sync_steps: int = option(512, "Steps between two moves.", ge=1, unit="steps")
     beta: float = option(0.1, "How far the policy may go from the reference.", gt=0)
 
-    def _contradictions(self, choices: Any) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> list[Problem]:
         return check_reference(choices, streams=False)
 
 
@@ -144,7 +148,7 @@ class DPOConfig(WithReference):
         self.loss_type = [given] if isinstance(given, str) else given
         super().__post_init__()
 
-    def _contradictions(self, choices: Any) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> list[Problem]:
         return [*super()._contradictions(choices), *check_pairs(choices)]
 
     def notes(self) -> list[str]:
@@ -171,7 +175,7 @@ class KTOConfig(WithReference):
         choices=("neighbour", "group"),
     )  # fmt: skip
 
-    def _contradictions(self, choices: Any) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> list[Problem]:
         found = super()._contradictions(choices)
         if self.kl_pairing == "group" and self.precompute_ref_log_probs:
             what = '"precompute_ref_log_probs" asks before the first step, and "kl_pairing" group makes rows in it.'
@@ -227,7 +231,7 @@ class CPOConfig(PreferenceConfig):
         value = super()._given(name)
         return _CPO.get(value, value) if name == "loss_type" else value
 
-    def _contradictions(self, choices: Any) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> list[Problem]:
         return check_pairs(choices)
 
     def notes(self) -> list[str]:
