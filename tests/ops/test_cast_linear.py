@@ -8,6 +8,8 @@ from transformers.pytorch_utils import Conv1D
 
 from burnish.models.fused import patch_forwards
 from burnish.ops.cpu.cast_linear import cast_linear
+from burnish.ops.elementwise import gated
+from burnish.ops.recomputed import recipe_of
 from tiny_models import tiny_model
 
 
@@ -120,3 +122,38 @@ def test_a_layer_that_only_looks_like_gpt2s_runs_its_own_code():
     plain = layer(x)
     patch_forwards(layer)
     assert torch.equal(layer(x), plain)
+
+
+# --- inputs that are computed again -----------------------------------------------------------------------------------
+
+
+def gradients_of_gated_layer(may_be_again, saved=None):
+    """Gradients of gate, up and weights, of a product that goes into a linear layer."""
+    torch.manual_seed(0)
+    gate, up = (torch.randn(40, 64).bfloat16().requires_grad_() for _ in range(2))
+    weight = torch.randn(24, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved is not None and saved.append(x), x)[1], lambda x: x):
+        product = gated(gate, up, "silu")
+        made = cast_linear(product if may_be_again else product.view_as(product), weight, None, torch.bfloat16)
+    made.float().square().sum().backward()
+    return gate.grad, up.grad, weight.grad
+
+
+def test_a_product_is_computed_again_to_the_bit_and_not_kept():
+    saved = []
+    found = gradients_of_gated_layer(True, saved)
+    assert all(map(torch.equal, found, gradients_of_gated_layer(False)))
+    kept = {x.data_ptr() for x in saved}
+    assert len(kept) == 3  # gate, up, weight
+
+
+def test_a_product_that_was_changed_is_kept():
+    gate, up = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
+    product = gated(gate, up, "silu")
+    assert recipe_of(product) is not None
+    assert recipe_of(product * 1) is None
+    with torch.no_grad():
+        product.mul_(2)
+    assert recipe_of(product) is None
+    with torch.no_grad():
+        assert recipe_of(gated(gate, up, "silu")) is None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burnish.ops.gpu.kernels import kernels_of
+from burnish.ops.recomputed import may_be_recomputed
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -49,13 +51,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Compute ``activation(gate) * up``, (..., I) each, in their dtype.
+    """Compute ``activation(gate) * up``, (..., I) each, in their dtype. On a CPU the product may be recomputed.
 
     Args:
         activation: one of ``ACTIVATIONS``.
     """
     product: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
-    return product
+    if kernels_of(gate.device) or not product.requires_grad:
+        return product
+    return may_be_recomputed(product, partial(_gated_by_blocks, activation=activation), gate, up)
 
 
 def gains(x: Tensor) -> bool:
@@ -143,18 +147,21 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_scale.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
 
 
+def _gated_by_blocks(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    product = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+    for g, u, into in _blocks(_rows(gate), _rows(up), _rows(product)):
+        torch.mul(activated(g, activation), u, out=into)
+    return product
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        if kernels := kernels_of(gate.device):
-            product: Tensor = kernels.gated(gate, up, activation)
-        else:
-            product = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-            for g, u, into in _blocks(_rows(gate), _rows(up), _rows(product)):
-                torch.mul(activated(g, activation), u, out=into)
+        kernels = kernels_of(gate.device)
+        way: Callable[..., Tensor] = kernels.gated if kernels else _gated_by_blocks
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return product
+        return way(gate, up, activation)
 
     @staticmethod
     @once_differentiable

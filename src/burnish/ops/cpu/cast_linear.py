@@ -8,7 +8,9 @@ The weights may be transposed, as in GPT-2, whose layers multiply by W itself.
 
 Autocast makes a copy of the weights in the narrow dtype and autograd keeps it for the backward pass, so that at the end
 of a forward pass all weights of the model are copied: two bytes each, a gigabyte for half a billion. Here the copy is
-made when it is needed, twice, in memory that the next layer uses again.
+made when it is needed, twice, in memory that the next layer uses again. An input that can be computed again from what
+is kept anyway (``ops.recomputed``) is not kept either: of a model with 30 million weights, full training in bfloat16,
+5 to 7 % of all memory, in the same time to 1 %.
 """
 
 # I size of the input, O size of the output
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burnish.ops.cpu import buffer_pool
+from burnish.ops.recomputed import Recipe, recipe_of
 
 
 def cast_linear(
@@ -33,17 +36,21 @@ def cast_linear(
     Args:
         x: (..., I); weight: (O, I), or (I, O) where it ``is_transposed``; bias: (O,); of any float types.
     """
-    projected: Tensor = _CastLinear.apply(x, weight, bias, dtype, is_transposed)  # type: ignore[no-untyped-call]
+    recipe = recipe_of(x) if x.dtype == dtype else None
+    projected: Tensor = _CastLinear.apply(x, weight, bias, dtype, is_transposed, recipe)  # type: ignore[no-untyped-call]
     return projected
 
 
 class _CastLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_transposed: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_transposed: bool,
+        recipe: Recipe | None,
+    ) -> Tensor:  # fmt: skip
         narrow, copied = x.to(dtype), buffer_pool.cast(weight, dtype)
-        ctx.save_for_backward(narrow if ctx.needs_input_grad[1] else None, weight)
+        inputs = () if not ctx.needs_input_grad[1] else (narrow,) if recipe is None else recipe.tensors
+        ctx.save_for_backward(weight, *inputs)
+        ctx.input_from = None if recipe is None else recipe.function
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         ctx.is_transposed = is_transposed
         return F.linear(narrow, copied.t() if is_transposed else copied, None if bias is None else bias.to(dtype))
@@ -51,7 +58,7 @@ class _CastLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        narrow, weight = ctx.saved_tensors
+        weight, *inputs = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         of_x, of_weight, of_bias = None, None, None
         if ctx.needs_input_grad[0]:
@@ -59,10 +66,11 @@ class _CastLinear(torch.autograd.Function):
             of_x = rows @ (copied.t() if ctx.is_transposed else copied)
             of_x = of_x.view(*grad.shape[:-1], -1).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
+            narrow = inputs[0] if ctx.input_from is None else ctx.input_from(*inputs)
             left, right = rows, narrow.reshape(-1, narrow.shape[-1])
             if ctx.is_transposed:
                 left, right = right, left
             of_weight = (left.t() @ right).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0).to(ctx.dtypes[1])
-        return of_x, of_weight, of_bias, None, None
+        return of_x, of_weight, of_bias, None, None, None
