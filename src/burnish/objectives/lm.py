@@ -165,7 +165,7 @@ class LmObjective(StageObjective):
             what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if what and self.options.fused_loss != "auto":
             asked = str(self.options.fused_loss).lower()
-            raise UserError(Problem(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out."))
+            raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out.")
         return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
@@ -317,10 +317,8 @@ def aux_coefficient(model: Any, given: float | None) -> float:
     own = getattr(config, "router_aux_loss_coef", None)
     if given and own is None:
         raise UserError(
-            Problem(
-                f'"router_aux_loss_coef" balances a mixture of experts, and {type(model).__name__} has none.',
-                remedy="Leave it out.",
-            )
+            f'"router_aux_loss_coef" balances a mixture of experts, and {type(model).__name__} has none.',
+            remedy="Leave it out.",
         )
     if given is not None:
         return given

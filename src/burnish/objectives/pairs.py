@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.modes import evaluating
 from burnish.core.patching import PatchChoice
 from burnish.core.protocols import Engine
@@ -166,7 +166,7 @@ class AnswersObjective(StageObjective):
             return [batch["reference"] for batch in batches]
         if self.reference is None:
             what = "The reference's numbers were computed before training, and these rows were not among them."
-            raise UserError(Problem(what, remedy="Give them as an evaluation set from the start."))
+            raise UserError(what, remedy="Give them as an evaluation set from the start.")
         with self.reference.answering(module) as answering, engine.other_modules(), asking(answering, engine):
             return [answering(batch).logps for batch in batches]
 

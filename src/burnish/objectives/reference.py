@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.protocols import Engine
 from burnish.core.types import Stateful
 
@@ -33,7 +33,7 @@ def refuse_pieces(engine: Engine) -> None:
     """Refuse a reference that moves where each process holds a part of each weight. Raises UserError."""
     if engine.splits_weights:
         what = '"sync_ref_model" moves whole weights, and each process holds a part of each (FSDP, ZeRO-3).'
-        raise UserError(Problem(what, remedy="Leave it out, or use DDP, ZeRO-1 or ZeRO-2."))
+        raise UserError(what, remedy="Leave it out, or use DDP, ZeRO-1 or ZeRO-2.")
 
 
 def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -167,7 +167,7 @@ class SecondModel:
         if any(name not in own or own[name].shape != parameter.shape for name, parameter in trained.items()):
             what = '"sync_ref_model" moves the reference towards the policy; "ref_model" has not what trains.'
             remedy = "Leave one of them out, or train all weights of a model of the same shape."
-            raise UserError(Problem(what, remedy=remedy))
+            raise UserError(what, remedy=remedy)
         self.held = {name: (parameter, own[name].data) for name, parameter in trained.items()}
         return self
 

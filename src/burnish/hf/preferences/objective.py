@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.app.reference_cache import fill
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.protocols import Engine
 from burnish.core.types import Batch, Row, Stateful
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
@@ -171,13 +171,11 @@ class Score(nn.Module):
         score = getattr(inner, "score", None)
         if not isinstance(score, nn.Module) or inner.config.num_labels != 1:
             raise UserError(
-                Problem(
-                    f"A reward model is a sequence classifier: reward models require `num_labels=1`. Received: "
-                    f"{type(inner).__name__} with "
-                    f"{getattr(inner.config, 'num_labels', 'no')} labels.",
-                    remedy="Load it with AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), or "
-                    "give RewardTrainer its name.",
-                )
+                f"A reward model is a sequence classifier: reward models require `num_labels=1`. Received: "
+                f"{type(inner).__name__} with "
+                f"{getattr(inner.config, 'num_labels', 'no')} labels.",
+                remedy="Load it with AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), or "
+                "give RewardTrainer its name.",
             )
         self.score = score
 
@@ -244,14 +242,14 @@ def with_numbers(
     """
     if not is_datasets_set(dataset):
         what = "`precompute_ref_log_probs` is not supported with IterableDataset: it asks about every row before the "
-        raise UserError(Problem(f"{what}first step.", remedy="Load the set, or leave it out."))
+        raise UserError(f"{what}first step.", remedy="Load the set, or leave it out.")
     if any(name.startswith("reference_") for name in dataset.column_names):
         return dataset
     if objective.reference is None:
         what = "Cannot compute reference log-probs for a dataset passed to `evaluate()` now: with "
         what += "`precompute_ref_log_probs` the reference is kept until its numbers are there, and no longer."
         remedy = "Give the set as `eval_dataset` from the start, or leave `precompute_ref_log_probs` out."
-        raise UserError(Problem(what, remedy=remedy))
+        raise UserError(what, remedy=remedy)
     rows = RowsWithReference(ObjectiveRows(dataset, lambda row: rows_of([row])[0]))
     for sentence in fill(rows, objective, module, engine, size):
         logger.warning(sentence)

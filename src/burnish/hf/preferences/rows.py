@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from transformers.utils import logging
 
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.sequences import shared_beginning
 from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.length import endless
@@ -263,7 +263,7 @@ def _is_kept(fault: str, dropped: str) -> bool:
 
 def _is_kept_and_good(fault: str, dropped: str) -> bool:
     if fault:
-        raise UserError(Problem(fault, remedy='Correct the data, or set on_bad_record="drop".'))
+        raise UserError(fault, remedy='Correct the data, or set on_bad_record="drop".')
     return not dropped
 
 

@@ -129,7 +129,7 @@ class PreferenceTrainer(TrlTrainer):
             raise ValueError("`model` and `ref_model` are one object: the reference would train too. Leave it out.")
         if quantization_config is not None and not isinstance(model, str):
             what = "`quantization_config` quantises a model while it is loaded, and this one is already instantiated."
-            raise UserError(Problem(what, remedy="Give its name or folder as `model`, or leave it out."))
+            raise UserError(what, remedy="Give its name or folder as `model`, or leave it out.")
         check_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         scores = self.objective_class is RewardObjective
