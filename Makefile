@@ -1,6 +1,6 @@
 # make demo    set up, then fine-tune the carried model on the carried data and watch it learn
 # make test    set up, then the whole suite but the slow tests; test-fast: what neither starts a process nor trains,
-#              under a minute; test-slow: all of it
+#              about two minutes; test-slow: all of it
 # make test-kills fuzz     a campaign that kills a real process at drawn instants and goes on: KILLS=300 SEED=0, ten minutes
 # make fuzz          inputs that nobody wrote, through every reader: INPUTS=100000 SEED=0
 # make test-distributed  runs of four processes: DDP, FSDP2, and DeepSpeed where it is installed
@@ -26,7 +26,7 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-fast: $(DEV)
-	$(BIN)/python -m pytest -m "not slow and not run" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not run and not distributed" -n 2 --dist worksteal
 
 test-distributed: $(DEV)
 	$(BIN)/python -m pytest -m distributed tests

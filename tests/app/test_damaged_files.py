@@ -18,6 +18,8 @@ from burnish.cli import main
 from burnish.core.files import remove
 from small_run import as_words, make_user
 
+pytestmark = pytest.mark.run
+
 DAMAGE: dict[str, bytes | None] = {
     "empty": b"", "cut": None, "a list": b"[]", "a number": b"3", "null": b"null", "text": b'"words"',
     "no text": b"\xff\xfe\x00{", "deep": b"[" * 100_000, "an empty object": b"{}",

@@ -15,6 +15,8 @@ from burnish import cli
 from burnish.core import checkpoint, loop
 from burnish.core.manifest import faults
 
+pytestmark = pytest.mark.run
+
 WORDS = ["train", "run.yaml", "plot_loss=false"]
 
 

@@ -25,6 +25,8 @@ from burnish.models.quantised_export import group_of, perplexity
 from burnish.models.quantize import use_kernels_that_train
 from small_run import make_model, records
 
+pytestmark = pytest.mark.run
+
 STAND_IN = """
 import json, shutil
 class GPTQModel:

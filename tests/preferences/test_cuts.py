@@ -19,6 +19,8 @@ from burnish.objectives.reference import SecondModel
 from burnish.objectives.reward import RewardObjective, RewardOptions
 from tiny_models import tiny_model
 
+pytestmark = pytest.mark.run
+
 Flat = union(
     "Flat", PairOptions, KtoOptions, RewardOptions, LmOptions, PreferenceOptions, PatchOptions, BatchingOptions
 )

@@ -10,6 +10,8 @@ from burnish.app.plan import plan
 from burnish.core.errors import UserError
 from pair_runs import given, losses, make_workplace, pairs, run_of
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):

@@ -12,6 +12,8 @@ from burnish.data.rows.reference_numbers import RowsWithReference
 from pair_runs import losses, make_workplace, pairs
 from small_run import make_model
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture
 def workplace(tmp_path):

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from pair_runs import losses, make_workplace
 
+pytestmark = pytest.mark.run
+
 RUNS = {
     "dpo, lora": {"finetuning_type": "lora"},
     "dpo, full": {},

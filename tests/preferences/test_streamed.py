@@ -11,6 +11,8 @@ from burnish.data.rows.row_set import ListedRows
 from pair_runs import given, losses, make_workplace, pairs
 from small_run import WORDS
 
+pytestmark = pytest.mark.run
+
 
 def verdicts(count=12):
     return [

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from burnish import UserError
 from small_run import make_model
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -19,6 +19,8 @@ from burnish import UserError
 from small_run import make_model
 from two_processes import in_two_processes
 
+pytestmark = pytest.mark.run
+
 TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer"]
 LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4, "task_type": "CAUSAL_LM"}
 

@@ -32,6 +32,8 @@ from burnish.report.progress import (
     progress_callback,
 )
 
+pytestmark = pytest.mark.run
+
 FACTS = RunFacts(3200, 3.0, 4, 2, 1, 1200, 90_000, 9_000_000)
 
 

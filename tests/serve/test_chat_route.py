@@ -16,6 +16,8 @@ from burnish.serve.answering import Mailbox
 from serve.client import CHAT, events, post, send
 from serve.fakes import END, ScriptedEngine, saying
 
+pytestmark = pytest.mark.run
+
 PARTS = '<I think>Für 你好 👍🏽 [{"name": "add", "arguments": {"a": 1}}][{"name": "neg", "arguments": {}}]'
 
 

@@ -20,6 +20,8 @@ from burnish.serve.terminal.screen import Screen, is_typed, visible
 from burnish.serve.terminal.talk import HELP, Talk
 from small_run import make_model
 
+pytestmark = pytest.mark.run
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 

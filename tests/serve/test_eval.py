@@ -22,6 +22,8 @@ from burnish.serve.evaluate.questions import Question, Subject, read_task
 from burnish.serve.evaluate.results import Answers, accuracy, compared, summary
 from small_run import make_model
 
+pytestmark = pytest.mark.run
+
 MMLU = 'What is 1 + 1?,1,2,3,4,B\n"A, or B?",a,b,c,d,A\n'
 
 
