@@ -24,14 +24,15 @@ def read(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def mixture(folder):
-    """A mixture of experts whose config does not ask for its router's loss, as they are published."""
+def mixture(folder, asks=False):
+    """A mixture of experts whose config does not ask for its router's loss, as they are published, or does."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     config = MixtralConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=4, router_aux_loss_coef=0.5, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
+    config.output_router_logits = asks
     MixtralForCausalLM(config).save_pretrained(folder / "mixture")
     tokenizer.save_pretrained(folder / "mixture")
     return folder / "mixture"
@@ -57,6 +58,22 @@ def test_a_mixture_of_experts_is_balanced_unless_told_not_to(kind, folder, tmp_p
     assert found[None] - found[0.0] == pytest.approx(0.5 * aux, rel=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "is_balanced"), [("DPOTrainer", False), ("ORPOTrainer", True)])
+def test_a_config_that_asks_for_a_routers_loss_is_followed_where_trl_follows_it(kind, is_balanced, folder, tmp_path):
+    """A weight of 0 stands above it; ORPO and CPO go by the config alone."""
+    trainer = make(kind, mixture(folder, asks=True), tmp_path, max_steps=1, **(
+        {} if is_balanced else {"router_aux_loss_coef": 0.0}
+    ))  # fmt: skip
+    losses(trainer)
+    assert ("aux_loss" in trainer.state.log_history[0]) == trainer.aux_loss_enabled == is_balanced
+
+
+def test_orpo_does_not_balance_a_mixture_whose_config_does_not_ask(folder, tmp_path):
+    trainer = make("ORPOTrainer", mixture(folder), tmp_path, max_steps=1)
+    losses(trainer)
+    assert "aux_loss" not in trainer.state.log_history[0]
+
+
 def test_a_weight_for_the_router_of_a_model_without_one_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="not a Mixture-of-Experts model"):
         make("DPOTrainer", folder / "model", tmp_path, router_aux_loss_coef=0.1)
@@ -76,6 +93,12 @@ def test_the_reference_is_a_model_over_the_weights_at_the_start(folder, tmp_path
     start = weights(trainer)
     losses(trainer)
     its = dict(trainer.ref_model.named_parameters())
+    assert trainer.ref_model is trainer.ref_model
+    ids = torch.tensor([trainer.train_dataset[0]["prompt_ids"]])
+    with torch.no_grad():
+        said = [model(input_ids=ids).logits for model in (trainer.ref_model, read(folder / "model"), trainer.model)]
+    assert torch.allclose(said[0], said[1], atol=1e-6)
+    assert not torch.allclose(said[1], said[2], atol=1e-6)
     assert all(torch.equal(its[name], value) for name, value in start.items())
     assert not all(torch.equal(its[name], value) for name, value in weights(trainer).items())
     assert not any(parameter.requires_grad for parameter in its.values())

@@ -83,12 +83,15 @@ class StartOfRun:
 
     def __init__(self, model: nn.Module) -> None:
         self.held = {name: (p, p.detach().clone()) for name, p in trained_of(model).items()}
+        self._model: nn.Module | None = None
 
     def as_model(self, model: nn.Module) -> nn.Module:
         """A model of its own over the kept weights, which are not copied. Args: model: the policy, as it was given."""
-        own: dict[int, Any] = {id(p): p for p in model.parameters()}
-        kept = {id(p): nn.Parameter(value, requires_grad=False) for p, value in self.held.values()}
-        return deepcopy(model, own | kept).eval()
+        if self._model is None:
+            own: dict[int, Any] = {id(p): p for p in model.parameters()}
+            kept = {id(p): nn.Parameter(value, requires_grad=False) for p, value in self.held.values()}
+            self._model = deepcopy(model, own | kept).eval()
+        return self._model
 
     @contextmanager
     def answering(self, module: nn.Module) -> Iterator[nn.Module]:

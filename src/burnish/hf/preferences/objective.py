@@ -243,7 +243,7 @@ def with_numbers(
     if not is_datasets_set(dataset):
         what = "`precompute_ref_log_probs` is not supported with IterableDataset: it asks about every row before the "
         raise UserError(f"{what}first step.", remedy="Load the set, or leave it out.")
-    if any(name.startswith("reference_") for name in dataset.column_names):
+    if any(name.startswith("reference_") and name.endswith("logps") for name in dataset.column_names):
         return dataset
     if objective.reference is None:
         what = "Cannot compute reference log-probs for a dataset passed to `evaluate()` now: with "

@@ -144,9 +144,9 @@ class PreferenceTrainer(TrlTrainer):
         if hasattr(model, "peft_config"):
             finish_peft(model, args)
         choices = args.choices()
-        if not scores:
+        if isinstance(args, WithReference):  # ORPO and CPO go by the model's config alone, in TRL too
             self._set_router(model, args.router_aux_loss_coef)
-            choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else None
+            choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         for note in args.notes():
             logger.warning(note)
         self.objective = self.objective_class(choices, None, self._tokenizer)
@@ -232,6 +232,7 @@ class PreferenceTrainer(TrlTrainer):
             )
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
+        self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # a score has no router's loss
 
     def _objective(self) -> TrainerObjective:
         return PreferredObjective(self.objective, self._made, self.compute_loss)

@@ -10,7 +10,7 @@ Autocast makes a copy of the weights in the narrow dtype and autograd keeps it f
 of a forward pass all weights of the model are copied: two bytes each, a gigabyte for half a billion. Here the copy is
 made when it is needed, twice, in memory that the next layer uses again. An input that can be computed again from what
 is kept anyway (``ops.recomputed``) is not kept either: of a model with 30 million weights, full training in bfloat16,
-5 to 7 % of all memory, in the same time to 1 %.
+3 to 7 % of all memory, in the same time to 1 %.
 """
 
 # I size of the input, O size of the output
