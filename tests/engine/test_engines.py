@@ -1,13 +1,18 @@
 """Where a step runs does not change what it does: engines, precision, processes, and what cannot be had."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from burnish import cli
+from burnish.app import build
 from burnish.core.options import check
-from burnish.engine import base
+from burnish.engine import base, parallel
 from burnish.engine import options as engine_options
 from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, set_seed
 from burnish.engine.create import create_engine
@@ -15,6 +20,7 @@ from burnish.engine.fsdp_settings import fsdp_settings
 from burnish.engine.launched import mixed_precision
 from burnish.engine.options import autocast_dtype, check_engine, device_of, engine_notes, full_eval_dtype
 from burnish.engine.places import world_size
+from small_run import as_words, make_user
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -325,6 +331,49 @@ def test_a_seed_seeds_every_generator():
         set_seed(2**33 + 5)
         draws.append((random.random(), numpy.random.rand(), torch.rand(1).item()))
     assert draws[0] == draws[1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_group_that_a_command_opened_is_closed_at_its_end_and_a_script_s_is_not(fails, tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    open_while_training = []
+
+    def watched(*given):
+        open_while_training.append(dist.is_initialized())
+        if fails:
+            raise RuntimeError("a fault")
+
+    monkeypatch.setattr(build, "finish", watched)
+    given = make_user(tmp_path, max_steps=1, save_strategy="no", fsdp="full_shard", count=4, resume="never")
+    assert cli.main(["train", *as_words(given)]) == int(fails)
+    assert open_while_training == [True]
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert cli.main(["train", *as_words(given | {"output_dir": str(tmp_path / "again")})]) == int(fails)
+    assert dist.is_initialized()
+
+
+def test_the_group_that_a_script_s_trainer_opened_is_closed_when_the_script_ends():
+    script = (
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print(dist.is_initialized()))\n"
+        "from burnish.engine.create import create_engine\n"
+        "from burnish.engine.options import EngineOptions\n"
+        "create_engine(EngineOptions(use_cpu=True, fsdp=['full_shard']))\n"
+        "print(dist.is_initialized())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_a_group_is_left_open_at_the_end_of_a_script_that_failed(monkeypatch):
+    create_engine(options(fsdp=["full_shard"]))
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    parallel._close_at_exit(dist.group.WORLD)
+    assert dist.is_initialized()
+    monkeypatch.undo()
+    parallel._close_at_exit(dist.group.WORLD)
+    assert not dist.is_initialized()
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

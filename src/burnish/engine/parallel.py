@@ -12,9 +12,13 @@ weights to the bit. Tested on gloo and CPUs; nothing here is specific to them, b
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -27,6 +31,9 @@ from burnish.core.types import IGNORE_INDEX
 from burnish.engine.base import SingleEngine
 from burnish.engine.choices import EngineChoices
 
+CLOSING_S = 10.0
+"""Seconds for which the end of a process waits until its group is closed."""
+
 
 class ParallelEngine(SingleEngine):
     """One of several processes.
@@ -37,7 +44,10 @@ class ParallelEngine(SingleEngine):
 
     def __init__(self, options: EngineChoices) -> None:
         super().__init__(options)
+        was_there = dist.is_initialized()
         self.open_group()
+        self.own_group = None if was_there else dist.group.WORLD
+        atexit.register(partial(_close_at_exit, self.own_group))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def open_group(self) -> None:
@@ -53,6 +63,14 @@ class ParallelEngine(SingleEngine):
         else:  # sharding with a single process
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
+
+    def close(self) -> None:
+        """Close the group, if this engine opened it. After a failure another rank may still be in the middle of a sum,
+        for which NCCL can wait: not longer than that, and the process ends."""
+        if _is_open(self.own_group):
+            closing = Thread(target=dist.destroy_process_group, daemon=True)
+            closing.start()
+            closing.join(CLOSING_S)
 
     def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
         """Update on all ranks or on none, because the loss can be infinite on a single rank."""
@@ -97,6 +115,17 @@ def with_weights(parts: Mapping[str, Part]) -> list[str]:
     """Names of the parts, besides model and optimizer, that hold weights of their own: the head of a reward model."""
     return [name for name, part in parts.items()
             if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip
+
+
+def _is_open(group: Any) -> bool:
+    return group is not None and dist.is_initialized() and dist.group.WORLD is group
+
+
+def _close_at_exit(group: Any) -> None:
+    """Close the group that the engine of a script opened, and later engines use, unless the script failed: other ranks
+    may be in the middle of a sum then, and NCCL would wait for them."""
+    if _is_open(group) and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _filled(value: Tensor, sizes: Sequence[int]) -> Tensor:
