@@ -9,7 +9,7 @@ prepares both, the schedule moves what it prepared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,12 +24,12 @@ from burnish.core.events import CallbackHandler
 from burnish.core.loop import evaluate, log, microstep
 from burnish.core.meter import Meter
 from burnish.core.parts import parts_of
-from burnish.core.protocols import Engine, Objective, Stream
+from burnish.core.protocols import Engine, EvalSet, Objective, Stream
 from burnish.core.run import Evaluate, Log, Microstep, Run, nowhere, unwatched
 from burnish.core.schedule import StepPlan, schedule_of
 from burnish.core.spikes import SpikeWatch
 from burnish.core.state import TrainerState
-from burnish.core.types import Batch, Stateful
+from burnish.core.types import Stateful
 from burnish.engine.options import local_rank
 
 
@@ -82,7 +82,7 @@ class Pieces:
     write_extras: Callable[[Path], None]
     checkpoints: Callable[..., Checkpoints] = Checkpoints
     meter: type[Meter] = Meter
-    eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
+    eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)
     evaluate: Evaluate = evaluate
     microstep: Microstep = microstep
     log: Log = log

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from burnish.core.errors import NonFiniteError
-from burnish.core.loop import LoopChoices, TrainOutput, rows_of, train
+from burnish.core.loop import LoopChoices, TrainOutput, learned_from, train
 from burnish.core.run import Run
 from burnish.core.spikes import MOST, SpikeError, SpikeOptions, SpikeWatch
 
@@ -35,7 +35,7 @@ def _go_back(run: Run, spike: SpikeError, load: Callable[[Path], None], tell: Ca
     run.checkpoints.wait()
     found, _ = run.checkpoints.newest()
     items = list(spike.items)
-    named = rows_of(run, items)
+    named = learned_from(run, items)
     if found is None:
         raise NonFiniteError(f"{spike}.{named} There is no checkpoint to go back to: save earlier (save_steps).")
     tell(f"{spike}.{named} Going back; these rows are left out from there on.")

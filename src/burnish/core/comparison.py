@@ -33,16 +33,18 @@ MAY_CHANGE = frozenset(
 ``rows_per_step``, their product, is not."""
 
 
-def compare_fingerprints(folder: Path, now: Mapping[str, Any], despite: bool = False) -> list[str]:
+def compare_with_checkpoint(folder: Path, now: Mapping[str, Any], despite: bool = False) -> list[str]:
     """Return a sentence for each change since the checkpoint that is applied.
 
     Raises:
         UserError: if something changed that makes it another run, unless ``despite``.
     """
-    return compare(read_manifest(folder)["fingerprints"], now, folder, despite)
+    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite)
 
 
-def compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False) -> list[str]:
+def compare_fingerprints(
+    before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False
+) -> list[str]:
     """Compare two sets of fingerprints; ``before`` are those of a checkpoint or a finished run in ``folder``."""
     changed = {name: _apart(before[name], now[name]) for name in now if name in before and before[name] != now[name]}
     fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}

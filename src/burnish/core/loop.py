@@ -21,7 +21,7 @@ The loop knows *when*; an ``Objective`` knows *what*. No method of training has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +35,7 @@ from burnish.core.errors import NonFiniteError
 from burnish.core.meter import Clock, Totals
 from burnish.core.metrics import joined_by_name
 from burnish.core.options import option
+from burnish.core.protocols import EvalSet
 from burnish.core.run import Run
 from burnish.core.types import Batch, Group, Loss
 from burnish.core.work import watched
@@ -94,7 +95,7 @@ def train(run: Run, options: LoopChoices) -> TrainOutput:
             run.stream.end_epoch()
         fire("on_epoch_end")
         answer(run, options)
-    return finish(run, options)
+    return end_training(run, options)
 
 
 def groups(run: Run) -> Iterator[Group]:
@@ -134,10 +135,10 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
     meter.add_rows(group.num_rows, group.num_tokens)
     run.watch(engine, run.state.global_step, group, loss, norm)
     if not is_applied:
-        what = "gradient" if torch.isfinite(loss) else "loss"
-        numbers = f"(loss {loss.item()}, gradient norm {norm.item()})"
-        said = f"The {what} of step {run.state.global_step} is not finite {numbers}.{rows_of(run, group.items)}"
-        stop_at_non_finite(run, options, said)
+        which = "gradient" if torch.isfinite(loss) else "loss"
+        numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
+        what = f"The {which} of step {run.state.global_step} is not finite ({numbers})."
+        stop_at_non_finite(run, options, what, group.items)
 
 
 def microstep(run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
@@ -170,19 +171,18 @@ def answer(run: Run, options: LoopChoices) -> None:
 
 def log_step(run: Run, options: LoopChoices) -> None:
     """Log the means since the last log, with the learning rate that the last step used."""
-    learning_rate = run.meter.learning_rate
-    before, taken = run.meter.run_non_finite, run.meter.taken
     means = run.meter.read(run.state, run.engine, run.flos_per_token)
     if not means:
         return
-    skipped = 0 if run.engine.scales_loss else run.meter.run_non_finite - before
-    means = run.objective.shown(means)
-    run.log(run, {**means, "learning_rate": learning_rate} | ({"skipped_steps": skipped} if skipped else {}))
-    if skipped:
+    values = {**run.objective.shown(means), "learning_rate": run.meter.learning_rate}
+    has_skipped = run.meter.num_skipped > 0 and not run.engine.scales_loss
+    if has_skipped:
+        values["skipped_steps"] = run.meter.num_skipped
+    run.log(run, values)
+    if has_skipped:
         many = f"{run.meter.run_non_finite} steps up to step {run.state.global_step}"
-        items = [item for is_finite, some in taken if not is_finite for item in some]
-        said = f"{many} had a loss or a gradient that is not finite.{rows_of(run, items)}"
-        stop_at_non_finite(run, options, said)
+        what = f"{many} had a loss or a gradient that is not finite."
+        stop_at_non_finite(run, options, what, run.meter.skipped_items())
 
 
 def log(run: Run, values: dict[str, Any]) -> None:
@@ -197,29 +197,29 @@ def log(run: Run, values: dict[str, Any]) -> None:
 def evaluate_all(run: Run) -> dict[str, float]:
     """Evaluate every evaluation set, and log each. Returns their metrics together."""
     metrics: dict[str, float] = {}
-    for name, batches in run.eval_sets.items():
-        metrics |= run.evaluate(run, batches, f"eval_{name}" if name else "eval")
+    for name, eval_set in run.eval_sets.items():
+        metrics |= run.evaluate(run, eval_set, f"eval_{name}" if name else "eval")
     run.callbacks.fire("on_evaluate", metrics=metrics)
     return metrics
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches: Iterable[Batch], prefix: str) -> dict[str, float]:
+def evaluate(run: Run, eval_set: EvalSet, prefix: str) -> dict[str, float]:
     """Compute and log the mean loss over the items of a whole set, and its metrics.
 
     Sums over items are divided by the weight of the set, so the result does not depend on the batch size.
     """
     clock, totals = Clock(), Totals()
     set_training_mode(run, is_training=False)
-    ready = run.objective.evaluated(run.model, batches, run.engine)
-    for batch in watched(ready, "Evaluating", "batches", of=batches):
+    batches = run.objective.evaluated(run.model, eval_set, run.engine)
+    for batch in watched(batches, "Evaluating", "batches", of=eval_set):
         with run.engine.precision():
             loss = run.objective.loss(run.model, batch)
         totals.add(loss, run.objective.weight(batch))
         run.callbacks.fire("on_prediction_step")
     set_training_mode(run, is_training=True)
     metrics = {f"{prefix}_{name}": value for name, value in run.objective.shown(totals.means(run.engine)).items()}
-    metrics |= clock.rates(prefix, num_rows=getattr(batches, "num_rows", None), num_steps=totals.num_batches)
+    metrics |= clock.rates(prefix, num_rows=eval_set.num_rows, num_steps=totals.num_batches)
     run.log(run, metrics)
     return metrics
 
@@ -235,7 +235,7 @@ def save(run: Run) -> None:
     run.callbacks.fire("on_save")
 
 
-def finish(run: Run, options: LoopChoices) -> TrainOutput:
+def end_training(run: Run, options: LoopChoices) -> TrainOutput:
     """Log the summary of the run, and load the best weights if the options ask for them."""
     run.meter.read(run.state, run.engine, run.flos_per_token)
     metrics = {**run.meter.summary(), "total_flos": run.state.total_flos}
@@ -254,17 +254,18 @@ def finish(run: Run, options: LoopChoices) -> TrainOutput:
 def set_training_mode(run: Run, is_training: bool) -> None:
     """Switch dropout and the like on or off."""
     run.model.train(is_training)
-    turn(run.optimizer, is_training)
+    set_optimizer_mode(run.optimizer, is_training)
 
 
-def turn(optimizer: Any, is_training: bool) -> None:
-    """Tell an optimizer that has two sets of weights, as a schedule-free one, which of them the model is to have."""
+def set_optimizer_mode(optimizer: Any, is_training: bool) -> None:
+    """Give the model the weights for training, or those for use, where the optimizer has both (schedule-free ones)."""
     swap = getattr(optimizer, "train" if is_training else "eval", None)
     if callable(swap):
         swap()
 
 
 def trainable(run: Run) -> list[torch.nn.Parameter]:
+    """The parameters that the optimizer moves."""
     return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
 
 
@@ -273,14 +274,20 @@ def sum_of(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum()
 
 
-def rows_of(run: Run, items: Sequence[int]) -> str:
-    """`` Its rows: data.json, record 3.``; nothing where they are not known."""
+def learned_from(run: Run, items: Sequence[int]) -> str:
+    """`` Learned from: data.json, record 3.``; nothing where the records are not known."""
     where = run.where(items) if items else ""
     return f" Learned from: {where}." if where else ""
 
 
-def stop_at_non_finite(run: Run, options: LoopChoices, what: str) -> None:
-    """Raise for a step that was not applied, unless such steps are skipped, or are part of finding a loss scale."""
+def stop_at_non_finite(run: Run, options: LoopChoices, what: str, items: Sequence[int]) -> None:
+    """Raise for steps that were not applied, unless such steps are skipped, or are part of finding a loss scale.
+
+    Args:
+        what: a sentence on the loss or the gradient.
+        items: the rows of these steps, as groups name them.
+    """
     if options.on_non_finite == "skip" or run.engine.scales_loss:
         return
-    raise NonFiniteError(f"{what} It was not applied. Lower learning_rate, or set on_non_finite: skip.")
+    rows = learned_from(run, items)
+    raise NonFiniteError(f"{what}{rows} It was not applied. Lower learning_rate, or set on_non_finite: skip.")

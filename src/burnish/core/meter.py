@@ -45,11 +45,13 @@ class Meter:
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0  # of the last step
         self.taken: list[tuple[Tensor, Sequence[int]]] = []  # since the last log: () is it finite, and its items
+        self.logged: list[tuple[Tensor, Sequence[int]]] = []  # the same of the steps of the last log
         self.steps = 0  # since the last log
         self.steps_here = 0  # since train() began
         self.tokens = 0  # on this rank, since the last log
         self.rows = 0
         self.rows_here = 0
+        self.num_skipped = 0  # steps of the last log that were not finite
         self.run_non_finite = 0
         self.started_s = time.perf_counter()
         self.waiting = Waiting()
@@ -101,7 +103,8 @@ class Meter:
                 means["waiting"] = waited_s / max(passed_s, 1e-9)
         self.run_loss += loss
         self.rows_here += int(rows)
-        self.run_non_finite += int(non_finite) // engine.world_size
+        self.num_skipped = int(non_finite) // engine.world_size
+        self.run_non_finite += self.num_skipped
         state.num_input_tokens_seen += int(tokens)
         state.total_flos += int(tokens) * flos_per_token
         self._restart()
@@ -134,7 +137,11 @@ class Meter:
         self.weight = torch.zeros_like(self.weight)
         self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
         self.steps = self.tokens = self.rows = 0
-        self.taken = []
+        self.logged, self.taken = self.taken, []
+
+    def skipped_items(self) -> list[int]:
+        """Items of the steps of the last log that were not finite. One device read per step of it."""
+        return [item for is_finite, items in self.logged if not is_finite for item in items]
 
     def summary(self) -> dict[str, float]:
         """Values of the last log: the mean loss of all steps of the run; runtime and rates of this process alone."""
@@ -203,11 +210,10 @@ class Clock:
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
 
-    def rates(self, prefix: str, num_rows: int | None, num_steps: int) -> dict[str, float]:
+    def rates(self, prefix: str, num_rows: int, num_steps: int) -> dict[str, float]:
         runtime_s = time.perf_counter() - self.started_s
-        rows_per_second = None if num_rows is None else num_rows / runtime_s
-        values = (runtime_s, rows_per_second, num_steps / runtime_s)
-        return {f"{prefix}_{name}": value for name, value in zip(RATES, values, strict=True) if value is not None}
+        values = (runtime_s, num_rows / runtime_s, num_steps / runtime_s)
+        return {f"{prefix}_{name}": value for name, value in zip(RATES, values, strict=True)}
 
 
 class Waiting:

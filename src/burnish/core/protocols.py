@@ -192,6 +192,15 @@ class Stream(Stateful, Protocol):
         ...
 
 
+class EvalSet(Protocol):
+    """The batches of an evaluation set on this rank; can be gone through repeatedly."""
+
+    num_rows: int  # over all ranks
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
 class Adapter(Protocol):
     """A choice of the weights that are trained, and how: whole model, some layers, LoRA."""
 

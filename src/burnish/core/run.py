@@ -3,7 +3,7 @@ that a script overrides (a microstep, an evaluation, a log) is a part like the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,15 +13,15 @@ from burnish.core.checkpoint import Checkpoints
 from burnish.core.events import CallbackHandler
 from burnish.core.meter import Meter
 from burnish.core.parts import Part
-from burnish.core.protocols import Engine, Objective, Stream
+from burnish.core.protocols import Engine, EvalSet, Objective, Stream
 from burnish.core.schedule import Schedule
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Batch, Group, Loss
 
 Microstep: TypeAlias = "Callable[[Run, Batch, Tensor, bool], Loss]"
 """(run, micro-batch, () weight of the whole step, whether it is the step's last) -> its loss; gradients are added."""
-Evaluate: TypeAlias = "Callable[[Run, Iterable[Batch], str], dict[str, float]]"
-"""(run, batches of one set, prefix of its metrics) -> its metrics, which have been logged."""
+Evaluate: TypeAlias = "Callable[[Run, EvalSet, str], dict[str, float]]"
+"""(run, one set, prefix of its metrics) -> its metrics, which have been logged."""
 Log: TypeAlias = "Callable[[Run, dict[str, Any]], None]"
 Watch: TypeAlias = Callable[[Engine, int, Group, Tensor, Tensor], None]
 """(engine, step, group, () loss, () gradient norm) of a step; ``SpikeWatch.look``."""
@@ -55,7 +55,7 @@ class Run:
     microstep: Microstep  # ``loop.microstep``, or a script's own
     evaluate: Evaluate  # ``loop.evaluate``, or a script's own
     log: Log  # ``loop.log``, or a script's own
-    eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)  # name ("" for a single one) -> batches
+    eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)  # by name; "" for a single one
     flos_per_token: int = 0  # floating-point operations of forward and backward for one token
     watch: Watch = unwatched  # looks at each step that was taken, and may raise ``SpikeError``
     where: Callable[[Sequence[int]], str] = nowhere  # items of a step -> their records in words, "" where not known

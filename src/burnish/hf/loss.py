@@ -116,7 +116,7 @@ def refuse_no_loss(loss: Any) -> None:
         raise UserError(what, remedy=remedy)
 
 
-def takes(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+def accepting(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     """``method``, called without the argument ``name`` where it was written before there was one."""
     function = getattr(method, "__func__", method)
     return method if _has_parameter(function, name) else functools.partial(_without, method, name)

@@ -54,10 +54,10 @@ from burnish.hf.in_step import each_tensor, in_step, with_last
 from burnish.hf.loss import (
     StepUnderWay,
     TrainerObjective,
+    accepting,
     loss_of,
     refuse_empty,
     refuse_no_loss,
-    takes,
     weight_of,
     without_gradient,
 )
@@ -238,10 +238,16 @@ class Trainer:
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
             signals = training.answering_signals(self, self.args, self._engine)
+            attempt = self._attempts if self.args.auto_find_batch_size else self._attempt
             with ready, training.writing_alone(into, self.args), signals:
-                return self._attempts(folder, ignore_keys_for_eval)
+                output = attempt(folder, ignore_keys_for_eval)
         finally:
             self.is_in_train = False
+        self._write_at_the_end()
+        return output
+
+    def _write_at_the_end(self) -> None:
+        """Nothing more: a checkpoint or ``save_model`` has the model."""
 
     def _begin(self, trial: Any) -> None:
         """A fresh model, optimizer and schedule where there is a ``model_init``; the values of a trial."""
@@ -256,9 +262,7 @@ class Trainer:
             self.model.to(self._engine.device)
 
     def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> loop.TrainOutput:
-        """One attempt after another, with half the micro-batch each time that memory runs out and halving was asked."""
-        if not self.args.auto_find_batch_size:
-            return self._attempt(folder, ignore_keys)
+        """One attempt after another, with half the micro-batch each time that memory runs out."""
         if folder is not None:
             self._train_batch_size = load_state(folder).train_batch_size or self._train_batch_size
         before = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
@@ -311,7 +315,7 @@ class Trainer:
         args, handler, loader = self.args, self.callback_handler, self.get_train_dataloader()
         plan = training.steps_of_loader(loader, args, self._accumulation)
         if self._computes_loss_itself:
-            _ = self._fitted  # asked here, and not inside of the first step
+            self._fitted()  # the model is asked here, and not inside of the first step
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
         started, objective = time.time(), self._objective()
         run = assemble(
@@ -327,7 +331,7 @@ class Trainer:
                 checkpoints=partial(
                     files.FaceCheckpoints, save_by=lambda: self._save_checkpoint(self.model, self._trial)
                 ),
-                eval_sets={"": ()}, evaluate=lambda run, batches, prefix: self._evaluate(ignore_keys),
+                eval_sets={"": evaluation.OwnSets()}, evaluate=lambda run, own, prefix: self._evaluate(ignore_keys),
                 microstep=self._microstep, log=lambda run, values: self._log_from_loop(values, started),
                 where=lambda rows: f"rows {', '.join(map(str, rows))} of train_dataset",
             ),
@@ -363,7 +367,7 @@ class Trainer:
         training.say_that_it_is_empty(self.state)
         self.control.should_training_stop = True
 
-    # --- loss: loss.py, needed.py -------------------------------------------------------------------------------------
+    # --- loss: loss.py, prefix_sharing.py -----------------------------------------------------------------------------
 
     def _microstep(self, run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
         """``training_step`` as the loop's microstep."""
@@ -371,7 +375,7 @@ class Trainer:
         items = None if self._items(batch, weight) is None else weight
         run.state.total_flos += float(self.floating_point_ops(batch))
         with run.engine.microbatch(run.model, last=is_last):
-            value = takes(self.training_step, "num_items_in_batch")(run.model, batch, num_items_in_batch=items)
+            value = accepting(self.training_step, "num_items_in_batch")(run.model, batch, num_items_in_batch=items)
         sums, self._step = self._step.sums, StepUnderWay()
         return Loss(without_gradient(value, self._engine.device) * (weight / run.engine.world_size), sums)
 
@@ -385,7 +389,7 @@ class Trainer:
             (``self.accelerator.backward``); both its gradient and what it returns are used as they are.
         """
         model.train()
-        loop.turn(self.optimizer, is_training=True)
+        loop.set_optimizer_mode(self.optimizer, is_training=True)
         counts = not isinstance(inputs, Lent)
         inputs = self._prepare_inputs(inputs)
         weight = self._weight(inputs) * counts
@@ -393,7 +397,7 @@ class Trainer:
         if self.loss_is_scaled_for_ga:
             share, items = torch.ones_like(weight), num_items_in_batch
         with self.compute_loss_context_manager():
-            loss = takes(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
+            loss = accepting(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
         refuse_no_loss(loss)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -415,8 +419,8 @@ class Trainer:
         """
         is_own = self.label_smoother is not None or self.compute_loss_func is not None
         flat = None if is_own or return_outputs or not has_plain_loss(self.model) else self._flat(inputs)
-        if flat is not None and self._fitted.head is not None:
-            return mean_of_padding_free(model, flat, self._fitted.head, num_items_in_batch)
+        if flat is not None and (head := self._fitted().head) is not None:
+            return mean_of_padding_free(model, flat, head, num_items_in_batch)
         labels = inputs.pop("labels") if is_own and "labels" in inputs else None
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -425,16 +429,15 @@ class Trainer:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         elif labels is not None:
             # Before transformers 5.16 it counts the labels by itself.
-            smoothed = takes(self.label_smoother.__call__, "num_items_in_batch")
+            smoothed = accepting(self.label_smoother.__call__, "num_items_in_batch")
             shifts = inspection.is_causal_lm(self.accelerator.unwrap_model(model))
             loss = smoothed(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch)
         else:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    @property
     def _fitted(self) -> Fitted:
-        """Findings about the model's forward pass; asked once, by ``train`` before its first step."""
+        """Findings about the model's forward pass, of which it is asked once."""
         if self._asked is None or self._asked.model is not self.model:
             asked = self._ask()
             self._asked = replace(asked, head=None, shares_prefixes=False) if self._engine.frees_weights else asked
@@ -457,7 +460,7 @@ class Trainer:
 
     def _flat(self, inputs: Batch) -> Batch | None:
         """The micro-batch laid flat, without tokens that no loss depends on; None where it has to stay as it is."""
-        return shared_prefixes_of(inputs) if self._fitted.shares_prefixes else None
+        return shared_prefixes_of(inputs) if self._fitted().shares_prefixes else None
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Around a forward pass: the autocast of the run."""
@@ -578,7 +581,7 @@ class Trainer:
         has_loss = evaluation.has_loss(inputs, self.label_names, self.can_return_loss)
         inputs = self._prepare_inputs(inputs)
         labels = evaluation.labels_in(inputs, self.label_names) if has_loss else None
-        compute = takes(self.compute_loss, "num_items_in_batch")
+        compute = accepting(self.compute_loss, "num_items_in_batch")
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if has_loss:
@@ -608,7 +611,7 @@ class Trainer:
         elif not self.is_in_train and self.place_model_on_device:
             model = model.to(self._engine.device)
         model.eval()
-        loop.turn(self.optimizer, is_training=False)
+        loop.set_optimizer_mode(self.optimizer, is_training=False)
         return model  # type: ignore[no-any-return]
 
     # --- data: loaders.py, stream.py ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from burnish.app.interrupt import InterruptCallback
 from burnish.app.spikes import watch_for_spikes
 from burnish.core import checkpoint
 from burnish.core.checkpoint import only_writer
-from burnish.core.comparison import compare_fingerprints
+from burnish.core.comparison import compare_with_checkpoint
 from burnish.core.errors import UserError
 from burnish.core.options import raise_if
 from burnish.core.patching import Reason, record, restore
@@ -198,7 +198,7 @@ def continue_from(
         if is_foreign(folder):
             said = load_foreign(folder, run, model, plan.steps_per_epoch, accumulation)
         else:
-            said = compare_fingerprints(folder, run.checkpoints.fingerprints, despite=True)
+            said = compare_with_checkpoint(folder, run.checkpoints.fingerprints, despite=True)
             there = {n: p for n, p in run.parts.items() if p.is_saved or checkpoint.has_part(folder, p.stem_of(0))}
             checkpoint.load(folder, there, run.engine.rank)
         for note in [*said, *differences(run.state, args)]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from burnish.core.loop import TrainOutput
 from burnish.hf.trainer import Trainer
 
 
@@ -37,15 +36,10 @@ class TrlTrainer(Trainer):
             )
         self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None, **kwargs: Any,
-    ) -> TrainOutput:  # fmt: skip
-        """As the Trainer's; then the model's card lies in ``output_dir``, where anything is saved."""
-        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+    def _write_at_the_end(self) -> None:
+        """The model's card, where anything is saved."""
         if self.args.save_strategy != "no":
             self.create_model_card()
-        return output
 
     def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any

@@ -24,35 +24,13 @@ def sums_without_logits(
 ) -> tuple[TokenSums, Any]:
     """The sums, and the model's output, whose logits are empty.
 
+    The hidden states are caught by a hook of the head rather than by a call of the backbone: the wrapper of an engine
+    has to see the forward pass, and a learned prompt is put in by the peft model around it.
+
     Args:
         width: of the labels, which belong to the last so many positions: a learned prompt may stand before them.
     """
-    hidden, outputs = _hidden_states(model, inputs, head)
-    return sums_of_hidden(hidden[:, -width:].flatten(0, 1)[targets.positions], head, targets, rules), outputs
-
-
-def sums_of_padding_free(model: nn.Module, batch: Batch, head: Head, rules: TokenLoss) -> TokenSums:
-    """The same of a flat batch, as ``data.batches.batching`` makes it."""
-    inputs = {name: value for name, value in batch.items() if name not in {"labels", "target_positions", "num_tokens"}}
-    targets = Targets.of(batch["labels"], batch["target_positions"])
-    width = batch["labels"].shape[1]
-    return sums_without_logits(model, {**inputs, "use_cache": False}, targets, width, head, rules)[0]
-
-
-def mean_of_padding_free(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
-    """() the plain mean loss of a flat batch over ``num_items`` (), its learned tokens where that is None."""
-    items = batch["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items is None else num_items
-    mean: Tensor = sums_of_padding_free(model, batch, head, TokenLoss(softcap=head.softcap)).total / items
-    return mean
-
-
-def _hidden_states(model: nn.Module, inputs: Batch, head: Head) -> tuple[Tensor, Any]:
-    """(B, T, H) what the model hands to its head, and its output.
-
-    By a hook rather than by a call of the backbone: the wrapper of an engine has to see the forward pass, and a
-    learned prompt is put in by the peft model around it.
-    """
-    caught: list[Tensor] = []
+    caught: list[Tensor] = []  # (B, T, H) what the model hands to its head
 
     def catch(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         caught.append(given[0])
@@ -60,4 +38,20 @@ def _hidden_states(model: nn.Module, inputs: Batch, head: Head) -> tuple[Tensor,
 
     with hooked(head.linear, "forward_pre", catch, _CAUGHT):
         outputs = model(**inputs)
-    return caught[0], outputs
+    hidden = caught[0][:, -width:].flatten(0, 1)[targets.positions]
+    return sums_of_hidden(hidden, head, targets, rules), outputs
+
+
+def flat_inputs(batch: Batch) -> tuple[Batch, Targets, int]:
+    """Inputs, targets and width, as ``sums_without_logits`` takes them, of a flat batch (``data.batches.batching``)."""
+    inputs = {name: value for name, value in batch.items() if name not in {"labels", "target_positions", "num_tokens"}}
+    targets = Targets.of(batch["labels"], batch["target_positions"])
+    return {**inputs, "use_cache": False}, targets, batch["labels"].shape[1]
+
+
+def mean_of_padding_free(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
+    """() the plain mean loss of a flat batch over ``num_items`` (), its learned tokens where that is None."""
+    items = batch["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items is None else num_items
+    sums, _ = sums_without_logits(model, *flat_inputs(batch), head, TokenLoss(softcap=head.softcap))
+    mean: Tensor = sums.total / items
+    return mean

@@ -31,7 +31,7 @@ from burnish.hf.sft.checks import (
 )
 from burnish.hf.sft.collator import DataCollatorForLanguageModeling
 from burnish.hf.sft.config import SFTConfig
-from burnish.hf.sft.loss import sums_of_padding_free, sums_without_logits
+from burnish.hf.sft.loss import flat_inputs, sums_without_logits
 from burnish.hf.sft.masks import AssistantMasks
 from burnish.hf.sft.rows import Preparation, column_names, first_row
 from burnish.hf.sft.setup import arguments_of, attach_peft, finish_peft, ready_model, set_pad, tokenizer_of
@@ -217,10 +217,10 @@ class SFTTrainer(TrlTrainer):
         if self.aux_loss_enabled:
             given["output_router_logits"] = True
         targets = Targets.of(labels, positions)
-        head = None if return_outputs or self.compute_loss_func is not None else self._fitted.head
+        head = None if return_outputs or self.compute_loss_func is not None else self._fitted().head
         flat, rules = None if head is None else self._flat(inputs), self._rules(head)
         if flat is not None and head is not None:
-            sums, outputs = sums_of_padding_free(model, flat, head, rules), None
+            sums, outputs = sums_without_logits(model, *flat_inputs(flat), head, rules)
         elif head is not None:
             sums, outputs = sums_without_logits(model, given, targets, labels.shape[1], head, rules)
         else:
