@@ -11,7 +11,7 @@ import pytest
 from burnish.core.errors import Problem, UserError
 from burnish.core.types import IGNORE_INDEX, Example, Message
 from burnish.core.work import watch_with
-from burnish.data.rows.encode import prepare
+from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.store import MANIFEST
 from burnish.data.tally import Tally
 from data_sets import data_options
@@ -51,7 +51,7 @@ class Encoder:
 
 
 def prepared(count=100, encode=None, tally=None, fingerprint="f", **options):
-    return prepare(
+    return encode_rows(
         examples(count), encode or Encoder(), tally or Tally(), fingerprint=fingerprint, options=data_options(**options)
     )
 
@@ -75,7 +75,7 @@ def test_lengths_and_origins_are_known_without_reading_a_row():
 
 
 def test_rows_in_memory_are_the_same_as_rows_on_disk(tmp_path):
-    in_memory = prepare(examples(100), Encoder(), Tally(), fingerprint="f")
+    in_memory = encode_rows(examples(100), Encoder(), Tally(), fingerprint="f")
     assert list(in_memory) == list(prepared())
     assert list(in_memory.lengths) == list(prepared().lengths)
 
@@ -114,7 +114,7 @@ def test_other_settings_or_other_data_are_encoded_anew():
 def test_the_same_text_in_another_file_is_counted_under_its_name():
     prepared()
     moved, tally = [Example(e.messages, source="b.json", number=e.number) for e in examples(100)], Tally()
-    prepare(moved, Encoder(), tally, fingerprint="f", options=data_options())
+    encode_rows(moved, Encoder(), tally, fingerprint="f", options=data_options())
     assert {source for source, _ in tally.records["dropped: a seventh"]} == {"b.json"}
 
 
@@ -158,13 +158,13 @@ def test_an_interrupted_encoding_leaves_nothing_behind(tmp_path):
 
 
 def test_examples_that_give_no_rows_make_an_empty_set():
-    rows = prepare(examples(1), Encoder(), Tally(), fingerprint="f", options=data_options())
+    rows = encode_rows(examples(1), Encoder(), Tally(), fingerprint="f", options=data_options())
     assert len(rows) == 0
     assert list(rows) == list(rows.lengths) == []
 
 
 def test_a_label_per_row_stays_a_number():
-    rows = prepare(
+    rows = encode_rows(
         examples(3), lambda batch, tally: [{"input_ids": [1, 2], "labels": 1} for _ in batch], Tally(),
         fingerprint="f", options=data_options(),
     )  # fmt: skip
@@ -182,7 +182,9 @@ def test_encoding_is_told_as_work_batch_by_batch():
     told = Told()
     watch_with(told)
     try:
-        prepare(examples(25), Encoder(), Tally(), fingerprint="f", options=data_options(preprocessing_batch_size=10))
+        encode_rows(
+            examples(25), Encoder(), Tally(), fingerprint="f", options=data_options(preprocessing_batch_size=10)
+        )
     finally:
         watch_with(None)
     assert told.calls == [("Encoding", 25, "records"), 10, 10, 5, "end"]
@@ -258,8 +260,8 @@ def test_a_tokenized_path_is_written_and_then_read(tmp_path):
 
 def test_each_set_has_a_folder_of_its_own():
     options = data_options(tokenized_path="rows")
-    prepare(examples(10), Encoder(), Tally(), fingerprint="f", options=options)
-    prepare(examples(5), Encoder(), Tally(), fingerprint="f", options=options, name="")
+    encode_rows(examples(10), Encoder(), Tally(), fingerprint="f", options=options)
+    encode_rows(examples(5), Encoder(), Tally(), fingerprint="f", options=options, name="")
     assert sorted(path.name for path in Path("rows").iterdir() if path.is_dir()) == ["eval", "train"]
 
 
@@ -281,9 +283,9 @@ def test_rows_that_were_made_otherwise_are_refused_with_the_difference():
 def test_encoded_rows_can_be_used_without_the_data_they_came_from():
     expected = list(prepared(tokenized_path="rows"))
     options = data_options(tokenized_path="rows")
-    assert list(prepare((), Encoder(), Tally(), fingerprint="f", options=options)) == expected
+    assert list(encode_rows((), Encoder(), Tally(), fingerprint="f", options=options)) == expected
     with pytest.raises(UserError, match="settings was"):
-        prepare((), Encoder(), Tally(), fingerprint="g", options=options)
+        encode_rows((), Encoder(), Tally(), fingerprint="g", options=options)
 
 
 def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
@@ -307,7 +309,7 @@ def test_a_record_that_takes_long_is_named_while_it_is_encoded():
     watch_with(told)
     try:
         for some in (given, given[:1]):
-            prepare(some, lambda batch, tally: [None] * len(batch), Tally(), fingerprint="f")
+            encode_rows(some, lambda batch, tally: [None] * len(batch), Tally(), fingerprint="f")
     finally:
         watch_with(None)
     begun = [call[0] for call in told.calls if isinstance(call, tuple)]

@@ -14,7 +14,7 @@ import torch
 
 from burnish.core import snapshot
 from burnish.core.checkpoint import Checkpoints, load, only_writer
-from burnish.core.comparison import compare_fingerprints
+from burnish.core.comparison import compare_with_checkpoint
 from burnish.core.errors import UserError
 from burnish.core.loop import train
 from burnish.core.manifest import faults, write_manifest
@@ -172,19 +172,19 @@ def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
     before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, before)
-    said = compare_fingerprints(tmp_path / "checkpoint-1", {**before, "learning_rate": 5e-3})
+    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "learning_rate": 5e-3})
     assert said == ["learning_rate was 0.001 in checkpoint-1 and is 0.005 now."]
     with pytest.raises(UserError, match="seed was 1, is 2") as raised:
-        compare_fingerprints(tmp_path / "checkpoint-1", {**before, "seed": 2})
+        compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2})
     assert "resume_despite_changes" in str(raised.value)
-    assert compare_fingerprints(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
+    assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 
 
 def test_of_several_versions_those_that_changed_are_said(tmp_path):
     before = {"burnish": "0.1.0", "torch": "2.13.0", "transformers": "5.17.0"}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, {"versions": before})
-    (said,) = compare_fingerprints(tmp_path / "checkpoint-1", {"versions": {**before, "transformers": "5.23.0"}})
+    (said,) = compare_with_checkpoint(tmp_path / "checkpoint-1", {"versions": {**before, "transformers": "5.23.0"}})
     assert said == 'versions was {"transformers": "5.17.0"} in checkpoint-1 and is {"transformers": "5.23.0"} now.'
 
 

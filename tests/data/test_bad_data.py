@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from burnish.core.errors import UserError
-from burnish.data.rows.encode import prepare
+from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from data_sets import chat, data_options, load, qa, refusal, said, talk, write
@@ -412,7 +412,7 @@ def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", "file")
     sets = load(dataset=data("a.json", GOOD))
     with pytest.raises(UserError, match="BURNISH_CACHE"):
-        prepare(sets.train, lambda batch, tally: [], Tally(), fingerprint="x", options=data_options())
+        encode_rows(sets.train, lambda batch, tally: [], Tally(), fingerprint="x", options=data_options())
 
 
 def test_a_data_set_that_is_described_twice_is_refused():

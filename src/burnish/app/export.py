@@ -103,7 +103,7 @@ def export(given: Mapping[str, Given]) -> Path:
         else:  # which Ollama does not read
             del model  # another process loads it
             notes += quantise_into(folder, place, tokenizer, using, options)
-        notes += compare(folder, template, options)
+        notes += compare_templates(folder, template, options)
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         notes += write_gguf(folder, gguf, options) if gguf is not None else []
     lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf is not None else ""))
@@ -173,7 +173,7 @@ def quantised_base(options: RunOptions) -> list[Problem]:
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 
-def compare(folder: Path, template: Template, options: RunOptions) -> list[str]:
+def compare_templates(folder: Path, template: Template, options: RunOptions) -> list[str]:
     """Render a conversation with the tokenizer in ``folder`` and with ``template``, and compare the ids.
 
     Returns:

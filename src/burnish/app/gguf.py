@@ -58,7 +58,7 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
                 _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
         else:
             _own(folder, target, kind)
-        compare(folder, target)
+        compare_gguf(folder, target)
     size = target.stat().st_size / 1e6
     return [f"{target} ({size:,.0f} MB): its tokens, chat template and stop token are the folder's."]
 
@@ -212,7 +212,7 @@ def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, kind: str) ->
 # --- afterwards -------------------------------------------------------------------------------------------------------
 
 
-def compare(folder: Path, target: Path) -> None:
+def compare_gguf(folder: Path, target: Path) -> None:
     """Hold tokens, chat template and stop token of the file against the folder's.
 
     Raises:

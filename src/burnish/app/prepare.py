@@ -27,7 +27,7 @@ from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.origins import Origins
 from burnish.data.rows.ahead import AheadRows, ahead_notes, encode_ahead
-from burnish.data.rows.encode import prepare as prepare_rows
+from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.sets.examples import Examples
 from burnish.data.sets.sources import DataSets, load_datasets
@@ -150,7 +150,7 @@ def encode(
     """
     is_eval = eval_name is not None
     truncate = not splits_rows(options, options.stage, is_eval)
-    return prepare_rows(
+    return encode_rows(
         examples,
         lambda batch, counted: objective.encode(batch, counted, truncate=truncate),
         tally,

@@ -18,7 +18,7 @@ from burnish.app.checks import FINISHED_NAME, trains
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.core.checkpoint import Checkpoints, load, load_state, others_beside, output_folder
-from burnish.core.comparison import compare, compare_fingerprints
+from burnish.core.comparison import compare_fingerprints, compare_with_checkpoint
 from burnish.core.errors import Problem, UserError
 from burnish.core.json_files import read_object
 from burnish.core.manifest import faults, read_manifest
@@ -57,7 +57,7 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
     found, notes = checkpoint_to_resume(options)
     if found is None:
         return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
-    notes += compare_fingerprints(found, fingerprints(), options.resume_despite_changes)
+    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes)
     return Start(found, tuple(notes), nothing_left_to_do(output_folder(options), found, steps))
 
 
@@ -115,7 +115,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
     if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
         return ""
     done = read_finished(folder)
-    compare(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
+    compare_fingerprints(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
     if lost := lost_files(folder, done):
         raise UserError(_lost(folder, lost))
     if done["max_steps"] < steps.max_steps:

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 
 from burnish.core.errors import Problem, UserError, first_line
 from burnish.core.files import odd_kind
-from burnish.data.reading.json_files import BOM, Values, byte_lines, count, decoded, json_places, read_json, text_lines
+from burnish.data.reading.json_files import (
+    BOM,
+    Values,
+    byte_lines,
+    count,
+    decoded,
+    json_places,
+    read_json_records,
+    text_lines,
+)
 
 _CSV_FIELD = 2**31 - 1
 _PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
@@ -251,8 +260,8 @@ def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
 
 
 READERS: dict[str, Callable[[Path], Iterator[Values]]] = {
-    ".json": read_json, ".jsonl": read_json, ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
-    ".txt": read_text,
+    ".json": read_json_records, ".jsonl": read_json_records, ".csv": read_csv, ".parquet": read_parquet,
+    ".arrow": read_arrow, ".txt": read_text,
 }  # fmt: skip
 """File type -> its reader."""
 

@@ -30,7 +30,7 @@ _RECORD_KEYS = {"messages", "conversations", "conversation", "instruction", "pro
 """An object with one of these is a record, whatever lists it holds."""
 
 
-def read_json(path: Path) -> Iterator[Values]:
+def read_json_records(path: Path) -> Iterator[Values]:
     """Read a JSON list of records or JSON Lines, whichever the file holds; its name does not matter."""
     if first_character(path) == "[":
         yield from _json_list(path)

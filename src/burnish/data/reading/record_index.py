@@ -31,7 +31,7 @@ from burnish.data.reading.json_files import (
     first_character,
     json_places,
     parsed_file,
-    read_json,
+    read_json_records,
     refuse,
 )
 
@@ -78,7 +78,7 @@ class RecordIndex(SpanIndex):
     def spans(self, file: HashedFile) -> Spans:
         if first_character(self.path) == "[":
             return _element_spans(self.path, file)
-        next(read_json(self.path), None)  # refuses a file that is not JSON Lines at all
+        next(read_json_records(self.path), None)  # refuses a file that is not JSON Lines at all
         return _line_spans(self.path, file)
 
     def record(self, index: int, raw: bytes) -> Values:
@@ -163,7 +163,7 @@ def _element_spans(path: Path, file: HashedFile) -> Spans:
     try:
         spans = array("q", chain.from_iterable(_elements(text, len(BOM) * text.startswith(BOM.decode("latin-1")))))
     except (ValueError, RecursionError):
-        deque(read_json(path), maxlen=0)  # says what is broken, and where
+        deque(read_json_records(path), maxlen=0)  # says what is broken, and where
         raise
     starts, ends = numpy.array(spans, numpy.int64).reshape(-1, 2).T.copy()
     return starts, ends

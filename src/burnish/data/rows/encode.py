@@ -49,7 +49,7 @@ _STARTED = time.time()
 IN_CACHE = "Set the environment variable BURNISH_CACHE to a folder that can be written."
 
 
-def prepare(
+def encode_rows(
     examples: Sequence[Example], encode: Encode, tally: Tally, *, fingerprint: str | Mapping[str, Any],
     options: DataOptions | None = None, name: str = "train", data: str | None = None,
 ) -> Rows:  # fmt: skip

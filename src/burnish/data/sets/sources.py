@@ -23,7 +23,7 @@ from burnish.core.options import raise_if
 from burnish.core.types import Example
 from burnish.data.options import DataOptions, check_data
 from burnish.data.reading.files import READERS, data_files, json_in_text, read_records
-from burnish.data.reading.json_files import Values, read_json
+from burnish.data.reading.json_files import Values, read_json_records
 from burnish.data.reading.record_index import may_hold_more
 from burnish.data.reading.tables import TABLES, MappedTable
 from burnish.data.sets.data_source import DataSource
@@ -275,7 +275,7 @@ def _tables(source: DataSource, options: DataOptions, is_asked: bool) -> Sequenc
     """
     if source.kind == "file":
         files = data_files(source.location)
-        is_json = all(READERS[path.suffix.lower()] is read_json for path in files)
+        is_json = all(READERS[path.suffix.lower()] is read_json_records for path in files)
         return [_table(path) for path in files] if is_asked or (is_json and may_hold_more(files, LARGE)) else None
     if is_asked and source.kind in ("hf_hub", "ms_hub"):
         return [MappedTable(Path(source.location), _REMOTE[source.kind](source, options))]
