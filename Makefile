@@ -1,6 +1,6 @@
 # make demo    set up, then fine-tune the carried model on the carried data and watch it learn
 # make test    set up, then the whole suite but the slow tests; test-fast: what neither starts a process nor trains,
-#              about two minutes; test-slow: all of it
+#              under a minute; test-slow: all of it
 # make test-kills fuzz     a campaign that kills a real process at drawn instants and goes on: KILLS=300 SEED=0, ten minutes
 # make fuzz          inputs that nobody wrote, through every reader: INPUTS=100000 SEED=0
 # make test-distributed  runs of four processes: DDP, FSDP2, and DeepSpeed where it is installed

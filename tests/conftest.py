@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,29 @@ import pytest
 import torch
 
 SHARED = Path(__file__).parents[2] / "shared"
+
+BEGINS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+LEFT_OUT = ("run", "slow", "distributed")
+of_now: list[pytest.Item] = []
+
+
+def _refuse_unmarked_processes(event: str, arguments: tuple[object, ...]) -> None:
+    """Fail a test that starts a process and has no mark: ``make test-fast`` would wait for it."""
+    if event in BEGINS_A_PROCESS and of_now and not any(map(of_now[-1].get_closest_marker, LEFT_OUT)):
+        pytest.fail(f"{of_now[-1].nodeid} starts a process ({arguments[:1]}) and is not marked `run`")
+
+
+if sys.platform == "linux":  # elsewhere the standard library asks programs about the machine
+    sys.addaudithook(_refuse_unmarked_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    of_now[:] = [item]
+    try:
+        return (yield)
+    finally:
+        of_now.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

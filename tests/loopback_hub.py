@@ -116,7 +116,7 @@ def hub(**folders):
     """The address of a hub that holds ``org_name=folder`` as org/name, until the block ends; and what it was asked."""
     handler = type("Handler", (Hub,), {"folders": {k.replace("_", "/", 1): v for k, v in folders.items()}, "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", handler.asked

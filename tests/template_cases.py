@@ -14,6 +14,23 @@ from burnish.data.templates.table import table
 from burnish.data.templates.tools import read_calls
 from burnish.data.templates.truncate import EncodingOptions
 
+FEW_TEMPLATES = {
+    "alpaca",
+    "chatml",
+    "default",
+    "deepseek3",
+    "gemma",
+    "glm4",
+    "gpt_oss",
+    "llama2",
+    "llama3",
+    "mistral",
+    "phi4",
+    "qwen3",
+}
+"""Templates that stand for the others in ``make test-fast``."""
+
+
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "templates.json").read_text(encoding="utf-8"))
 """What LLaMA-Factory makes of the cases below (golden/make_templates_golden.py)."""
 

@@ -60,6 +60,7 @@ def test_the_image_is_pinned_small_and_not_roots(name: str) -> None:
     assert '"burnish", "env", "--health"' in last["HEALTHCHECK"]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_copied_is_tracked_and_not_ignored(name: str) -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -110,6 +111,7 @@ def test_variables_of_the_environment_are_read_by_somebody() -> None:
     assert set(compose["services"]["webui"]["environment"]) <= {*known, "USE_MODELSCOPE_HUB", "HF_ENDPOINT", "HF_HOME"}
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("arguments", "extras"),
     [({}, "web"), ({"INSTALL_BNB": "true"}, "web,quantization"), ({"INSTALL_MODELSCOPE": "true"}, "web,modelscope")],
@@ -121,6 +123,7 @@ def test_arguments_choose_extras_that_there_are(tmp_path: Path, arguments: dict[
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras.split(","))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", ["INSTALL_VLLM", "INSTALL_DEEPSPEED", "INSTALL_FLASHATTN"])
 def test_what_has_no_place_in_the_image_is_refused_with_a_sentence(tmp_path: Path, name: str) -> None:
     run = _chosen(tmp_path, {name: "true"})

@@ -7,6 +7,8 @@ import pytest
 
 fuzzing = pytest.importorskip("fuzz", reason="hypothesis is not installed")
 
+pytestmark = pytest.mark.run
+
 
 @pytest.mark.parametrize("name", fuzzing.READERS)
 def test_no_input_ends_in_anything_but_success_or_a_sentence(

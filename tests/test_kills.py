@@ -8,6 +8,8 @@ import pytest
 
 from kills import WAYS, campaign
 
+pytestmark = pytest.mark.run
+
 SEED = int(os.environ.get("BURNISH_SEED", "0"))
 
 

@@ -20,6 +20,7 @@ def test_every_promise_names_a_test_that_is_there() -> None:
         assert f"def {name}(" in next(Path(__file__).parent.rglob(file)).read_text(encoding="utf-8"), row
 
 
+@pytest.mark.run
 def test_trust_in_code_of_others_stands_in_the_log_and_in_the_card(user_folder: Path) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=1", "trust_remote_code=true"]) == 0
     said = "trust_remote_code: Python code that comes with model may run, as you."

@@ -97,6 +97,7 @@ def draw(names: list[str], count: int) -> list[str]:
     return sorted(random.Random(seed).sample(names, min(count, len(names))))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", draw(HARMLESS_SEEN, 8))
 def test_an_option_that_is_declared_harmless_changes_no_bit(
     name: str, half: Path, capsys: pytest.CaptureFixture[str]
@@ -139,17 +140,20 @@ def test_what_makes_other_numbers_makes_another_run(
     assert changed in told(capsys)[1]
 
 
+@pytest.mark.run
 def test_a_way_of_computing_may_change_and_is_said(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.yaml", "padding_free=false"]) == 0
     assert "padding_free was true in checkpoint-2 and is false now." in told(capsys)[0]
 
 
+@pytest.mark.run
 def test_words_of_a_config_that_change_no_number_do_not_stop_a_run(half: Path) -> None:
     change("model/config.json", transformers_version="4.0.0", use_cache=False)
     assert cli.main(["train", "run.yaml"]) == 0
     assert same_bits()
 
 
+@pytest.mark.run
 def test_another_adapter_to_begin_with_is_another_run(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["finetuning_type=lora", "max_steps=2"]
     for seed in (1, 2):
@@ -163,6 +167,7 @@ def test_another_adapter_to_begin_with_is_another_run(half: Path, capsys: pytest
     assert "adapters has changed" in told(capsys)[1]
 
 
+@pytest.mark.run
 def test_checkpoints_of_the_model_alone_are_not_continued_as_if_they_were_whole(
     half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_shape_or_type_that_is_not_written_is_refused_before_anything_is(tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.run
 def test_llama_cpp_is_asked_where_it_is_named(tmp_path: Path) -> None:
     model, place = model_in(tmp_path / "model", "llama"), tmp_path / "llama.cpp"
     place.mkdir()

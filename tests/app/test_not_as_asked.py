@@ -48,6 +48,7 @@ def test_a_tokenizer_of_its_own_that_config_json_names(user_folder: Path, capsys
     assert "model/config.json: its tokenizer is Python code of its own (own.OwnTokenizer)" in refused(capsys)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
 def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
@@ -56,6 +57,7 @@ def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.
     assert "2 of 4 rows (data/rows.json: 1, 3)" in out
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("record", "described"),
     [
@@ -75,6 +77,7 @@ def test_every_mark_in_every_part_is_counted(
         assert f"{mark} in it is a word like others" in said
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "content", ['{"text": "red"}\n{"text": "green"}\n', '[\n  {"text": "red"}\n]\n', '[{"text": "red"}]',
                 '\ufeff\n{"text": "red"}\n\n{"text": "green"}\n'], ids=str
@@ -94,6 +97,7 @@ def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
              "tools": json.dumps([{"name": "add", "description": "", "parameters": {}}])}]  # fmt: skip
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
@@ -120,6 +124,7 @@ def test_weights_that_need_scales(kind: torch.dtype, user_folder: Path, capsys: 
     assert "its config.json has no quantization_config" in refused(capsys)
 
 
+@pytest.mark.run
 def test_weights_that_are_all_zero(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = weights()
     save({n: torch.zeros_like(t) for n, t in before.items()})
@@ -140,6 +145,7 @@ def test_a_config_with_fewer_layers_than_the_weights(
     assert not Path("out").exists()
 
 
+@pytest.mark.run
 def test_a_tensor_that_belongs_to_no_layer_is_counted(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save({**weights(), "vision.patches.weight": torch.ones(2, 2)})
     assert "1 tensors in the files are not part of LlamaForCausalLM: vision.patches.weight." in runs(capsys)

@@ -200,6 +200,7 @@ def two_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
+@pytest.mark.run
 def test_several_processes_give_the_same_rows_and_counts(two_cores):
     one, two = Tally(), Tally()
     parent = os.getpid()
@@ -216,6 +217,7 @@ def test_several_processes_give_the_same_rows_and_counts(two_cores):
     assert one.records == two.records
 
 
+@pytest.mark.run
 def test_an_error_in_a_process_keeps_its_problems(two_cores):
     def encode(batch, tally):
         raise UserError([Problem("one.", where="a.json"), Problem("two.")])
@@ -234,6 +236,7 @@ def _prepare_slowly(queue):
     queue.put(len(prepared(300, Slow(), preprocessing_batch_size=300)))
 
 
+@pytest.mark.run
 def test_of_several_processes_one_encodes_and_the_others_wait(two_cores):
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

@@ -135,6 +135,7 @@ def planned(folder: Path, **options: object) -> Plan:
     return plan({name: Given(value, "the command line") for name, value in given.items()})
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", RUNS)
 def test_explain_says_what_the_run_then_does(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the structure of a model decides is counted beforehand; what weights decide may come or not."""
@@ -160,6 +161,7 @@ def kinds_in(text: str) -> list[tuple[str, str]]:
     return [(number, kind.strip()) for number, kind in found]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"finetuning_type": "lora", "lora_rank": 4}, {"packing": True}]
 )

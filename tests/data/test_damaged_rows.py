@@ -8,6 +8,8 @@ from bad_inputs import change, told
 from burnish import cli
 from burnish.data.rows.store import MANIFEST
 
+pytestmark = pytest.mark.run
+
 WORDS = ["train", "run.yaml", "max_steps=2", "save_strategy=no"]
 
 

@@ -157,6 +157,7 @@ def test_group_by_length_is_transformers_order():
         assert stream(400, lengths=lengths, **asked).order(0) == theirs
 
 
+@pytest.mark.run
 def test_workers_give_the_batches_that_the_loop_would_make_itself():
     assert steps_of_epoch(stream(dataloader_num_workers=1)) == steps_of_epoch(stream())
 

@@ -12,7 +12,8 @@ from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
 from burnish.data.templates.choose import fit_tokenizer, load_template
 from burnish.data.templates.table import Token, table
-from template_cases import chat_of, template_options
+from few import few
+from template_cases import FEW_TEMPLATES, chat_of, template_options
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "spec" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the golden rows are not beside this checkout")
@@ -65,6 +66,7 @@ def golden_rows():
     return rows
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("name", "rows"), golden_rows().items(), ids=lambda value: value if isinstance(value, str) else ""
 )
@@ -132,7 +134,7 @@ SPANNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", table())
+@pytest.mark.parametrize("name", few(table(), FEW_TEMPLATES))
 def test_the_saved_chat_template_renders_the_golden_conversations(name):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
     template = load_template(options(name), tokenizer)

@@ -9,7 +9,8 @@ from burnish.data.tally import Tally
 from burnish.data.templates.choose import fit_tokenizer, load_template
 from burnish.data.templates.table import table
 from burnish.data.templates.tools import ToolError, function_schema
-from template_cases import CONVERSATIONS, byte_tokenizer, chat_of, example, template_options
+from few import few
+from template_cases import CONVERSATIONS, FEW_TEMPLATES, byte_tokenizer, chat_of, example, template_options
 
 THINKING = [{}, {"mask_history": True}, {"enable_thinking": False}, {"enable_thinking": None, "mask_history": True}]
 
@@ -31,7 +32,7 @@ def cannot_be_written(label, spec):
     }.get(label, False)
 
 
-@pytest.mark.parametrize("name", table())
+@pytest.mark.parametrize("name", few(table(), FEW_TEMPLATES))
 def test_the_saved_chat_template_renders_the_trained_tokens(name):
     spec = table()[name]
     tokenizer = byte_tokenizer()

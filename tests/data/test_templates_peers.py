@@ -13,10 +13,12 @@ from burnish.data.tally import Tally
 from burnish.data.templates.choose import fit_tokenizer, load_template
 from burnish.data.templates.table import table
 from burnish.data.templates.tools import TOOL_FORMATS, Call
+from few import few
 from template_cases import (
     CALLS,
     CONVERSATIONS,
     DRAWN,
+    FEW_TEMPLATES,
     GOLDEN,
     OPTIONS,
     TOOLS,
@@ -56,7 +58,7 @@ def test_the_table_holds_every_template_of_llamafactory():
     assert set(GOLDEN["rows"]) <= set(table())
 
 
-@pytest.mark.parametrize("name", GOLDEN["rows"])
+@pytest.mark.parametrize("name", few(GOLDEN["rows"], FEW_TEMPLATES))
 def test_a_template_gives_the_rows_that_llamafactory_gives(name):
     golden = GOLDEN["rows"][name]
     tokenizer = byte_tokenizer()

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from burnish.data.tokens.by_word import reader as words
 from burnish.data.tokens.by_word.premises import words_of
 from burnish.data.tokens.by_word.reader import Words
 from burnish.data.tokens.encoder import Encoder
+from few import few
 
 CORPUS = [
     "The quick brown fox doesn't jump over 12 lazy dogs; I'll say: \"no\", we've seen 2,345 of them!\n\n- one\n- two",
@@ -78,6 +80,16 @@ TOKENIZERS = {
 }
 
 
+def learned(name):
+    """One of TOKENIZERS, learned once and read anew: a test may change it."""
+    return Tokenizer.from_str(_learned(name))
+
+
+@cache
+def _learned(name):
+    return TOKENIZERS[name]().to_str()
+
+
 def fast(backend):
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
@@ -98,11 +110,12 @@ def texts(count, alphabet, seed=0):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("alphabet", [ASCII, UNICODE], ids=["ascii", "unicode"])
-def test_a_text_read_by_words_has_the_ids_of_the_whole_text(name, alphabet):
-    backend = TOKENIZERS[name]()
+@pytest.mark.parametrize("number", few([100, 800], 1))
+def test_a_text_read_by_words_has_the_ids_of_the_whole_text(name, alphabet, number):
+    backend = learned(name)
     found = words_of(fast(backend))
-    by_words = [(text, ids) for text in texts(800, alphabet) if (ids := found.ids([text])[0]) is not None]
-    assert len(by_words) > 300
+    by_words = [(text, ids) for text in texts(number, alphabet) if (ids := found.ids([text])[0]) is not None]
+    assert len(by_words) > number // 3
     for text, ids in by_words:
         assert list(ids) == backend.encode(text, add_special_tokens=False).ids, repr(text)
 
@@ -113,7 +126,7 @@ CHINESE = "今天天气很好，我们去公园。你呢？一二三：甲；乙
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_texts_read_together_have_the_ids_of_each(name, monkeypatch):
     monkeypatch.setattr(words, "_BLOCK", 2000)  # several blocks
-    backend = TOKENIZERS[name]()
+    backend = learned(name)
     encoder = Encoder(fast(backend))
     drawn = random.Random(4)
     long = ["".join(drawn.choices("abcXYZ", k=drawn.randrange(1, 40))) for _ in range(200)]
@@ -127,7 +140,7 @@ def test_texts_read_together_have_the_ids_of_each(name, monkeypatch):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_text_read_by_words_has_its_borders_where_the_whole_text_has_them(name):
-    tokenizer = fast(TOKENIZERS[name]())
+    tokenizer = fast(learned(name))
     by_words, whole = Encoder(tokenizer), Encoder(tokenizer)
     whole.__dict__["_read_words"] = None
     listed = [*texts(300, ASCII, seed=1), *texts(300, UNICODE, seed=1)]
@@ -139,7 +152,7 @@ def test_a_text_read_by_words_has_its_borders_where_the_whole_text_has_them(name
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_every_piece_of_real_text_is_read_by_words(name):
-    backend = TOKENIZERS[name]()
+    backend = learned(name)
     found = words_of(fast(backend))
     for text in CORPUS:
         assert list(found.ids([f"<s>{text}</s>"])[0]) == backend.encode(f"<s>{text}</s>", add_special_tokens=False).ids
@@ -189,18 +202,20 @@ def test_a_token_looked_for_behind_the_normalizer_makes_a_text_whole():
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_every_character_is_of_the_class_that_the_tokenizer_takes_it_for(name):
+@pytest.mark.parametrize("number", few([100, 1500], 1))
+def test_every_character_is_of_the_class_that_the_tokenizer_takes_it_for(name, number):
     backend = byte_level(SPLITS[name], normalizers.NFC() if name == "qwen2" else None)
     found = words_of(fast(backend))
     drawn = random.Random(3)
-    some = [*range(0x80, 0x250), *drawn.sample(range(0x250, 0xD800), 1500), *drawn.sample(range(0xE000, 0x110000), 500)]
+    some = drawn.sample(range(0x250, 0xD800), number) + drawn.sample(range(0xE000, 0x110000), number // 3)
+    some += range(0x80, 0x250, 1 if number > 100 else 5)
     read = 0
     for character in map(chr, some):
         text = f"a{character}b {character}1{character}{character}!{character}\n'{character}s {character}"
         ids = found.ids([text])[0]
         read += ids is not None
         assert ids is None or list(ids) == backend.encode(text).ids, repr(text)
-    assert read > 2000
+    assert read > number
 
 
 LONG = "日本語のテキスト、日本語のテキスト。日本語のテキスト日本語のテキスト"

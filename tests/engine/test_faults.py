@@ -14,6 +14,8 @@ from burnish.app.plan import Plan, RunOptions
 from burnish.core.errors import UserError
 from burnish.core.options import Given
 
+pytestmark = pytest.mark.run
+
 
 class Two:
     """An engine that hears of the other process what a test says of it."""

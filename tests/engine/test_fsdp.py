@@ -15,6 +15,8 @@ from runs import weights_in
 from small_run import as_words, make_user
 from two_processes import in_two_processes
 
+pytestmark = pytest.mark.run
+
 KINDS = {
     "full": {},
     "lora": {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"},

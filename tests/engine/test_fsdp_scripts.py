@@ -10,6 +10,8 @@ import torch
 from burnish import Trainer, TrainingArguments
 from two_processes import in_two_processes
 
+pytestmark = pytest.mark.run
+
 
 def script(folder, **given):
     """Train, save a checkpoint, evaluate, save the model."""

@@ -73,6 +73,7 @@ def test_the_page_is_what_its_script_writes():
     subprocess.run([sys.executable, ROOT / "scripts" / "make_scaling_page.py", "--check"], check=True, timeout=300)
 
 
+@pytest.mark.run
 def test_examples_of_schedulers_can_be_read():
     service, job = yaml.safe_load_all((ROOT / "examples/kubernetes/train.yaml").read_text())
     assert (service["kind"], job["kind"]) == ("Service", "Job")

@@ -25,7 +25,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.made, self.commits, self.tokens = {}, [], set()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def files(self):
         return {name: content for _, files in self.commits for name, content in files.items()}

@@ -36,7 +36,7 @@ class Stub(ThreadingHTTPServer):
             {"text": " w2", "token_ids": [6, 7], "finish_reason": "length"},
         ]
         self.status, self.pause_s, self.breaks = 200, 0.0, False
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -202,6 +202,7 @@ def test_llamafactorys_keys_become_the_servers_flags() -> None:
         arguments(InferOptions(infer_backend="vllm", vllm_config={"host": "0.0.0.0"}), "m", {}, 1)
 
 
+@pytest.mark.run
 def test_a_child_is_started_waited_for_and_ended(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.write_text(
@@ -219,6 +220,7 @@ def test_a_child_is_started_waited_for_and_ended(tmp_path: Path) -> None:
     assert started.process.poll() is not None
 
 
+@pytest.mark.run
 def test_a_child_that_ends_is_said_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.write_text(f"#!{sys.executable}\nraise SystemExit('no GPU was found')\n")

@@ -49,7 +49,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_draws_come_as_often_as_their_probabilities_say(sampling: Sampling) -> None:
-    number, chances = 20_000, expected(sampling)
+    number, chances = 5_000, expected(sampling)
     assert of_all(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
     if sampling.temperature != 1.3 and sampling != SETTINGS[0]:
         number = 2_000

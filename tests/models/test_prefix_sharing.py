@@ -242,6 +242,7 @@ def test_only_flat_batches_leave_tokens_out():
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_run_ends_in_the_same_weights(tmp_path, method):
     from safetensors.torch import load_file

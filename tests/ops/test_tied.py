@@ -95,6 +95,7 @@ def test_kept_memory_is_handed_out_again_only_when_its_last_tensor_is_gone() -> 
     )
 
 
+@pytest.mark.run
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 def test_a_forked_process_has_kept_memory_of_its_own() -> None:
     mine = buffer_pool.empty((2**20, 2), torch.float32, torch.device("cpu")).fill_(1)

@@ -6,6 +6,8 @@ from script_runs import losses, make
 
 from pair_runs import make_workplace
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

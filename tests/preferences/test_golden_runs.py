@@ -16,7 +16,10 @@ from burnish.objectives.lm import LmOptions
 from burnish.objectives.preference_options import PreferenceOptions
 from burnish.objectives.reference import SecondModel
 
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="the golden runs are not beside this checkout")
+pytestmark = [
+    pytest.mark.run,
+    pytest.mark.skipif(not IS_THERE, reason="the golden runs are not beside this checkout"),
+]
 
 Flat = union("Flat", KtoOptions, LmOptions, PreferenceOptions, PatchOptions)
 LOSS = 1e-4  # relative: float32 sums of some hundred log-probabilities in another order, through AdamW

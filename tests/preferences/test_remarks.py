@@ -52,6 +52,7 @@ def test_the_spread_of_margins_is_drawn(tmp_path, margins):
     assert plot_margins({"none": [], "broken": [float("nan")]}, tmp_path) == []
 
 
+@pytest.mark.run
 def test_a_reward_model_shows_the_margins_of_the_set_that_was_evaluated_last(tmp_path, monkeypatch):
     from burnish.app import finish
 

@@ -28,9 +28,21 @@ class Running:
 
 
 class QuietServer(uvicorn.Server):
+    """Listens to no signal, hears within a hundredth of a second that it is to end, and waits for nobody then."""
+
     @contextlib.contextmanager
     def capture_signals(self):
         yield
+
+    async def main_loop(self):
+        while not await self.on_tick(0):
+            await asyncio.sleep(0.01)
+
+    async def shutdown(self, sockets=None):
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
 
 @contextlib.contextmanager

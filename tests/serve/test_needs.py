@@ -11,6 +11,7 @@ def test_the_extra_serve_is_installed() -> None:
     pytest.importorskip("uvicorn", reason='servers are not tested: pip install "burnish[serve]"')
 
 
+@pytest.mark.run
 def test_a_conversation_at_a_terminal_needs_no_server() -> None:
     """The demo's first advice is ``burnish chat``, and the demo installs no extra."""
     code = (

@@ -24,12 +24,14 @@ def test_the_use_is_that_since_the_reading_before_and_memory_is_what_is_not_avai
     assert machine.use()["cpu"] == pytest.approx(0.6)  # of a moment ago
 
 
+@pytest.mark.run
 def test_nothing_is_said_of_what_cannot_be_told(tmp_path) -> None:
     machine = Machine(tmp_path)
     machine.smi = str(tmp_path / "no-such-program")
     assert machine.use() == {"cpu": None, "memory": None, "gpus": []}
 
 
+@pytest.mark.run
 def test_gpus_are_read_from_the_drivers_own_table(tmp_path) -> None:
     program = tmp_path / "smi"
     program.write_text("#!/bin/sh\necho '0, 38000, 81920, 97'\necho '1, 5, 81920, [N/A]'\necho 'a fault'\n")

@@ -375,6 +375,7 @@ def test_a_folder_that_holds_a_run_is_not_taken_without_a_word(page, root, monke
     assert (status, json.loads(text)["error"]["code"]) == (409, "folder_in_use")
 
 
+@pytest.mark.run
 def test_a_signal_goes_only_to_the_process_that_is_proven_to_be_the_runs(page, root) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     run = root / "saves/first/launch.json"
@@ -433,6 +434,7 @@ def test_a_yaml_text_is_read_as_a_file_is_and_its_faults_have_lines(page) -> Non
     assert page.send("POST", "/api/yaml", {"text": 3})[0] == 422
 
 
+@pytest.mark.run
 def test_presets_are_yaml_files_of_the_page_and_nothing_else(page) -> None:
     text = "finetuning_type: lora\nlora_rank: 16\n"
     assert page.send("PUT", "/api/presets/mine", {"text": text})[0] == 200
@@ -461,6 +463,7 @@ def test_an_export_knows_its_formats(page, root, monkeypatch) -> None:
     assert page.send("POST", "/api/exports", {**asked, "format": "pickle"})[0] == 422
 
 
+@pytest.mark.run
 def test_wrong_bodies_are_never_our_fault(page) -> None:
     draw = random.Random(23)
     odd = [None, 1, -1, "x", "", [], {}, {"a": 1}, ["x"], True, 1e300, "\u0000", "../..", {"output_dir": 3}, [1, "a"]]
@@ -567,6 +570,7 @@ def test_places_are_judged_after_links_are_followed(tmp_path) -> None:
         places.within("out/secret", "x")
 
 
+@pytest.mark.run
 def test_the_page_starts_without_a_library_of_models_and_ends_on_a_signal(tmp_path) -> None:
     script = (
         "import sys, threading, time, os, signal\n"

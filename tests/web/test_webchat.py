@@ -32,6 +32,7 @@ def test_no_model_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         read_named(["model", "web_key=short"])
 
 
+@pytest.mark.run
 def test_the_page_offers_the_model_that_was_named_and_begins_it_by_its_words(page) -> None:
     from burnish.web.options import NamedModel
 
