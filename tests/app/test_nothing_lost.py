@@ -1,5 +1,9 @@
 """Nothing is lost: what a run begins with, what an earlier run left, and what was trained and not yet written."""
 
+import builtins
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
@@ -295,6 +299,51 @@ def test_a_disk_that_is_full_within_a_gguf_file_is_named_and_no_part_of_the_file
     assert not list(Path("whole").glob("*.gguf"))
     assert cli.main([*words, "overwrite_output_dir=true"]) == 0
     assert list(Path("whole").glob("*.gguf"))
+
+
+REPORTS = ["train_results.json", "all_results.json", "eval_results.json", "trainer_state.json", "training_loss.png",
+           "README.md", ".finished.json"]  # fmt: skip
+
+
+@contextmanager
+def no_room_for(name: str) -> Iterator[list[str]]:
+    """Let every attempt fail to write a file of ``name`` into ``out``; yields the names of all that are written."""
+    written: list[str] = []
+    there = io.open
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        place = Path(file).absolute() if isinstance(file, str | Path) else None
+        if place is None or place.parent.name != "out" or not set(mode) & set("wax"):
+            return there(file, mode, *args, **kwargs)
+        written.append(place.name.removesuffix(".incomplete"))
+        if name in (written[-1], written[-1].removeprefix(".")):
+            raise OSError(ENOSPC, "No space left on device")
+        return there(file, mode, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(builtins, "open", opened)
+        patched.setattr(io, "open", opened)
+        yield written
+
+
+@pytest.mark.parametrize("saves", ["steps", "no"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_disk_that_is_full_at_a_report_costs_that_report_alone(
+    name: str, saves: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "run.yaml", "max_steps=1", "val_size=0.2", "eval_strategy=steps", f"save_strategy={saves}"]
+    with no_room_for(name) as written:
+        assert cli.main([*words, "plot_loss=true"]) == 1
+    others = {one if one in REPORTS else one.removeprefix(".") for one in written}
+    assert set(REPORTS) - others <= {".finished.json"}
+    err = told(capsys)[1]
+    more = " or set save_total_limit: 1, then run the same command to go on" if saves == "steps" else ""
+    assert 'error: The disk is full: "out' in err.replace("a file in ", "")
+    assert f'\n  The model in "out" is whole, and trained to its end.\n  Free some space{more}.\n' in err
+    assert load_file("out/model.safetensors")
+    if saves == "steps":
+        assert cli.main([*words, "plot_loss=false"]) == 0
+        assert name.endswith(".png") or Path("out", name).is_file()
 
 
 def test_the_file_of_a_run_that_was_begun_anew_goes_on_with_it(

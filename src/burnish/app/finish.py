@@ -8,11 +8,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ModelState
 from burnish.app.checks import evaluates
+from burnish.app.failure import explained
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
@@ -21,6 +23,7 @@ from burnish.app.resources import counts_of
 from burnish.app.resume import write_finished
 from burnish.app.rewards import save_head
 from burnish.core.checkpoint import output_folder
+from burnish.core.errors import NotSavedError
 from burnish.core.loop import TrainOutput, evaluate_all, save, set_training_mode
 from burnish.core.patching import summary
 from burnish.core.run import Run
@@ -51,16 +54,19 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
             )  # fmt: skip
             is_adapter = not adapter.saves_whole_model
             save_head(run.objective, model, prepared.tokenizer, folder, is_adapter=is_adapter, engine=run.engine)
+    reports = Reports(run, is_of_model=output is not None)
     if output is not None and is_first:
         results |= {**output.metrics, "epoch": run.state.epoch}
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
-        save_metrics("train", results, folder)
+        with reports.one():
+            save_metrics("train", results, folder)
     if run.eval_sets and evaluates(options):
         metrics = last_evaluation(run, options) or evaluate_all(run)
         metrics |= {"epoch": run.state.epoch}
         if run.engine.rank == 0:
-            save_metrics("eval", metrics, folder)
+            with reports.one():
+                save_metrics("eval", metrics, folder)
         results |= metrics
     margins = margins_of(run) if options.plot_loss and output is not None else {}
     if options.do_predict:
@@ -68,9 +74,17 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     if run.engine.rank == 0:
         count_late(prepared)
     if run.engine.rank == 0 and output is not None:
-        save_state(run.state, folder)
-        describe(run, plan, prepared, results, margins)
-        write_finished(folder, run.state, prepared.fingerprints())
+        with reports.one():
+            save_state(run.state, folder)
+        pictures: dict[str, str] = {}
+        with reports.one():
+            pictures = draw(run, options, margins)
+        with reports.one():
+            describe(run, plan, prepared, results, pictures)
+        reports.raise_if_missing()
+        with reports.one():
+            write_finished(folder, run.state, prepared.fingerprints())
+        reports.raise_if_missing()
         for sentence in next_steps(folder, isinstance(run.objective, RewardObjective)):
             note(sentence)
     return results
@@ -107,6 +121,39 @@ def nothing_lost(run: Run) -> Iterator[None]:
             run.checkpoints.wait()
 
 
+class Reports:
+    """The files that tell of a training whose model is written: none that fails keeps the others from being written.
+
+    Args:
+        is_of_model: false where nothing was trained: the reports are the result then, and a failure is raised at once.
+    """
+
+    def __init__(self, run: Run, is_of_model: bool) -> None:
+        self._run, self._is_of_model = run, is_of_model
+        self._failures: list[OSError] = []
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._is_of_model or explained(error, None) is None:
+                raise
+            self._failures.append(error)
+
+    def raise_if_missing(self) -> None:
+        """Raise NotSavedError for the first file that could not be written."""
+        if not self._failures:
+            return
+        checkpoints, step = self._run.checkpoints, self._run.state.global_step
+        found = explained(self._failures[0], str(checkpoints.folder))
+        assert found is not None
+        can_go_on = checkpoints.path(step).is_dir()  # with no step left, and write what is missing
+        remedy = found.remedy if can_go_on else f"{found.remedy.partition(', then ')[0].rstrip('.')}."
+        why = f'The model in "{checkpoints.folder}" is whole, and trained to its end.'
+        raise NotSavedError(replace(found, why=why, remedy=remedy)) from self._failures[0]
+
+
 def last_evaluation(run: Run, options: RunOptions) -> dict[str, float]:
     """The metrics of an evaluation after the last step, if the weights have not changed since."""
     if options.load_best_model_at_end:
@@ -136,14 +183,20 @@ def margins_of(run: Run) -> dict[str, list[float]]:
     return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
 
 
-def describe(
-    run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float], margins: Mapping[str, list[float]]
-) -> None:
-    """Write pictures of the loss, and the model card."""
-    options, folder = plan.options, output_folder(plan.options)
+def draw(run: Run, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
+    """Draw the loss, and the margins of pairs. Returns what each picture shows -> its name."""
+    folder = output_folder(options)
     pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
     shown = [("The loss of each step", path) for path in pictures[:1]]
     shown += [("The margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
+    return {what: path.name for what, path in shown}
+
+
+def describe(
+    run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float], pictures: Mapping[str, str]
+) -> None:
+    """Write the model card."""
+    options, folder = plan.options, output_folder(plan.options)
     trained: Any = run.parts["model"].held
     trainable, total = counts_of(trained.model, prepared.sizes)
     write_card(
@@ -158,6 +211,6 @@ def describe(
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
             tally=prepared.tally.sentences(), patches=summary(trained.model),
             has_chat_template=bool(prepared.tokenizer.chat_template),
-            pictures={what: path.name for what, path in shown},
+            pictures=pictures,
         ),
     )  # fmt: skip

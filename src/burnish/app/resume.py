@@ -28,6 +28,7 @@ from burnish.core.schedule import StepPlan
 from burnish.core.state import STATE_NAME, TrainerState
 from burnish.report.console import note
 from burnish.report.pace import counted
+from burnish.report.results import write_whole
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str,
         "global_step": state.global_step, "max_steps": state.max_steps, "files": _sizes(folder),
         "fingerprints": dict(fingerprints),
     }  # fmt: skip
-    (folder / FINISHED_NAME).write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / FINISHED_NAME, json.dumps(done, indent=2) + "\n")
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -219,10 +220,10 @@ def lost_files(folder: Path, done: Mapping[str, Any]) -> list[str]:
 
 def finished_state(folder: Path) -> TrainerState | None:
     """The state of the run in ``folder`` at its end; None where it has not finished, or its model is not whole."""
-    if not ((folder / "train_results.json").is_file() and (folder / STATE_NAME).is_file()):
+    if not ((folder / FINISHED_NAME).is_file() and (folder / STATE_NAME).is_file()):
         return None
     try:
-        if (folder / FINISHED_NAME).is_file() and lost_files(folder, read_finished(folder)):
+        if lost_files(folder, read_finished(folder)):
             return None
         return TrainerState.load_from_json(str(folder / STATE_NAME))
     except UserError:  # damaged: what it said is said again once its checkpoint has been gone on from

@@ -125,6 +125,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        # The system names the file that is gone, or none.
+        raise OSError(error.errno, error.strerror, str(path)) from error
