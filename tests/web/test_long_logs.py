@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -124,3 +125,21 @@ def test_the_small_picture_of_a_long_run_goes_from_its_first_loss_to_its_last(tm
     assert points[0][1] == 2.0  # the highest, at the top
     assert points[-1][1] == 26.0
     assert [height for _, height in points] == sorted(height for _, height in points)
+
+
+def test_a_pipe_in_the_place_of_a_file_of_a_run_is_waited_for_by_nobody(page, root) -> None:
+    run, folder = page.id_of("first"), root / "saves/first"
+    for name in ("trainer_log.jsonl", "events.jsonl", "launch.json", "outcome.json", "trainer_state.json", "run.log",
+                 "run.yaml", "console.log"):  # fmt: skip
+        before = (folder / name).read_bytes() if (folder / name).is_file() else None
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        for place in ("", "/series?points=100", "/log"):
+            status, _, _ = page.send("GET", f"/api/runs/{run}{place}")
+            assert status == 200 or (name, status) == ("launch.json", 404), (name, place)
+        assert page.send("GET", "/api/runs")[0] == 200
+        (folder / name).unlink()
+        if before is not None:
+            (folder / name).write_bytes(before)
+    os.mkfifo(root / "dataset_info.json")
+    assert page.send("GET", "/api/datasets")[0] == 200

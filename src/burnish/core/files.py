@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from burnish.core.errors import NotSavedError, Problem
 
@@ -39,12 +39,25 @@ def odd_kind(path: Path) -> str:
         mode = path.stat().st_mode
     except (OSError, ValueError):
         return ""
+    return _kind(mode)
+
+
+def _kind(mode: int) -> str:
     return "" if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
 
 
 def is_endless(path: Path) -> bool:
     """Tell whether to read or write ``path`` may wait for ever, or never end: a pipe, a socket, a device."""
     return bool(odd_kind(path)) and not path.is_dir()
+
+
+def regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError for what is none: a pipe would be waited for, a device never ends."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if kind := _kind(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def error_number(error: BaseException) -> int | None:

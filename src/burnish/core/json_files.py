@@ -13,6 +13,7 @@ from typing import Any
 
 from burnish.core.conversion import GivenTwice, each_key_once
 from burnish.core.errors import UserError
+from burnish.core.files import odd_kind, regular
 
 FETCH_AGAIN = "Fetch the file again, or mend it there."
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
@@ -24,6 +25,8 @@ def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
     Raises:
         UserError: where it is none, with line and column.
     """
+    if kind := odd_kind(path):
+        raise UserError(f'"{path}" is {kind}, and not a file.', remedy=remedy)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -61,7 +64,8 @@ def read_settings(path: Path) -> Any:
     """The content of a file of settings that a user wrote. Raises ValueError, a half sentence, where it is no JSON or
     gives a key twice."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
+        with regular(path) as file:
+            return json.load(file, object_pairs_hook=each_key_once)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     except GivenTwice:

@@ -79,8 +79,6 @@ def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
     if isinstance(source, str) and source in NAMES:
         return named(source)
     if isinstance(source, str):
-        if not Path(source).is_file():  # a pipe would be waited for, a device never ends
-            raise ValueError("is no file")
         source = read_settings(Path(source))
     if not isinstance(source, Mapping):
         raise ValueError(f"holds no object. Received: {source!r}")
@@ -147,7 +145,7 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
     if not source:
         return
     where = f"deepspeed {source}" if isinstance(source, str) else "deepspeed"
-    if isinstance(source, str) and source not in NAMES and not Path(source).is_file():
+    if isinstance(source, str) and source not in NAMES and not Path(source).exists():
         yield Problem(
             f'"deepspeed" names a file that does not exist: {Path(source).absolute()}.{did_you_mean(source, NAMES)}',
             remedy=f"Known by name: {', '.join(NAMES)}. {json_beside(Path(source))}".rstrip(),

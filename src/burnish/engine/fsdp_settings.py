@@ -103,7 +103,7 @@ _OLD_RESHARD = {
 
 def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
     value = options.fsdp_config
-    if isinstance(value, str) and not Path(value).is_file():
+    if isinstance(value, str) and not Path(value).exists():
         what = f'"fsdp_config" names a file that does not exist: {Path(value).absolute()}.'
         yield Problem(what, remedy=json_beside(Path(value)))
         return

@@ -15,6 +15,7 @@ from torch import nn
 
 from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.core.errors import Problem, UserError, is_unusable
+from burnish.core.files import regular
 from burnish.core.json_files import read_object
 from burnish.core.options import raise_if
 from burnish.core.patching import Reason, patch
@@ -123,7 +124,8 @@ def _read_descriptions(path: Path) -> Any:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
+        with regular(path) as file:
+            text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"new_special_tokens_config names a file that cannot be read: {error}.") from error
     try:

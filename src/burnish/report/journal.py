@@ -25,6 +25,7 @@ from typing import Any
 
 from burnish.core.errors import Problem, skipped_sentence
 from burnish.core.events import TrainerCallback
+from burnish.core.files import regular
 from burnish.core.secrets import has_secret_name, without_secrets
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.report.results import write_whole
@@ -157,7 +158,8 @@ def write_failure(folder: Path, problem: Problem, error: BaseException, step: in
 def is_of_this_process(folder: Path) -> bool:
     """Return whether ``launch.json`` names this process: whoever started it may have written the file before."""
     try:
-        launch = json.loads((folder / LAUNCH).read_text(encoding="utf-8"))
+        with regular(folder / LAUNCH) as file:
+            launch = json.load(file)
         return bool(launch["pid"] == os.getpid() and launch["start_ticks"] == start_ticks(os.getpid()))
     except (OSError, ValueError, KeyError, TypeError):
         return False

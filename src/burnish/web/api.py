@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import burnish
+from burnish.core.files import regular
 from burnish.report.journal import EVENTS, GIVEN
 from burnish.web.exports import Exports
 from burnish.web.follow import CONSOLE, Place, cursor_text, end_of, news, read_cursor
@@ -138,7 +139,7 @@ class Api:
         end = path.stat().st_size
         end = min(end, whole_number(request.query_params.get("before"), "before", end))
         begin = max(0, end - _LOG_BYTES)
-        with path.open("rb") as file:
+        with regular(path) as file:
             file.seek(begin)
             text = file.read(end - begin).decode("utf-8", "replace")
         return Json({"from": begin, "text": text})

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from burnish.core.files import regular
 from burnish.report.journal import EVENTS
 from burnish.web.listing import facts
 from burnish.web.log_columns import columns_of, rows_since
@@ -87,7 +88,7 @@ def _console(id: str, folder: Path, place: Place) -> Iterator[tuple[str, Any, Pl
     if size == begin:
         return
     skipped = max(0, size - begin - MOST_LOG_BYTES)
-    with path.open("rb") as file:
+    with regular(path) as file:
         file.seek(begin + skipped)
         data = file.read(MOST_LOG_BYTES)
     end = begin + skipped + len(data)

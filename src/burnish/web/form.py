@@ -16,6 +16,7 @@ from starlette.responses import Response
 import burnish
 from burnish.app.config import read_arguments
 from burnish.core.errors import UserError
+from burnish.core.files import regular
 from burnish.core.json_files import read_object
 from burnish.data.sets.dataset_info import INFO_NAME
 from burnish.data.sets.formats import FORMATS
@@ -167,7 +168,8 @@ class Form:
             for pattern in (INFO_NAME, f"*/{INFO_NAME}", f"*/*/{INFO_NAME}"):
                 for path in list(root.glob(pattern))[:20]:
                     try:
-                        names = list(json.loads(path.read_text(encoding="utf-8")))
+                        with regular(path) as file:
+                            names = list(json.load(file))
                     except (OSError, ValueError):
                         continue
                     folder = self.site.places.shown(path.parent)

@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
 
+from burnish.core.files import regular
 from burnish.report.jsonl import whole_row
 
 COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")
@@ -47,7 +48,7 @@ def rows_since(path: Path, offset: int, most_bytes: int = MOST_BYTES) -> tuple[l
 
 def _whole_lines(path: Path, offset: int, most_bytes: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with regular(path) as file:
             file.seek(offset)
             data = file.read(most_bytes)
     except OSError:
@@ -211,7 +212,7 @@ def _before(path: Path, offset: int) -> bytes:
     if not offset:
         return b""
     try:
-        with path.open("rb") as file:
+        with regular(path) as file:
             file.seek(max(0, offset - _MARK_BYTES))
             return file.read(min(offset, _MARK_BYTES))
     except OSError:

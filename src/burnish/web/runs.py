@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from burnish.core.files import regular
 from burnish.core.state import STATE_NAME
 from burnish.report.journal import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
 from burnish.report.jsonl import LOG_NAME, whole_row
@@ -208,7 +209,8 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > 2**20:
             return {}
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with regular(path) as file:
+            value = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -217,7 +219,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """The objects on the last whole lines of a file, however long it is."""
     try:
-        with path.open("rb") as file:
+        with regular(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - size))
             data = file.read(size)
@@ -234,7 +236,8 @@ def history(folder: Path) -> list[dict[str, Any]]:
         try:
             if path.stat().st_size > 64 * 2**20:
                 continue
-            state = json.loads(path.read_text(encoding="utf-8"))
+            with regular(path) as file:
+                state = json.load(file)
         except (OSError, ValueError, RecursionError):
             continue
         rows = state.get("log_history") if isinstance(state, dict) else None

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from burnish.core.files import regular
 from burnish.report.jsonl import whole_row
 from burnish.web.log_columns import MOST_ROWS, Columns, columns_of, log_columns
 from burnish.web.runs import LOG, history, tail_lines
@@ -76,7 +77,7 @@ def small_picture(folder: Path) -> str:
     if size <= _LONG_LOG_BYTES:
         return picture(series(folder)[0])
     rows: list[Mapping[str, Any]] = []
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), regular(path) as file:
         for place in range(_PLACES):
             file.seek(place * size // _PLACES)
             lines = map(whole_row, file.read(_LOOK_BYTES).split(b"\n")[1 if place else 0 : -1])

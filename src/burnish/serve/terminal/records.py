@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.errors import UserError
+from burnish.core.files import regular
 
 
 def read_record(path: Path) -> Any:
     """The JSON of a file, or of its first line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with regular(path) as file:
+            text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     for part in (text, text.partition("\n")[0]):
