@@ -35,6 +35,8 @@ def command(arguments: Sequence[str] | None = None) -> int:
     begins, and at its end, where all memory returns to the system anyway. This saves half a second."""
     with without_collection():
         status = main(arguments)
+    if (parallel := sys.modules.get("burnish.engine.parallel")) is not None:  # several processes have worked
+        parallel.close_group()
     gc.freeze()
     exit_quietly(status)
     return status

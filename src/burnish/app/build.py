@@ -10,7 +10,7 @@ finish      evaluate, save, plot, describe (finish.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,13 +98,14 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
-    with prepared.rows.going_ahead(), closing(create_engine(plan.options)) as engine:
-        return run_prepared(plan, prepared, engine)
+    with prepared.rows.going_ahead():
+        return run_prepared(plan, prepared)
 
 
-def run_prepared(plan: Plan, prepared: Prepared, engine: Engine) -> Result:
-    """From the model to the last file."""
+def run_prepared(plan: Plan, prepared: Prepared) -> Result:
+    """From the engine to the last file."""
     options, folder = plan.options, output_folder(plan.options)
+    engine = create_engine(options)
     set_log_levels(options, engine.rank == 0, local_rank() == 0)
 
     def any_rank(asked: bool) -> bool:

@@ -184,9 +184,6 @@ class SingleEngine:
     def barrier(self) -> None:
         return None
 
-    def close(self) -> None:
-        return None
-
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to ``prepare``."""
         inner: nn.Module = getattr(model, "_orig_mod", model)

@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -34,6 +33,9 @@ from burnish.engine.choices import EngineChoices
 CLOSING_S = 10.0
 """Seconds for which the end of a process waits until its group is closed."""
 
+_opened: list[Any] = []
+"""Groups that engines of this process opened; others belong to the script."""
+
 
 class ParallelEngine(SingleEngine):
     """One of several processes.
@@ -46,8 +48,8 @@ class ParallelEngine(SingleEngine):
         super().__init__(options)
         was_there = dist.is_initialized()
         self.open_group()
-        self.own_group = None if was_there else dist.group.WORLD
-        atexit.register(partial(_close_at_exit, self.own_group))
+        if not was_there:
+            _opened.append(dist.group.WORLD)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def open_group(self) -> None:
@@ -63,14 +65,6 @@ class ParallelEngine(SingleEngine):
         else:  # sharding with a single process
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
-
-    def close(self) -> None:
-        """Close the group, if this engine opened it. After a failure another rank may still be in the middle of a sum,
-        for which NCCL can wait: not longer than that, and the process ends."""
-        if _is_open(self.own_group):
-            closing = Thread(target=dist.destroy_process_group, daemon=True)
-            closing.start()
-            closing.join(CLOSING_S)
 
     def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
         """Update on all ranks or on none, because the loss can be infinite on a single rank."""
@@ -117,15 +111,25 @@ def with_weights(parts: Mapping[str, Part]) -> list[str]:
             if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip
 
 
-def _is_open(group: Any) -> bool:
-    return group is not None and dist.is_initialized() and dist.group.WORLD is group
+def close_group() -> None:
+    """Close the group at the end of a command, if an engine opened it. After a failure another rank may still be in the
+    middle of a sum, for which NCCL can wait: not longer than ``CLOSING_S``."""
+    if _is_open():
+        closing = Thread(target=dist.destroy_process_group, daemon=True)
+        closing.start()
+        closing.join(CLOSING_S)
 
 
-def _close_at_exit(group: Any) -> None:
-    """Close the group that the engine of a script opened, and later engines use, unless the script failed: other ranks
-    may be in the middle of a sum then, and NCCL would wait for them."""
-    if _is_open(group) and not hasattr(sys, "last_value"):
+@atexit.register
+def _close_at_exit() -> None:
+    """Close the group that an engine of a script opened, and later ones used, unless the script failed: NCCL might wait
+    for other ranks then, and no thread can be started here to look after it."""
+    if _is_open() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
+
+
+def _is_open() -> bool:
+    return dist.is_initialized() and any(dist.group.WORLD is group for group in _opened)
 
 
 def _filled(value: Tensor, sizes: Sequence[int]) -> Tensor:
