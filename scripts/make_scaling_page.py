@@ -18,7 +18,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from burnish.adapters.base import ADAPTERS
 from burnish.app import resources
-from burnish.app.estimate import GIB, Shape
+from burnish.app.estimate import GIB, DecoderShape
 from burnish.app.plan import RunOptions
 from burnish.app.resources import formats_of, memory_of, sizes_of
 from burnish.app.sharing import shared, sharing_of
@@ -71,7 +71,7 @@ def bytes_of(config: Any, method: str, way: dict[str, Any], num_devices: int) ->
     )  # fmt: skip
     with torch.device("meta"):
         sizes = sizes_of(ADAPTERS[method](options, []), meta_model(config), options)
-    formats, shape = formats_of(options, config, sizes), Shape.of(config)
+    formats, shape = formats_of(options, config, sizes), DecoderShape.of(config)
     terms = memory_of(options, config, sizes, formats, TOKENS)
     terms = shared(terms, sharing_of(options, num_devices), shape, formats, sizes.total, sizes.trained)
     return sum(term.num_bytes for term in terms)

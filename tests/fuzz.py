@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from burnish.adapters.lora_fit import read_config as read_adapter
+from burnish.adapters.lora_fit import read_adapter_config as read_adapter
 from burnish.app.config import read_config
 from burnish.app.plan import RunOptions, plan
 from burnish.app.resume import read_finished
@@ -32,7 +32,7 @@ from burnish.core.options import Given, specs
 from burnish.core.state import TrainerState
 from burnish.core.tensor_files import read_header
 from burnish.data.reading.files import read_records
-from burnish.data.rows.store import read_manifest
+from burnish.data.rows.store import read_rows_manifest
 from burnish.data.sets.dataset_info import find_sources
 from burnish.data.templates.bounds import refuse_excess
 from burnish.data.templates.tools import ToolError, describe_tools, read_calls, read_tools
@@ -107,7 +107,7 @@ def _manifest(raw: bytes) -> None:
 
 def _rows(raw: bytes) -> None:
     _written("stored/rows.json", raw)
-    read_manifest(Path("stored"))
+    read_rows_manifest(Path("stored"))
 
 
 def _adapter(raw: Any) -> None:

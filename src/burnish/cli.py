@@ -21,7 +21,7 @@ from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.sigint import exit_quietly, interruptible, stopping_at_once
 from burnish.core.work import watch_with
-from burnish.report.console import answer
+from burnish.report.console import print_result
 from burnish.report.work import WorkLine
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: Arguments) -> int:
     if not words or words[0] in {"--help", "-h", "help"}:
-        answer(_help().rstrip())
+        print_result(_help().rstrip())
         return 0
     name = "version" if words[0] in {"--version", "-V"} else words[0]
     if name == "_planner":
@@ -135,7 +135,7 @@ def _explain_run(words: Arguments) -> int:
         from burnish.app.explain_json import as_json
 
         text, status = as_json(lambda: _plan([word for word in words if word != "--json"]))
-        answer(text)
+        print_result(text)
         return status
     plan = _plan(words)
     from burnish.app.explain import explain
@@ -179,7 +179,7 @@ def _env(words: Arguments) -> int:
     _refuse_words("env", words)
     from burnish.app.env import environment
 
-    answer("\n".join(f"{name:<14}{value}" for name, value in environment().items()))
+    print_result("\n".join(f"{name:<14}{value}" for name, value in environment().items()))
     return 0
 
 
@@ -187,7 +187,7 @@ def _version(words: Arguments) -> int:
     _refuse_words("version", words)
     from burnish import __version__
 
-    answer(f"burnish {__version__}")
+    print_result(f"burnish {__version__}")
     return 0
 
 
@@ -270,7 +270,7 @@ COMMANDS: dict[str, Command] = {
     "predict": Command(
         "PATH [PATH ...] [eval_dataset=heldout] [key=value ...]",
         "write a model's answers, or a reward model's scores, to a data set",
-        "serve.evaluate.dataset:predict",
+        "serve.evaluate.dataset:predict_sets",
         _PREDICT,
     ),
     "demo": Command(
@@ -319,7 +319,7 @@ def _purpose(command: str) -> str:
 
 def _tell_of(command: str, words: Arguments) -> int:
     """Print what a command does, and its options: all of them, or those that speak of the first word."""
-    answer(_purpose(command))
+    print_result(_purpose(command))
     if groups := COMMANDS[command].options:
         from burnish.app.config import CONFIG_SUFFIXES
         from burnish.app.listing import list_options
@@ -328,5 +328,5 @@ def _tell_of(command: str, words: Arguments) -> int:
         wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
         options = _named(groups[0]) if len(groups) == 1 else union("Options", *map(_named, groups))
         listed = list_options(options, wanted[0] if wanted else "", COMMANDS[command].beginnings)
-        answer(f"\n{listed.rstrip()}")
+        print_result(f"\n{listed.rstrip()}")
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from burnish import __version__, cli
-from burnish.app.demo import CARRIED, Question, answers, demo_plan, exact_match, held_out
+from burnish.app.demo import CARRIED, DemoQuestion, answers, demo_plan, held_out, share_exact
 from burnish.app.listing import list_options
 from burnish.app.plan import RunOptions
 from burnish.core.options import specs
@@ -149,12 +149,12 @@ def test_the_demo_is_a_run_of_what_burnish_carries(tmp_path: Path, monkeypatch: 
 
 
 def test_an_exact_match_is_letter_for_letter() -> None:
-    questions = [Question("2 + 2?", "4"), Question("Say yes.", "yes")]
-    assert exact_match(questions, ["4", "Yes"]) == 0.5
+    questions = [DemoQuestion("2 + 2?", "4"), DemoQuestion("Say yes.", "yes")]
+    assert share_exact(questions, ["4", "Yes"]) == 0.5
 
 
 def test_an_untrained_model_answers_nothing_right(tmp_path: Path) -> None:
     questions = held_out()[:8]
     found = answers(CARRIED / "model", questions, batch_size=3)
     assert len(found) == 8
-    assert exact_match(questions, found) == 0.0
+    assert share_exact(questions, found) == 0.0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.app.estimate import Formats, Shape, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
-from burnish.app.explain_view import Line, Sample, Section, drawn, plain
+from burnish.app.estimate import DecoderShape, Formats, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
+from burnish.app.explain_view import Line, Sample, Section, drawn, without_colours
 from burnish.app.plan import Plan, plan
 from burnish.app.resources import Sizes
 from burnish.core.options import Given
@@ -45,25 +45,29 @@ def test_the_activations_of_a_layer_are_those_that_autograd_keeps(dtype: torch.d
 
     tokens = 96
     one, two = (saved_bytes(LlamaModel(tiny_config(layers)).to(dtype).train(), tokens) for layers in (1, 2))
-    estimate = tokens * layer_bytes_per_token(Shape.of(tiny_config(1)), dtype.itemsize)
+    estimate = tokens * layer_bytes_per_token(DecoderShape.of(tiny_config(1)), dtype.itemsize)
     assert two - one == pytest.approx(estimate, rel=0.02)
 
 
 def test_the_shape_is_read_from_a_config_of_any_family() -> None:
     from transformers import GPT2Config
 
-    assert Shape.of(tiny_config(3)) == Shape(layers=3, hidden=64, intermediate=160, keys=32, vocabulary=128)
-    assert Shape.of(GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=50)) == Shape(2, 32, 128, 32, 50)
+    assert DecoderShape.of(tiny_config(3)) == DecoderShape(
+        layers=3, hidden=64, intermediate=160, keys=32, vocabulary=128
+    )
+    assert DecoderShape.of(GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=50)) == DecoderShape(
+        2, 32, 128, 32, 50
+    )
 
 
 def test_full_training_with_adam_takes_sixteen_bytes_a_parameter() -> None:
-    shape = Shape.of(tiny_config(2))
+    shape = DecoderShape.of(tiny_config(2))
     terms = memory_terms(1000, 1000, shape, Formats(4, 4, 4, 8), tokens=0)
     assert {term.name: term.num_bytes for term in terms} == {"weights": 4000, "gradients": 4000, "optimizer": 8000}
 
 
 def test_an_adapter_pays_for_what_moves_only() -> None:
-    shape = Shape.of(tiny_config(2))
+    shape = DecoderShape.of(tiny_config(2))
     terms = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0)
     found = {term.name: term.num_bytes for term in terms}
     assert found == {"weights": 990 * 2 + 10 * 4, "cast weights": 20, "gradients": 40, "optimizer": 80}
@@ -72,7 +76,7 @@ def test_an_adapter_pays_for_what_moves_only() -> None:
 
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
-    shape = Shape.of(tiny_config(10))
+    shape = DecoderShape.of(tiny_config(10))
     full, less = (
         memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, recompute=recompute)[0].num_bytes
         for recompute in (False, True)
@@ -82,7 +86,7 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
 
 
 def test_offloading_leaves_one_layer_and_selective_checkpointing_keeps_its_products() -> None:
-    shape = Shape.of(tiny_config(10))
+    shape = DecoderShape.of(tiny_config(10))
     sizes = [{}, {"offload": True}, {"recompute": True}, {"recompute": True, "selective": True}]
     whole, away, inputs, products = (
         memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, **given)[0].num_bytes for given in sizes
@@ -113,7 +117,7 @@ def an_explanation() -> tuple[list[Any], list[Any]]:
 
 
 def test_what_is_trained_is_marked_without_colours() -> None:
-    text = plain(*an_explanation())
+    text = without_colours(*an_explanation())
     assert "user\n  hello ⟦hi!⟧" in text
     assert "Tiny  (run.yaml, line 1)" in text
     assert all(len(line) <= 120 for line in text.splitlines() if "xxx" not in line)
@@ -121,17 +125,17 @@ def test_what_is_trained_is_marked_without_colours() -> None:
 
 def test_a_line_break_that_is_trained_is_seen() -> None:
     sample = Sample("Row 1 of 1", [("question\n", False), ("answer\n", True)])
-    assert "question\n  ⟦answer↵" in plain([], [sample])
+    assert "question\n  ⟦answer↵" in without_colours([], [sample])
 
 
 def test_the_place_of_a_value_is_never_broken() -> None:
     for width in range(40, 100):
         section = Section("S", [Line("label", "some words that fill the line up", "runs/run.yaml, line 12")])
-        assert "(run.yaml, line 12)" in plain([section], [], width)
+        assert "(run.yaml, line 12)" in without_colours([section], [], width)
 
 
 def test_a_long_piece_gives_up_its_middle() -> None:
-    assert "1,400 characters" in plain(*an_explanation())
+    assert "1,400 characters" in without_colours(*an_explanation())
 
 
 def test_in_a_terminal_the_same_words_are_coloured() -> None:

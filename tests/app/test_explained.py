@@ -19,7 +19,7 @@ from burnish.app.prepare import Prepared, prepare
 from burnish.app.resources import formats_in, memory_of
 from burnish.core.errors import UserError
 from burnish.core.options import Given
-from burnish.core.patching import in_words, patches_of
+from burnish.core.patching import patches_in_words, patches_of
 from burnish.core.snapshot import split
 from burnish.engine.base import SingleEngine
 from small_run import make_model, make_user
@@ -205,7 +205,9 @@ def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path
     patched, tried = ([line.text for line in lines_of(made, prepared) if line.label == label]
                       for label in ("patched", "tried"))  # fmt: skip
     is_tried = {kind.partition(":")[0] for kind in tried}
-    assert patched == (in_words((n, why) for n, why in watch.patched if why.kind not in is_tried) or ["nothing"])
+    assert patched == (
+        patches_in_words((n, why) for n, why in watch.patched if why.kind not in is_tried) or ["nothing"]
+    )
     assert (not watch.patched) == ("without patches" in name)
 
     assert watch.rows == [4] * 5 or options.packing

@@ -14,7 +14,7 @@ import pytest
 
 from burnish import cli
 from burnish.report import console
-from burnish.report.streams import fit
+from burnish.report.streams import encodable
 
 pytestmark = pytest.mark.run
 
@@ -93,7 +93,7 @@ def test_what_a_terminal_has_no_letters_for_is_written_otherwise() -> None:
     class Narrow:
         encoding = "ascii"
 
-    assert fit("⟦red⟧ … 河", Narrow()) == "[[red]] ... \\u6cb3"  # type: ignore[arg-type]
+    assert encodable("⟦red⟧ … 河", Narrow()) == "[[red]] ... \\u6cb3"  # type: ignore[arg-type]
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------

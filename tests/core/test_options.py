@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from burnish.core.errors import UserError
-from burnish.core.options import Given, build, changed, check, option, specs, union
+from burnish.core.options import Given, build, changed_options, check, option, specs, union
 
 
 @dataclass
@@ -147,7 +147,7 @@ def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default()
         "limit",
         "epochs",
     ]
-    assert changed(Both(limit=3, is_on=False)) == {"limit": 3}
+    assert changed_options(Both(limit=3, is_on=False)) == {"limit": 3}
 
 
 def test_an_instance_made_in_python_can_be_held_against_its_declaration():

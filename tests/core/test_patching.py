@@ -13,7 +13,17 @@ from burnish.app.build import train_run
 from burnish.app.plan import Plan, plan
 from burnish.cli import main
 from burnish.core.options import Given
-from burnish.core.patching import Reason, hook, hooked, in_words, patch, patches_of, record, restore, summary
+from burnish.core.patching import (
+    Reason,
+    hook,
+    hooked,
+    patch,
+    patch_summary,
+    patches_in_words,
+    patches_of,
+    record,
+    restore,
+)
 from small_run import as_words, make_user
 
 FASTER = Reason("layer", "it is faster")
@@ -82,7 +92,7 @@ def test_a_hook_is_heard_while_it_stands() -> None:
     layers, heard = model(), []
     with hooked(layers[0], "forward_pre", lambda module, given: heard.append(module), FASTER):
         layers(torch.ones(1, 3))
-        assert summary(layers) == ["1 forward_pre hook: 1 layer"]
+        assert patch_summary(layers) == ["1 forward_pre hook: 1 layer"]
     layers(torch.ones(1, 3))
     assert heard == [layers[0]]
 
@@ -113,7 +123,7 @@ def test_a_file_of_a_library_is_changed_for_every_model_of_the_process() -> None
 
 def test_patches_are_counted_by_what_they_replace_and_why() -> None:
     norm, gated = Reason("norm", "one pass"), Reason("gated layer", "one pass")
-    said = in_words([*[("forward", norm)] * 14, *[("forward", gated)] * 2, ("forward hook", norm)])
+    said = patches_in_words([*[("forward", norm)] * 14, *[("forward", gated)] * 2, ("forward hook", norm)])
     assert said == ["16 forwards: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from burnish.core.errors import MissingExtraError, UserError
 from burnish.data.sets.examples import content_hash
-from burnish.data.sets.mixing import merged, sampled, split
+from burnish.data.sets.mixing import merged_order, sampled, split_rows
 from burnish.data.tally import Tally
 from data_sets import chat, load, qa, refusal, said, talk, write
 from few import few
@@ -264,7 +264,7 @@ def test_the_split_is_that_of_datasets(num_rows, val_size, seed):
     expected = datasets.Dataset.from_dict({"row": list(range(num_rows))}).train_test_split(
         test_size=val_size, seed=seed
     )
-    learned, held_out = split(num_rows, val_size, seed)
+    learned, held_out = split_rows(num_rows, val_size, seed)
     assert (learned, held_out) == (list(expected["train"]["row"]), list(expected["test"]["row"]))
 
 
@@ -299,7 +299,7 @@ def test_interleaved_sets_come_in_the_order_of_datasets(strategy, probabilities,
         pytest.skip("needs a datasets that deals each row once")
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate(lengths)]
     expected = datasets.interleave_datasets(sets, probabilities, seed=11, stopping_strategy=STRATEGIES[strategy])
-    found = [f"{index}.{row}" for index, row in merged(lengths, strategy, probabilities, seed=11)]
+    found = [f"{index}.{row}" for index, row in merged_order(lengths, strategy, probabilities, seed=11)]
     assert found == list(expected["row"])
 
 

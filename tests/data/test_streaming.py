@@ -80,7 +80,7 @@ def test_a_file_of_another_type_is_read_where_it_lies(tmp_path, user, monkeypatc
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
     assert run(user, tmp_path / "json") == 0
-    monkeypatch.setattr(sources, "convert", None)  # which makes examples of a set that is read as a whole
+    monkeypatch.setattr(sources, "convert_records", None)  # which makes examples of a set that is read as a whole
     assert run(user, tmp_path / "other", dataset=str(path)) == 0
     assert same_weights(tmp_path / "json", tmp_path / "other")
 
@@ -88,7 +88,7 @@ def test_a_file_of_another_type_is_read_where_it_lies(tmp_path, user, monkeypatc
 def test_a_set_of_a_hub_is_asked_for_record_by_record(tmp_path, user, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda path, **more: datasets.Dataset.from_list(records(24)))
     assert run(user, tmp_path / "json") == 0
-    monkeypatch.setattr(sources, "convert", None)
+    monkeypatch.setattr(sources, "convert_records", None)
     assert run(user, tmp_path / "hub", dataset="someone/set", dataset_dir="ONLINE") == 0
     assert same_weights(tmp_path / "json", tmp_path / "hub")
 
@@ -114,7 +114,7 @@ def test_workers_that_would_have_nothing_to_do_are_said(user, capsys):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatch, suffix):
-    monkeypatch.setattr(sources, "convert", None)
+    monkeypatch.setattr(sources, "convert_records", None)
     line = "red green blue " * 4
     line = json.dumps({"text": line}) if suffix == ".jsonl" else line
     write(tmp_path / f"text{suffix}", f"{line}\n" * 20)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from burnish.app import launch as launching
-from burnish.app.agreement import raise_unless_same
+from burnish.app.agreement import raise_unless_ranks_agree
 from burnish.app.launch import launch
 from burnish.app.plan import Plan, RunOptions
 from burnish.core.errors import UserError
@@ -32,9 +32,9 @@ class Two:
 
 def test_a_process_that_would_do_something_else_is_refused_with_the_difference():
     plan = Plan(RunOptions(seed=7))
-    raise_unless_same(plan, {"data": "abc"}, 5, Two())
+    raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two())
     with pytest.raises(UserError, match="process 1 on elsewhere") as refused:
-        raise_unless_same(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
+        raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
     said = str(refused.value)
     for words in ("seed is 8, there 7", 'data is "abd", there "abc"', 'torch is "2.0"'):
         assert words in said
@@ -42,7 +42,7 @@ def test_a_process_that_would_do_something_else_is_refused_with_the_difference()
 
 def test_a_secret_that_differs_is_not_shown():
     with pytest.raises(UserError, match="hf_hub_token differs") as refused:
-        raise_unless_same(Plan(RunOptions(hf_hub_token="hf_SECRET")), {}, 5, Two(hf_hub_token="other"))
+        raise_unless_ranks_agree(Plan(RunOptions(hf_hub_token="hf_SECRET")), {}, 5, Two(hf_hub_token="other"))
     assert "SECRET" not in str(refused.value)
 
 

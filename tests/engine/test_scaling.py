@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from burnish.app.estimate import Formats, Shape, Term
+from burnish.app.estimate import DecoderShape, Formats, Term
 from burnish.app.plan import RunOptions
 from burnish.app.sharing import Sharing, peaks, shared, sharing_of
 
 ROOT = Path(__file__).parents[2]
-SHAPE = Shape(layers=10, hidden=64, intermediate=256, keys=64, vocabulary=1000)
+SHAPE = DecoderShape(layers=10, hidden=64, intermediate=256, keys=64, vocabulary=1000)
 FLOAT32, BF16 = Formats(4, 4, 4, 8), Formats(2, 4, 2, 8)
 SIZES = {"weights": 400, "gradients": 400, "optimizer": 800, "activations": 50}
 TERMS = [Term(name, size, "") for name, size in SIZES.items()]

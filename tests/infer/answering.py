@@ -15,7 +15,7 @@ from transformers import (
 
 from burnish.infer.seating import SeatLimits
 from burnish.infer.seats import SeatLoop
-from burnish.infer.types import Ask, Logprob, Made, Reason
+from burnish.infer.types import Ask, EndReason, Logprob, Made
 from tiny_models import _COMMON, _LLAMA, CONFIGS, VOCABULARY
 
 SHAPES = {
@@ -70,7 +70,7 @@ class Answer:
         self.ids: list[int] = []
         self.logprobs: list[Logprob] = []
         self.filled = None
-        self.reason: Reason | None = None
+        self.reason: EndReason | None = None
         self.error = None
 
     def __call__(self, made: Made) -> None:

@@ -214,7 +214,7 @@ def test_a_child_is_started_waited_for_and_ended(tmp_path: Path) -> None:
     )
     program.chmod(0o755)
     options = InferOptions(infer_backend="vllm", infer_executable=str(program))
-    started = child.start(options, "model", {}, wait_s=30)
+    started = child.start_server(options, "model", {}, wait_s=30)
     assert "key True False" in started.log.read_text()
     started.close()
     assert started.process.poll() is not None
@@ -226,12 +226,12 @@ def test_a_child_that_ends_is_said_with_the_last_lines_of_its_log(tmp_path: Path
     program.write_text(f"#!{sys.executable}\nraise SystemExit('no GPU was found')\n")
     program.chmod(0o755)
     with pytest.raises(RuntimeError, match="no GPU was found"):
-        child.start(InferOptions(infer_backend="vllm", infer_executable=str(program)), "model", {}, wait_s=30)
+        child.start_server(InferOptions(infer_backend="vllm", infer_executable=str(program)), "model", {}, wait_s=30)
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match='program "nowhere" is not there'):
-        child.start(InferOptions(infer_backend="sglang", infer_executable="nowhere"), "model", {})
+        child.start_server(InferOptions(infer_backend="sglang", infer_executable="nowhere"), "model", {})
 
 
 def test_a_model_is_answered_by_the_server_at_infer_url(

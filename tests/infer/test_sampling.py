@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from burnish.infer.sampling import changed, draw, log_probabilities, probabilities, uniform
+from burnish.infer.sampling import adjusted_logits, draw, log_probabilities, probabilities, uniform
 from burnish.infer.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, 0.2])
@@ -83,7 +83,7 @@ def test_penalties_are_those_of_a_plain_reference() -> None:
     sampling = Sampling(
         repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3, bias={0: 0.5, 4: -0.25}
     )  # fmt: skip
-    found = changed(LOGITS, sampling, prompt, answer).tolist()
+    found = adjusted_logits(LOGITS, sampling, prompt, answer).tolist()
     for token, logit in enumerate(LOGITS.tolist()):
         logit += {0: 0.5, 4: -0.25}.get(token, 0.0)
         if token in prompt or token in answer:
@@ -98,7 +98,7 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
 
     ids = [0, 4, 4, 6]
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([ids]), LOGITS[None].clone())[0]
-    assert torch.equal(changed(LOGITS, Sampling(repetition_penalty=1.3), ids, []), theirs)
+    assert torch.equal(adjusted_logits(LOGITS, Sampling(repetition_penalty=1.3), ids, []), theirs)
 
 
 def test_the_nucleus_is_that_of_transformers() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from burnish.adapters.base import ADAPTERS, ModelState, trainable_summary
 from burnish.core.errors import UserError
 from burnish.core.options import Given, build
-from burnish.core.patching import summary
+from burnish.core.patching import patch_summary
 from burnish.engine.base import EngineOptions, SingleEngine, set_precision
 from burnish.models.check import check_model
 from burnish.models.load import (
@@ -129,7 +129,7 @@ def test_a_generation_config_that_cannot_be_saved_is_patched_and_said(tmp_path):
     raw = {"temperature": 0.6, "do_sample": False, "eos_token_id": 2}
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(raw))
     model = load_model(options(tmp_path / "base"))
-    assert summary(model) == ["1 generation_config.do_sample: 1 generation config that samples"]
+    assert patch_summary(model) == ["1 generation_config.do_sample: 1 generation config that samples"]
     assert samples_without_sampling(meta_model(load_config(options(tmp_path / "base"))))  # known without weights
     save_model(model, tiny_tokenizer(), tmp_path / "out", stop_token_ids=[5])
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6

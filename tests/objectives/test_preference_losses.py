@@ -11,8 +11,8 @@ from torch import tensor
 
 from burnish.objectives.preference_losses import (
     PAIR_LOSSES,
+    LossShape,
     Pairs,
-    Shape,
     Side,
     at_same_rank,
     bco,
@@ -70,7 +70,7 @@ def named(settings):
 def test_losses_of_pairs_are_those_of_trl(case):
     asked = case["settings"]
     pairs = pairs_of(asked["ld_alpha"])
-    shape = Shape(
+    shape = LossShape(
         asked["beta"], asked["label_smoothing"], discopop_tau=asked["discopop_tau"],
         divergence=asked["f_divergence_type"], divergence_alpha=asked["f_alpha_divergence_coef"],
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_losses_of_pairs_are_those_of_llamafactory(case):
     asked = case["settings"]
     # It weighs the tokens beyond the shorter answer under the policy alone; burnish under both.
     pairs = pairs_of(asked.get("ld_alpha"), reference_too=False)
-    shape = Shape(asked["pref_beta"], asked["dpo_label_smoothing"], asked["simpo_gamma"])
+    shape = LossShape(asked["pref_beta"], asked["dpo_label_smoothing"], asked["simpo_gamma"])
     losses = PAIR_LOSSES[asked["pref_loss"]].of(pairs, shape)
     if weight := asked["pref_bco_weight"]:
         rewards = shape.beta * torch.cat([pairs.chosen.ratio, pairs.rejected.ratio])
@@ -103,7 +103,7 @@ def test_losses_of_pairs_are_those_of_llamafactory(case):
 @pytest.mark.parametrize("case", cases("llamafactory", "not_to_match"), ids=lambda case: case["settings"]["pref_loss"])
 def test_losses_that_llamafactory_only_claims_are_other_numbers_here(case):
     name = {"kto_pair": "bco_pair"}.get(case["settings"]["pref_loss"], case["settings"]["pref_loss"])
-    losses = PAIR_LOSSES[name].of(pairs_of(), Shape(case["settings"]["pref_beta"]))
+    losses = PAIR_LOSSES[name].of(pairs_of(), LossShape(case["settings"]["pref_beta"]))
     assert not torch.allclose(losses, tensor(case["losses"], dtype=torch.float64), rtol=1e-2)
 
 
@@ -112,7 +112,7 @@ def test_losses_that_llamafactory_only_claims_are_other_numbers_here(case):
 def test_losses_without_a_reference_are_those_of_trl(case):
     asked = case["settings"]
     name = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}[asked["loss_type"]]
-    shape = Shape(asked["beta"], asked["label_smoothing"], asked["simpo_gamma"], alphapo=asked["alpha"])
+    shape = LossShape(asked["beta"], asked["label_smoothing"], asked["simpo_gamma"], alphapo=asked["alpha"])
     assert PAIR_LOSSES[name].of(pairs_of(), shape).tolist() == pytest.approx(case["losses"], rel=PRINTED)
 
 
@@ -163,7 +163,7 @@ def some(side, rows):
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_a_loss_of_pairs_is_a_sum_however_they_are_cut(name):
     """With what couples them given, as the step knows it."""
-    pairs, shape = random_pairs(), Shape(label_smoothing=0.1)
+    pairs, shape = random_pairs(), LossShape(label_smoothing=0.1)
     whole = PAIR_LOSSES[name].of(pairs, shape)
     gradients = torch.autograd.grad(whole.sum(), [pairs.chosen.logps, pairs.rejected.logps], allow_unused=True)
     matches = matches_of(pairs, name) if PAIR_LOSSES[name].sorts else None
@@ -186,14 +186,14 @@ def test_an_untouched_model_is_pulled_towards_the_chosen_answer_and_away_from_th
     """But by discopop, which was found by search and rises around 0."""
     sums = [torch.full((1,), -9.0, requires_grad=True) for _ in range(2)]
     pairs = Pairs(*(Side(logps, logps.detach(), torch.full((1,), 4.0)) for logps in sums))
-    chosen, rejected = torch.autograd.grad(PAIR_LOSSES[name].of(pairs, Shape(label_smoothing=0.1)).sum(), sums)
+    chosen, rejected = torch.autograd.grad(PAIR_LOSSES[name].of(pairs, LossShape(label_smoothing=0.1)).sum(), sums)
     assert chosen < rejected
     assert chosen <= 0 <= rejected
 
 
 def test_sorted_pairs_get_the_gradient_of_the_sorted_sum():
     """By the book: sort both sides with their gradients, and compare what stands at the same rank."""
-    pairs, shape = random_pairs(), Shape()
+    pairs, shape = random_pairs(), LossShape()
     sums = [pairs.chosen.logps, pairs.rejected.logps]
     one, other = pairs.chosen.ratio.sort().values, pairs.rejected.ratio.sort().values
     plain = -torch.nn.functional.logsigmoid(shape.beta * (one - other)).sum()
@@ -210,7 +210,7 @@ def test_the_same_rank_is_found_for_equal_values_too():
 def test_odds_of_an_answer_that_is_certain_are_finite_and_so_is_their_gradient():
     certain = Side(torch.zeros(2, requires_grad=True), torch.zeros(2), torch.ones(2))
     unsure = Side(tensor([-1e-9, -40.0]).requires_grad_(), torch.zeros(2), torch.ones(2))
-    loss = PAIR_LOSSES["orpo"].of(Pairs(certain, unsure), Shape()).sum()
+    loss = PAIR_LOSSES["orpo"].of(Pairs(certain, unsure), LossShape()).sum()
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(certain.logps.grad).all()
@@ -220,7 +220,7 @@ def test_odds_of_an_answer_that_is_certain_are_finite_and_so_is_their_gradient()
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
 def test_a_divergence_far_from_the_reference_is_finite(divergence):
     far = Side(tensor([-5000.0, 0.0]).requires_grad_(), tensor([0.0, -5000.0]), torch.ones(2))
-    loss = PAIR_LOSSES["sigmoid"].of(Pairs(far, far), Shape(divergence=divergence)).sum()
+    loss = PAIR_LOSSES["sigmoid"].of(Pairs(far, far), LossShape(divergence=divergence)).sum()
     assert torch.isfinite(loss)
 
 

@@ -14,7 +14,7 @@ from burnish.core.types import IGNORE_INDEX
 from burnish.objectives.lm import check_fused_loss
 from burnish.ops import head_kernels
 from burnish.ops.cross_entropy import TokenLoss
-from burnish.ops.head_kernels import BACKENDS, head_loss, logits_bytes, obstacle
+from burnish.ops.head_kernels import BACKENDS, head_loss, head_obstacle, logits_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -46,14 +46,14 @@ def _installed(monkeypatch):
     ],
 )
 def test_a_kernel_that_cannot_do_it_says_why(way, device, rules, bias, reason):
-    assert reason in obstacle(way, device, rules, bias)
+    assert reason in head_obstacle(way, device, rules, bias)
 
 
 @pytest.mark.usefixtures("_installed")
 def test_on_a_gpu_the_kernels_do_what_they_know():
-    assert not obstacle("liger", GPU, TokenLoss(label_smoothing=0.1, softcap=30.0), has_bias=True)
-    assert not obstacle("cut_cross_entropy", GPU, TokenLoss(softcap=30.0))
-    assert not obstacle("chunked", CPU, TokenLoss(0.1, 30.0, accuracy=True, entropy=True), has_bias=True)
+    assert not head_obstacle("liger", GPU, TokenLoss(label_smoothing=0.1, softcap=30.0), has_bias=True)
+    assert not head_obstacle("cut_cross_entropy", GPU, TokenLoss(softcap=30.0))
+    assert not head_obstacle("chunked", CPU, TokenLoss(0.1, 30.0, accuracy=True, entropy=True), has_bias=True)
 
 
 def test_a_kernel_whose_library_is_missing_is_refused_by_name(monkeypatch):

@@ -6,12 +6,19 @@ from golden_run import IS_THERE, golden
 from trl_runs import tokenizer
 
 from burnish import DPOConfig, KTOConfig, RewardConfig, UserError
-from burnish.hf.preferences.rows import Encode, EncodeScored, EncodeVerdicts, prepared, verdict_row, with_others
+from burnish.hf.preferences.rows import (
+    EncodePairs,
+    EncodeScored,
+    EncodeVerdicts,
+    prepared,
+    verdict_row,
+    with_kl_answers,
+)
 from few import few
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason="the golden rows are not beside this checkout")
 disable_progress_bars()
-KINDS = {"DPOTrainer": (DPOConfig, Encode), "KTOTrainer": (KTOConfig, EncodeVerdicts),
+KINDS = {"DPOTrainer": (DPOConfig, EncodePairs), "KTOTrainer": (KTOConfig, EncodeVerdicts),
          "RewardTrainer": (RewardConfig, EncodeScored)}  # fmt: skip
 
 
@@ -72,9 +79,9 @@ def test_the_other_answer_is_that_of_the_record_before(case):
     rows = rows_of(records, "KTOTrainer", limit)
     if len({*map(tuple, rows["completion_ids"])}) == 1:
         with pytest.raises(UserError, match="All answers of the train dataset are the same"):
-            with_others(rows, "train")
+            with_kl_answers(rows, "train")
         return
-    rows = list(with_others(rows, "train"))
+    rows = list(with_kl_answers(rows, "train"))
     for place, (row, theirs) in enumerate(zip(rows, case["rows"], strict=True)):
         other = verdict_row(row, limit)["kl_input_ids"][len(row["prompt_ids"]) :]
         assert other == rows[place - 1]["completion_ids"][: limit - len(row["prompt_ids"])]

@@ -14,7 +14,7 @@ import pytest
 import burnish
 from burnish.cli import main
 from burnish.report.journal import Journal, boot_id, given_yaml, launched, start_ticks
-from burnish.web.runs import find, is_alive, read, run_folders, tail_lines
+from burnish.web.runs import find, is_alive, read_run, run_folders, tail_lines
 from small_run import make_model, records
 
 pytestmark = pytest.mark.run
@@ -61,7 +61,7 @@ def test_a_run_tells_who_ran_it_what_was_given_what_happened_and_how_it_ended(wo
         path.read_text() for path in folder.iterdir() if path.is_file() and path.suffix in (".json", ".yaml", ".jsonl")
     )
     assert "canary" not in written
-    run = read(folder)
+    run = read_run(folder)
     assert (run.state, run.maker, run.step, run.total, run.checkpoint) == ("done", "burnish", 10, 10, 10)
     capsys.readouterr()
     assert main(["runs", "saves"]) == 0
@@ -87,7 +87,7 @@ def test_a_run_that_fails_says_why_in_its_outcome(workplace, monkeypatch):
     assert outcome["sentence"].startswith("Out of memory")
     assert "per_device_train_batch_size" in outcome["remedy"]
     assert "MemoryError" in outcome["traceback"]
-    assert read(Path("saves/first")).state == "failed"
+    assert read_run(Path("saves/first")).state == "failed"
 
 
 def test_a_run_that_is_refused_leaves_nothing(workplace):
@@ -100,8 +100,8 @@ def test_a_refusal_is_told_to_who_launched_the_process(workplace):
     folder.mkdir(parents=True)
     (folder / "launch.json").write_text(json.dumps(launched(["cpu"])))
     assert main(["train", "run.yaml", "dataset=nowhere"]) == 2
-    assert read(folder).state == "failed"
-    assert "nowhere" in read(folder).sentence
+    assert read_run(folder).state == "failed"
+    assert "nowhere" in read_run(folder).sentence
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_stopped_killed_and_continued_runs_are_told_apart(workplace):
         child = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 120
         while not (
-            (run := read(folder)) and run.state == "running" and run.step > 2 and run.launch["pid"] == child.pid
+            (run := read_run(folder)) and run.state == "running" and run.step > 2 and run.launch["pid"] == child.pid
         ):
             assert time.monotonic() < until
             assert child.poll() is None
@@ -124,7 +124,7 @@ def test_stopped_killed_and_continued_runs_are_told_apart(workplace):
     child = begin()
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 128 + signal.SIGTERM
-    stopped = read(folder)
+    stopped = read_run(folder)
     assert stopped.state == "stopped"
     assert stopped.checkpoint == stopped.step
     child = begin()
@@ -132,7 +132,7 @@ def test_stopped_killed_and_continued_runs_are_told_apart(workplace):
     assert any(event["kind"] == "resumed" for event in events)
     child.kill()
     child.wait()
-    assert read(folder).state == "died"
+    assert read_run(folder).state == "died"
 
 
 def test_a_foreign_process_with_that_pid_is_not_the_run(workplace):
@@ -184,8 +184,8 @@ def test_runs_of_other_makers_and_damaged_folders_are_told_with_what_can_be_read
     assert "another-host" in runs["elsewhere"].sentence
     old = time.time() - 86400
     os.utime(elsewhere / "launch.json", (old, old))
-    assert read(elsewhere).state == "silent"
-    assert socket.gethostname() not in read(elsewhere).sentence
+    assert read_run(elsewhere).state == "silent"
+    assert socket.gethostname() not in read_run(elsewhere).sentence
 
 
 def test_a_log_of_gigabytes_is_read_from_its_end(tmp_path):

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.report.card import CardFacts, card_text, is_hub_id, write_card
+from burnish.report.card import CardFacts, card_text, is_hub_name, write_card
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.pace import Pace
 from burnish.report.plots import curves, plot_history, smoothed
@@ -275,8 +275,8 @@ def test_a_licence_is_named_only_where_it_is_known():
 def test_names_that_exist_on_one_machine_only_are_not_given_to_the_hub(tmp_path, monkeypatch):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert is_hub_id("owner/mine")
-    assert not is_hub_id("models/mine")
+    assert is_hub_name("owner/mine")
+    assert not is_hub_name("models/mine")
     read = header(card_text(facts(base_model="models/mine", datasets=["a.json"])))
     assert "base_model" not in read
     assert "datasets" not in read

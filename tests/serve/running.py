@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from burnish.serve.answering import Mailbox
-from burnish.serve.app import State, application
+from burnish.serve.app import ServerState, application
 from burnish.serve.completions import Desk
 from burnish.serve.options import ApiOptions
 from serve.fakes import FakeServed, ScriptedEngine, saying
@@ -23,7 +23,7 @@ HELLO = saying("hello")
 @dataclass
 class Running:
     port: int
-    state: State
+    state: ServerState
     engine: ScriptedEngine
 
 
@@ -51,7 +51,7 @@ def starting() -> Iterator[Callable[..., Running]]:
 
     def start(script=HELLO, key=None, is_ready=True, engine=None, **options) -> Running:
         engine = engine or ScriptedEngine(script)
-        given, loop, state = ApiOptions(**options), asyncio.new_event_loop(), State()
+        given, loop, state = ApiOptions(**options), asyncio.new_event_loop(), ServerState()
         if is_ready:
             state.desk = Desk(FakeServed(engine), Mailbox(loop), given.api_max_tokens, given.api_timeout, set())
             state.models = [{"id": "first", "object": "model", "created": 1, "owned_by": "burnish"}]

@@ -15,7 +15,7 @@ import pytest
 
 from burnish.core.errors import UserError
 from burnish.report.streams import OutputError
-from burnish.serve.terminal.partners import ChatSettings, Ended, Event, Request
+from burnish.serve.terminal.partners import AnswerEnded, ChatSettings, Event, Request
 from burnish.serve.terminal.screen import Screen, is_typed, visible
 from burnish.serve.terminal.talk import HELP, Talk
 from small_run import make_model
@@ -39,7 +39,7 @@ class Scripted:
             if event is KeyboardInterrupt:
                 raise KeyboardInterrupt
             yield event
-        yield Event("end", end=Ended("stop", 2, 0.1, 0.2, 90, (1, 2), (3, 4), (0.9, 0.05)))
+        yield Event("end", end=AnswerEnded("stop", 2, 0.1, 0.2, 90, (1, 2), (3, 4), (0.9, 0.05)))
 
     def pieces(self, ids):
         return [(f"w{i}", i == 1) for i in ids]
@@ -183,8 +183,8 @@ def test_help_and_sentences_are_folded_between_words_at_the_width_of_the_termina
 
 
 def test_an_answer_that_failed_takes_the_question_back() -> None:
-    talk, _, out = talk_of([Event("end", end=Ended("failed", error="non_finite_logits"))])
-    talk.partner.answer = lambda request: iter([Event("end", end=Ended("failed", error="non_finite_logits"))])
+    talk, _, out = talk_of([Event("end", end=AnswerEnded("failed", error="non_finite_logits"))])
+    talk.partner.answer = lambda request: iter([Event("end", end=AnswerEnded("failed", error="non_finite_logits"))])
     talk.partner.answer = _closable(talk.partner.answer)
     assert talk.take("One?") == 1
     assert talk.messages == []
@@ -231,7 +231,7 @@ def test_tokens_are_looked_at() -> None:
 
 
 def test_ctrl_c_behind_the_last_word_of_an_answer_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    talk, _, out = talk_of([Event("content", "a"), Event("end", end=Ended("stop"))])
+    talk, _, out = talk_of([Event("content", "a"), Event("end", end=AnswerEnded("stop"))])
 
     def tell(text: str, colour: str = "") -> None:
         raise KeyboardInterrupt

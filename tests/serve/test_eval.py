@@ -18,8 +18,8 @@ from burnish.infer.seats import SeatLoop
 from burnish.serve.evaluate import command
 from burnish.serve.evaluate.choices import Chooser, Chosen
 from burnish.serve.evaluate.harness import EngineModel
-from burnish.serve.evaluate.questions import Question, Subject, read_task
-from burnish.serve.evaluate.results import Answers, accuracy, compared, summary
+from burnish.serve.evaluate.questions import ChoiceQuestion, Subject, read_task
+from burnish.serve.evaluate.results import Answers, accuracies, accuracy, compared
 from small_run import make_model
 
 pytestmark = pytest.mark.run
@@ -60,7 +60,7 @@ def loop_over(model: Path, seats: int = 4, **given):
 def test_files_of_each_kind_are_read(task_dir: Path) -> None:
     maths = {subject.key: subject for subject in read_task("mmlu_test", task_dir)}["maths"]
     assert (maths.name, maths.category, len(maths.examples), len(maths.questions)) == ("mathematics", "STEM", 2, 6)
-    assert maths.questions[1] == Question("A, or B?", ("a", "b", "c", "d"), "A")
+    assert maths.questions[1] == ChoiceQuestion("A, or B?", ("a", "b", "c", "d"), "A")
     assert read_task("ceval_test", task_dir)[0].questions[0].answer is None
     assert read_task("cmmlu_test", task_dir)[0].examples[0].answer == "C"
     assert [question.answer for question in read_task("own_test", task_dir)[0].questions] == ["B", "A", "B", None]
@@ -109,7 +109,7 @@ def test_choices_are_scored_by_the_model_alone(model: Path, task_dir: Path) -> N
 
 def test_choices_that_begin_alike_are_scored_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answerer, loop = loop_over(model)
-    subject = Subject("x", "x", "", (), (Question("Q?", ("a", "b"), "A"),), "")
+    subject = Subject("x", "x", "", (), (ChoiceQuestion("Q?", ("a", "b"), "A"),), "")
     chooser = Chooser(loop, answerer.template, num_shots=0)
     apart = chooser.choose(subject)[0]
     prompt, answers = chooser._fitting(subject, subject.questions[0], 0)
@@ -124,7 +124,7 @@ def test_choices_that_begin_alike_are_scored_whole(model: Path, monkeypatch: pyt
 
 def test_shots_are_the_first_or_drawn_by_seed_subject_and_number(model: Path) -> None:
     answerer, loop = loop_over(model)
-    examples = tuple(Question(f"Q{n}?", ("a", "b"), "A") for n in range(9))
+    examples = tuple(ChoiceQuestion(f"Q{n}?", ("a", "b"), "A") for n in range(9))
     subject = Subject("x", "x", "", examples, (), "")
     assert Chooser(loop, answerer.template, num_shots=3).shots(subject, 4) == examples[:3]
     drawn = [Chooser(loop, answerer.template, num_shots=3, draws=True).shots(subject, n) for n in (0, 1, 0)]
@@ -133,9 +133,9 @@ def test_shots_are_the_first_or_drawn_by_seed_subject_and_number(model: Path) ->
 
 def test_shots_that_do_not_fit_are_left_out_and_counted(model: Path) -> None:
     answerer, loop = loop_over(model)  # 256 tokens of context
-    examples = tuple(Question("word " * 30, ("a", "b"), "A") for _ in range(5))
+    examples = tuple(ChoiceQuestion("word " * 30, ("a", "b"), "A") for _ in range(5))
     chooser = Chooser(loop, answerer.template)
-    chooser.choose(Subject("x", "x", "", examples, (Question("Q?", ("a", "b"), "A"),), ""))
+    chooser.choose(Subject("x", "x", "", examples, (ChoiceQuestion("Q?", ("a", "b"), "A"),), ""))
     assert chooser.shortened == 1
 
 
@@ -176,15 +176,15 @@ def test_several_models_stand_in_one_table(
 
 def test_without_told_answers_no_accuracy_is_claimed(task_dir: Path) -> None:
     subjects = read_task("ceval_test", task_dir)
-    found = summary(subjects, {"law": [Chosen("A", (1.0,), None)]})
+    found = accuracies(subjects, {"law": [Chosen("A", (1.0,), None)]})
     assert found == {"num_questions": 1, "num_answered": 0}
 
 
 def test_averages_are_over_questions_and_categories() -> None:
-    subjects = [Subject(k, k, c, (), (Question("?", ("a", "b"), "A"),) * n, "") for k, c, n in
+    subjects = [Subject(k, k, c, (), (ChoiceQuestion("?", ("a", "b"), "A"),) * n, "") for k, c, n in
                 (("x", "STEM", 3), ("y", "", 1))]  # fmt: skip
     done = {"x": [Chosen("A", (), True)] * 3, "y": [Chosen("B", (), False)]}
-    found = summary(subjects, done)
+    found = accuracies(subjects, done)
     assert (found["accuracy"], found["macro_accuracy"]) == (75.0, 50.0)
     assert found["accuracy_stderr"] == pytest.approx(100 * (0.75 * 0.25 / 3) ** 0.5, abs=1e-3)
     assert {key: each["accuracy"] for key, each in found["categories"].items()} == {"STEM": 100.0, "Other": 0.0}
@@ -192,13 +192,13 @@ def test_averages_are_over_questions_and_categories() -> None:
 
 
 def test_the_paired_error_counts_the_questions_that_differ() -> None:
-    subjects = [Subject("x", "x", "", (), (Question("?", ("a", "b"), "A"),) * 4, "")]
+    subjects = [Subject("x", "x", "", (), (ChoiceQuestion("?", ("a", "b"), "A"),) * 4, "")]
     of = [{"x": [Chosen("A", (), right) for right in rights]} for rights in ((1, 1, 0, 0), (1, 1, 1, 0))]
     assert compared(["one", "two"], subjects, of)[2].split() == ["two", "75.00", "+25.00", "±", "21.65"]
 
 
 def test_answers_of_another_model_are_begun_anew(tmp_path: Path) -> None:
-    subject = Subject("x", "x", "", (), (Question("?", ("a", "b"), "A"),), "")
+    subject = Subject("x", "x", "", (), (ChoiceQuestion("?", ("a", "b"), "A"),), "")
     Answers(tmp_path, {"model": 1}).add(subject, [Chosen("A", (0.5, 0.5), True)])
     assert Answers(tmp_path, {"model": 1}).whole(subject) == [Chosen("A", (0.5, 0.5), True)]
     assert Answers(tmp_path, {"model": 2}).whole(subject) is None

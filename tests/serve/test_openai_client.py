@@ -24,7 +24,7 @@ from burnish.core.types import Example, Message
 from burnish.infer.answerer import Answerer
 from burnish.infer.loading import load_answerer, seat_engine
 from burnish.serve.answering import Mailbox
-from burnish.serve.app import State, application
+from burnish.serve.app import ServerState, application
 from burnish.serve.completions import Desk
 from burnish.serve.options import ApiOptions
 from burnish.serve.served import ServedModel
@@ -48,7 +48,7 @@ class Real:
 @pytest.fixture(scope="module")
 def real() -> Iterator[Real]:
     answerer = load_answerer(serving_of([str(MODEL)]).options, "demo")
-    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), State()
+    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), ServerState()
     served = ServedModel(answerer, engine, "demo", aliases=["gpt-3.5-turbo"])
     state.desk, state.models, state.phase = Desk(served, Mailbox(loop), 64, 60.0, set()), served.models(), "ready"
     port, end = serve_app(application(ApiOptions(), state, "a-key-for-tests"), loop)
@@ -249,7 +249,7 @@ def test_adapters_answer_side_by_side_under_names_of_their_own(tmp_path) -> None
     assert main([*trained, "max_steps=3", "learning_rate=1e-2", f"output_dir={tmp_path / 'poet'}"]) == 0
     served = json.dumps({"poet": str(tmp_path / "poet")})
     answerer = load_answerer(serving_of([str(MODEL), "--served_adapters", served]).options, "demo")
-    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), State()
+    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), ServerState()
     model = ServedModel(answerer, engine, "demo")
     state.desk, state.models, state.phase = Desk(model, Mailbox(loop), 64, 60.0, set()), model.models(), "ready"
     port, end = serve_app(application(ApiOptions(), state, None), loop)

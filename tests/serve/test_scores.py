@@ -16,7 +16,7 @@ from burnish import cli
 from burnish.app.serving import serving_of
 from burnish.infer.loading import engine_of, load_answerer
 from burnish.serve.answering import Mailbox
-from burnish.serve.app import State, application
+from burnish.serve.app import ServerState, application
 from burnish.serve.completions import Desk
 from burnish.serve.options import ApiOptions
 from burnish.serve.served import ServedModel
@@ -48,7 +48,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(folder: Path):
     """A server of the folder, and its end."""
     answerer = load_answerer(serving_of([str(folder)]).options, "judge", may_score=True)
-    engine, loop, state = engine_of(answerer), asyncio.new_event_loop(), State()
+    engine, loop, state = engine_of(answerer), asyncio.new_event_loop(), ServerState()
     served = ServedModel(answerer, engine, "judge")
     state.desk, state.models, state.phase = Desk(served, Mailbox(loop), 64, 60.0, set()), served.models(), "ready"
     port, end = serve_app(application(ApiOptions(), state, None), loop)

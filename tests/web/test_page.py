@@ -20,13 +20,13 @@ import burnish
 from burnish.core.errors import UserError
 from burnish.report.journal import launched
 from burnish.web.command import read_options
-from burnish.web.follow import Place, cursor_text, news, read_cursor
+from burnish.web.follow import FilePosition, cursor_text, news, read_cursor
 from burnish.web.home import Home
 from burnish.web.layout import BOXES, DEPENDS, PLACES, PRESETS, RISKY
 from burnish.web.log_columns import columns_of
-from burnish.web.places import Places
+from burnish.web.places import Roots
 from burnish.web.series import thinned
-from burnish.web.words import language_of, words_of
+from burnish.web.words import language_of, page_words
 from burnish.wire.errors import Refusal
 from web.conftest import KEY
 from web.running import begun
@@ -192,14 +192,14 @@ def test_the_page_speaks_chinese_to_who_reads_it(page) -> None:
 
 
 def test_both_languages_have_the_same_words_and_the_same_places_in_them() -> None:
-    english, chinese = words_of("en"), words_of("zh")
+    english, chinese = page_words("en"), page_words("zh")
     assert english.keys() == chinese.keys()
     for key, text in english.items():
         assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[key])), key
 
 
 def test_every_word_that_is_asked_for_is_there_and_pages_hold_no_text_of_their_own() -> None:
-    english, used = words_of("en"), set()
+    english, used = page_words("en"), set()
     for file in [*(WEB / "static").glob("*.js"), *(WEB / "pages").glob("*.html")]:
         text = file.read_text(encoding="utf-8")
         used |= set(re.findall(r"\bt\(['\"](\w+)['\"]", text))
@@ -257,7 +257,7 @@ def test_a_reader_that_comes_and_goes_sees_every_row_once(tmp_path) -> None:
             file.write(pending[:cut])
             pending = pending[cut:]
             if draw.random() < 0.5:
-                place = read_cursor(cursor).get("a" * 12, Place())
+                place = read_cursor(cursor).get("a" * 12, FilePosition())
                 for name, data, behind in news("a" * 12, folder, place, log=False):
                     place = behind
                     if name == "rows":
@@ -272,7 +272,7 @@ def test_a_reader_that_comes_and_goes_sees_every_row_once(tmp_path) -> None:
 
 def test_a_log_that_was_cut_is_fetched_anew(tmp_path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text('{"current_steps": 1, "loss": 1}\n')
-    names = [name for name, _, _ in news("b" * 12, tmp_path, Place(rows=1000), log=False)]
+    names = [name for name, _, _ in news("b" * 12, tmp_path, FilePosition(rows=1000), log=False)]
     assert names[0] == "resync"
 
 
@@ -330,7 +330,7 @@ def test_options_that_are_a_risk_are_not_set_from_a_page(page, name) -> None:
 
 def test_hostile_texts_are_values_and_nothing_else(page, root, monkeypatch) -> None:
     started = []
-    monkeypatch.setattr("burnish.web.starting.start", lambda words, *rest: started.append(words) or _Ended())
+    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda words, *rest: started.append(words) or _Ended())
     for number, text in enumerate(HOSTILE):
         values = {
             "model_name_or_path": "m",
@@ -363,7 +363,7 @@ def test_a_folder_is_proposed_that_holds_nothing_yet(page, root) -> None:
 
 
 def test_a_folder_that_holds_a_run_is_not_taken_without_a_word(page, root, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.web.starting.start", lambda *_: _Ended())
+    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda *_: _Ended())
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/first"}
     status, _, text = page.send("POST", "/api/runs", {"values": values})
     assert (status, json.loads(text)["error"]["code"]) == (409, "folder_not_empty")
@@ -393,7 +393,7 @@ def test_a_signal_goes_only_to_the_process_that_is_proven_to_be_the_runs(page, r
 
 
 def test_the_queue_outlives_the_page_and_goes_on(root, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.web.starting.start", lambda *_: _Ended())
+    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda *_: _Ended())
     (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "time": 1.9e9}))
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
     with begun(root, tmp_path / "home", KEY) as page:
@@ -564,7 +564,7 @@ def test_options_of_the_page_are_refused_where_they_are_wrong(tmp_path, monkeypa
 def test_places_are_judged_after_links_are_followed(tmp_path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "out").symlink_to(tmp_path)
-    places = Places([str(tmp_path / "in")])
+    places = Roots([str(tmp_path / "in")])
     assert places.within("a/b", "x") == tmp_path / "in" / "a" / "b"
     with pytest.raises(Refusal):
         places.within("out/secret", "x")

@@ -19,7 +19,7 @@ import pytest
 
 import burnish
 from browser.conftest import Server, _end_runs, wait_for
-from burnish.web.runs import read
+from burnish.web.runs import read_run
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 VALUES = {
@@ -68,7 +68,7 @@ def test_killing_the_page_at_drawn_instants_leaves_the_run_what_it_is_at_the_com
     draw, folder = random.Random(seed), server.root / "saves" / "page"
     identity = ask(server, "POST", "/api/runs", {"values": VALUES})["id"]
     kills = 0
-    while (found := read(folder)) is not None and found.is_alive:
+    while (found := read_run(folder)) is not None and found.is_alive:
         time.sleep(draw.uniform(0.0, 1.5))
         port = int(server.address.rpartition(":")[2])
         server.kill()

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError, did_you_mean, few, times
+from burnish.core.errors import Problem, UserError, did_you_mean, few, shape_in_words
 from burnish.core.options import option
 from burnish.core.registry import Registry
 from burnish.core.snapshot import named_once
@@ -134,13 +134,13 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         UserError: where names or shapes differ, naming a few.
     """
     own = whole_state(model)
-    raise_unless_same(own, state, "the weights")
+    raise_unless_same_tensors(own, state, "the weights")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
 
-def raise_unless_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor], what: str) -> None:
+def raise_unless_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor], what: str) -> None:
     """Raise one UserError where two states differ in names or shapes."""
     parts = [
         f"{verb} {few(names)}"
@@ -148,7 +148,7 @@ def raise_unless_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor], wh
         if names
     ]
     other = [
-        f"{name} is {times(given[name].shape)}, here {times(own[name].shape)}"
+        f"{name} is {shape_in_words(given[name].shape)}, here {shape_in_words(own[name].shape)}"
         for name in own.keys() & given.keys()
         if own[name].shape != given[name].shape
     ]

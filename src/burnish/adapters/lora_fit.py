@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from burnish.adapters.base import raise_unless_same
+from burnish.adapters.base import raise_unless_same_tensors
 from burnish.adapters.lora_model import FILE_PREFIX, features, linear_layers
-from burnish.core.errors import Problem, UserError, few, times
+from burnish.core.errors import Problem, UserError, few, shape_in_words
 from burnish.core.json_files import FETCH_AGAIN, read_object
 from burnish.core.options import raise_if
 from burnish.core.tensor_files import TensorInfo, read_header
@@ -57,7 +57,7 @@ class Fit:
     @classmethod
     def of_folder(cls, folder: Path) -> Fit:
         """Read an adapter. Raises UserError where a file is missing, damaged, or of a kind that burnish lacks."""
-        config = read_config(folder)
+        config = read_adapter_config(folder)
         targets: dict[str, None] = {}
         whole: dict[str, None] = {}
         base: dict[str, str] = {}
@@ -95,7 +95,7 @@ SCORE = f"{FILE_PREFIX}score.weight"
 """The head of a reward model that was saved as a sequence classifier; ``models.reward_files`` reads it."""
 
 
-def read_config(folder: Path) -> Any:
+def read_adapter_config(folder: Path) -> Any:
     """The adapter in ``folder``, as peft's ``LoraConfig``.
 
     Raises:
@@ -194,7 +194,7 @@ def raise_unless_fitting(own: Mapping[str, Tensor], given: Mapping[str, Tensor])
     if None not in ranks and len(ranks) == 2 and own.keys() == given.keys():
         what = f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}."
         raise UserError(what, remedy="Set lora_rank to what it was, or start a new run in another output_dir.")
-    raise_unless_same(own, given, "the adapter's weights")
+    raise_unless_same_tensors(own, given, "the adapter's weights")
 
 
 def _weights_header(folder: Path) -> dict[str, TensorInfo]:
@@ -251,7 +251,8 @@ def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
         expected = tuple(parameters[path].shape)
     if info.shape == expected:
         return ""
-    return f"{path} {kind} is {times(info.shape)} in the adapter, and would be {times(expected)}".replace("  ", " ")
+    found, wanted = shape_in_words(info.shape), shape_in_words(expected)
+    return f"{path} {kind} is {found} in the adapter, and would be {wanted}".replace("  ", " ")
 
 
 def _rank(state: Mapping[str, Tensor]) -> int | None:

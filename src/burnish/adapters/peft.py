@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, raise_unless_same
+from burnish.adapters.base import ADAPTERS, raise_unless_same_tensors
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.files import from_anywhere
 from burnish.core.json_files import read_object
@@ -97,7 +97,7 @@ class PeftAdapter:
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         own = self.state(model)
-        raise_unless_same(own, state, "the adapter's weights")
+        raise_unless_same_tensors(own, state, "the adapter's weights")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])

@@ -25,7 +25,7 @@ from burnish.core.protocols import Engine
 _SHOWN = 5
 
 
-def raise_unless_same(plan: Plan, fingerprints: Mapping[str, Any], num_rows: int, engine: Engine) -> None:
+def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_rows: int, engine: Engine) -> None:
     """Compare this process with the first one; all of them call it.
 
     Raises:

@@ -1,7 +1,7 @@
 """The parts of a run, put together: one function for the command line (``build.py``) and for ``Trainer`` (``hf/``).
 
-In: the options, and ``Pieces``: what one run has and another has not. What a script overrides is such a piece. Out: a
-``Run``, at step 0. Nothing is read here, and nothing is written.
+In: the options, and ``RunPieces``: what one run has and another has not. What a script overrides is such a piece. Out:
+a ``Run``, at step 0. Nothing is read here, and nothing is written.
 
 The order is that in which each part needs the one before it: the optimizer is made over the model's weights, the engine
 prepares both, the schedule moves what it prepared.
@@ -53,7 +53,7 @@ class ModelPart(Stateful, Protocol):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RunPieces:
     """The parts of a run besides its options.
 
     Args:
@@ -93,7 +93,7 @@ class Pieces:
     logs_tokens: bool = False
 
 
-def assemble(options: RunChoices, pieces: Pieces) -> Run:
+def assemble(options: RunChoices, pieces: RunPieces) -> Run:
     """The run that ``pieces`` make."""
     engine, callbacks, created = pieces.engine, pieces.callbacks, pieces.optimizer()
     model, optimizer = engine.prepare(pieces.objective.module(pieces.model.model), created)

@@ -20,8 +20,8 @@ import torch
 
 from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines
 from burnish.adapters.lora import learning_rates
-from burnish.app.agreement import raise_unless_same
-from burnish.app.assemble import Pieces, assemble
+from burnish.app.agreement import raise_unless_ranks_agree
+from burnish.app.assemble import RunPieces, assemble
 from burnish.app.callbacks import callbacks_of
 from burnish.app.checks import FINISHED_NAME, trains
 from burnish.app.clearing import SetAside
@@ -42,14 +42,14 @@ from burnish.core.checkpoint import Checkpoints, only_writer, output_folder
 from burnish.core.collection import collect_from_here
 from burnish.core.events import CallbackHandler
 from burnish.core.loop import TrainOutput
-from burnish.core.patching import allows, summary
+from burnish.core.patching import allows, patch_summary
 from burnish.core.protocols import Engine
 from burnish.core.run import Run
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
-from burnish.data.origins import in_words
+from burnish.data.origins import origins_in_words
 from burnish.data.tally import Tally
 from burnish.engine.base import set_seed
 from burnish.engine.create import create_engine
@@ -61,7 +61,7 @@ from burnish.models.fitted import fit
 from burnish.models.fused import patch_forwards
 from burnish.models.liger import LIGER, apply_liger, takes_liger
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
-from burnish.models.quantize import is_quantised
+from burnish.models.quantize import quantisation_of
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
@@ -129,7 +129,7 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
                 if trains(options):
                     (folder / FINISHED_NAME).unlink(missing_ok=True)  # of fewer steps
             engine.barrier()
-            raise_unless_same(plan, prepared.fingerprints(), len(prepared.rows), engine)
+            raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), engine)
             watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
             run = build_run(plan, prepared, engine, found, [interrupt, *filter(None, [earlier, journal]), *watch_over])
             if found is not None:
@@ -191,11 +191,11 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
         callbacks_of(options, facts, callbacks), options, TrainerState(), TrainerControl(),
         processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
-    pieces = Pieces(
+    pieces = RunPieces(
         model=ModelState(model, adapter), objective=objective, engine=engine, stream=stream, steps=steps,
         rows=options.per_device_train_batch_size, callbacks=listeners,
         parts={"callbacks": listeners, **objective.parts}, spikes=watch_for_spikes(options),
-        where=lambda items: in_words(prepared.where(items)), checkpoints=PatientCheckpoints,
+        where=lambda items: origins_in_words(prepared.where(items)), checkpoints=PatientCheckpoints,
         optimizer=lambda: create_optimizer(trained, model, options, learning_rates(model, options)),
         scheduler=lambda made: create_scheduler(made, options, steps.max_steps, options.learning_rate),
         folder=output_folder(options), fingerprints=prepared.fingerprints(),
@@ -206,7 +206,7 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
     run = assemble(options, pieces)
     for sentence in ask_beforehand(run, prepared, options):
         note(sentence)
-    if patched := summary(model):
+    if patched := patch_summary(model):
         note(f"Patched: {'; '.join(patched)}.")
     listeners.fire("on_init_end")
     return run
@@ -216,7 +216,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     """The model with its weights, on its device, and what moves in the format in which it moves."""
     notes: list[str] = []
     in_files = loaded_dtype(prepared.config)
-    device = engine.device if is_quantised(options, prepared.config) else None  # its kernels are chosen for a device
+    device = engine.device if quantisation_of(options, prepared.config) else None  # its kernels are chosen for a device
     model = load_model(
         options,
         dtype=load_dtype(options, engine),
@@ -237,7 +237,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     engine.place(model, trainable_dtype(options, model, engine))
     turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
     notes += [f"{label.capitalize()}: {text}." for label, text in turns]
-    if not is_quantised(options, prepared.config):
+    if not quantisation_of(options, prepared.config):
         saved: Any = model.config.dtype if adapter.saves_whole_model and trains(options) else None
         notes += formats_in_words(in_files, *formats_in(model), saved)
     for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):

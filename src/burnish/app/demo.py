@@ -27,7 +27,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Question:
+class DemoQuestion:
     prompt: str
     answer: str
     wrong: str = ""
@@ -68,16 +68,16 @@ def demo_plan(words: list[str], name: str = "demo.yaml") -> Plan:
     return plan({**given, **{name: Given(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 
-def held_out(name: str = "heldout") -> list[Question]:
+def held_out(name: str = "heldout") -> list[DemoQuestion]:
     lines = (CARRIED / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [
-        Question(f"{r['instruction']}\n{r['input']}".strip(), r.get("output") or r["chosen"], r.get("rejected", ""))
+        DemoQuestion(f"{r['instruction']}\n{r['input']}".strip(), r.get("output") or r["chosen"], r.get("rejected", ""))
         for r in records
     ]
 
 
-def answers(folder: Path, questions: list[Question], batch_size: int = 50) -> list[str]:
+def answers(folder: Path, questions: list[DemoQuestion], batch_size: int = 50) -> list[str]:
     """Greedy answers of the model in ``folder``."""
     model, tokenizer = _loaded(folder)
     found: list[str] = []
@@ -105,7 +105,7 @@ def _answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def preferred(folder: Path, pairs: list[Question]) -> float:
+def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
     """The share of pairs whose right answer the model in ``folder`` finds likelier than the wrong one. In [0, 1]."""
     import torch
 
@@ -113,7 +113,7 @@ def preferred(folder: Path, pairs: list[Question]) -> float:
         return 0.0
     model, tokenizer = _loaded(folder)
 
-    def logp(question: Question, answer: str) -> float:
+    def logp(question: DemoQuestion, answer: str) -> float:
         turns = [{"role": "user", "content": question.prompt}]
         asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
         said = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
@@ -125,12 +125,12 @@ def preferred(folder: Path, pairs: list[Question]) -> float:
     return sum(found) / len(found)
 
 
-def exact_match(questions: list[Question], found: list[str]) -> float:
+def share_exact(questions: list[DemoQuestion], found: list[str]) -> float:
     """The share of answers that equal the right one, letter for letter. In [0, 1]."""
     return sum(q.answer == text for q, text in zip(questions, found, strict=True)) / len(questions)
 
 
-def _report(questions: list[Question], before: list[str], after: list[str]) -> str:
+def _report(questions: list[DemoQuestion], before: list[str], after: list[str]) -> str:
     """A table of some questions, spread over the set, and the two scores."""
     lines = [f"\n{'question':<46}{'before':<16}{'after':<20}"]
     for index in range(0, len(questions), max(1, len(questions) // SHOWN))[:SHOWN]:
@@ -138,7 +138,7 @@ def _report(questions: list[Question], before: list[str], after: list[str]) -> s
         mark = "right" if after[index] == question.answer else f"wrong, it is {question.answer}"
         asked = _cut(question.prompt.replace("\n", " "), 44)
         lines.append(f"{asked:<46}{_cut(before[index], 14):<16}{_cut(after[index], 18):<20}{mark}")
-    scores = f"{exact_match(questions, before):.2f} before, {exact_match(questions, after):.2f} after"
+    scores = f"{share_exact(questions, before):.2f} before, {share_exact(questions, after):.2f} after"
     return "\n".join([*lines, f"\nexact match on {len(questions)} held-out questions: {scores}"])
 
 

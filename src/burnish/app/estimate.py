@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """Sizes of a decoder for the estimate."""
 
     layers: int
@@ -26,7 +26,7 @@ class Shape:
     vocabulary: int
 
     @classmethod
-    def of(cls, config: object) -> Shape:
+    def of(cls, config: object) -> DecoderShape:
         """Read a transformers config, whose attribute map gives all model families the same names."""
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads") or 1
         head_size = _size(config, "head_dim") or hidden // heads
@@ -70,7 +70,7 @@ class Term:
 
 
 def memory_terms(
-    params: int, trained: int, shape: Shape, formats: Formats, tokens: int, logits: Term | None = None, *,
+    params: int, trained: int, shape: DecoderShape, formats: Formats, tokens: int, logits: Term | None = None, *,
     learns: bool = True, copies: bool = True, recompute: bool = False, selective: bool = False, offload: bool = False,
     adapter: Term | None = None,
 ) -> list[Term]:  # fmt: skip
@@ -107,7 +107,7 @@ def memory_terms(
 
 
 def _activations(
-    shape: Shape, tokens: int, compute_bytes: int, recompute: bool, selective: bool, offload: bool
+    shape: DecoderShape, tokens: int, compute_bytes: int, recompute: bool, selective: bool, offload: bool
 ) -> Term:
     """Activations that autograd keeps for the backward pass.
 
@@ -132,7 +132,7 @@ def _activations(
     return Term("activations", tokens * (shape.layers * kept + once), f"{tokens:,} tokens x {layers}{how}")
 
 
-def dora_term(shape: Shape, tokens: int, compute_bytes: int) -> Term:
+def dora_term(shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
     """DoRA's own: two results of each of the seven products of a layer, and the weights that it measures, whole."""
     of_a_token = 2 * (3 * shape.hidden + 2 * shape.keys + 2 * shape.intermediate)
     of_weights = shape.hidden * (2 * shape.hidden + 2 * shape.keys + 3 * shape.intermediate)
@@ -140,12 +140,12 @@ def dora_term(shape: Shape, tokens: int, compute_bytes: int) -> Term:
     return Term("DoRA", shape.layers * (tokens * of_a_token + of_weights) * compute_bytes, reason)
 
 
-def products_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+def products_bytes_per_token(shape: DecoderShape, compute_bytes: int) -> int:
     """A layer's input, the results of its seven products and of its attention: 5 H + 2 K + 2 F numbers."""
     return (5 * shape.hidden + 2 * shape.keys + 2 * shape.intermediate) * compute_bytes
 
 
-def layer_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+def layer_bytes_per_token(shape: DecoderShape, compute_bytes: int) -> int:
     """6 H + 2 K + 4 F numbers in the format of the forward pass, and 2 H in float32."""
     return (6 * shape.hidden + 2 * shape.keys + 4 * shape.intermediate) * compute_bytes + 2 * shape.hidden * 4
 

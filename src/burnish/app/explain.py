@@ -14,7 +14,7 @@ from typing import Any
 from burnish.app.build import wants_padding_free, wants_prefix_sharing
 from burnish.app.callbacks import listeners_of
 from burnish.app.checks import evaluates, trains
-from burnish.app.estimate import Shape, Term, shown_bytes
+from burnish.app.estimate import DecoderShape, Term, shown_bytes
 from burnish.app.explain_model import model_section
 from burnish.app.explain_view import Line, Sample, Section, show
 from burnish.app.interrupt import InterruptCallback
@@ -349,7 +349,7 @@ def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
     """Memory of the run on each device, term by term."""
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
-    shape, trained = Shape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
+    shape, trained = DecoderShape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
     terms = memory_of(options, prepared.config, sizes, formats, tokens)
     return shared(terms, sharing_of(options, plan.world_size), shape, formats, sizes.total, trained)
 

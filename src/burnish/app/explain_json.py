@@ -29,7 +29,7 @@ from burnish.report.journal import given_yaml
 _POINTS = 64
 
 
-def explained(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[dict[str, Any]]:
+def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Parts of the answer as they become known: first what the options alone say.
 
     Raises:
@@ -56,7 +56,7 @@ def whole(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         with placing(chosen.provenance):
-            for part in explained(chosen, num_rows):
+            for part in explained_parts(chosen, num_rows):
                 found |= part
     except UserError as error:
         found |= {"problems": problems_of(error)}

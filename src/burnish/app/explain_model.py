@@ -17,14 +17,14 @@ from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared
 from burnish.app.references import needs_reference, planned_reference
 from burnish.app.resources import compute_dtype, formats_in_words, held_dtype, loaded_dtype, trained_dtype
-from burnish.core.patching import Reason, allows, patch, patches_of, summary
+from burnish.core.patching import Reason, allows, patch, patch_summary, patches_of
 from burnish.engine.checkpointing import checkpoint_activations
 from burnish.engine.options import device_of
 from burnish.models.attention import PADDING_FREE
 from burnish.models.fused import patch_forwards
 from burnish.models.liger import LIGER, takes_liger
 from burnish.models.load import SAMPLING, context_length, samples_without_sampling
-from burnish.models.quantize import UNTOUCHED, is_quantised
+from burnish.models.quantize import UNTOUCHED, quantisation_of
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fitted_shapes
 from burnish.objectives.neftune import EmbeddingNoise
@@ -66,7 +66,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
 def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
     """The formats of the weights, where the run changes them."""
     config, saves = prepared.config, trains(options) and prepared.sizes.saves_whole_model
-    if is_quantised(options, config):
+    if quantisation_of(options, config):
         return []
     held, moved = held_dtype(options, config), trained_dtype(options, config)
     frozen = moved if prepared.sizes.total == prepared.sizes.trained or prepared.sizes.turns else held
@@ -81,7 +81,7 @@ def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
 def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
     """The patches that the run will make to the model's code."""
     model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
-    for sentence in summary(model) or ["nothing"]:
+    for sentence in patch_summary(model) or ["nothing"]:
         yield Line("patched", sentence, plan.where("patches"))
     for why in dict.fromkeys(done.why for done in patches_of(model)):
         yield Line("why", f"{why.kind}: {why.why}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from burnish.report.console import answer, is_terminal
+from burnish.report.console import is_terminal, print_result
 from burnish.report.streams import can_draw
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:
         screen = Console()
         screen.print(drawn(sections, samples, screen.width), soft_wrap=True, highlight=False)
     else:
-        answer(plain(sections, samples))
+        print_result(without_colours(sections, samples))
 
 
-def plain(sections: Sequence[Section], samples: Sequence[Sample], width: int = 100) -> str:
+def without_colours(sections: Sequence[Section], samples: Sequence[Sample], width: int = 100) -> str:
     """The text without colours."""
     blocks = ["\n".join([section.title, *_section_lines(section, width)]) for section in sections]
     blocks += [f"{sample.title} in {_OPEN} {_CLOSE}\n{_indented(_marked(sample))}" for sample in samples]
@@ -138,7 +138,7 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
 
 
 def _drawn_line(line: Line, width: int, labels: int) -> Text:
-    """The line in the layout of ``plain``, its parts coloured."""
+    """The line in the layout of ``without_colours``, its parts coloured."""
     from rich.text import Text
 
     text = Text("\n".join(_wrapped(line, width, labels)) + "\n")

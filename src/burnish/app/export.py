@@ -50,7 +50,7 @@ from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
 from burnish.models.load import context_length, load_config
 from burnish.models.quantised_export import without_bits
-from burnish.models.quantize import is_quantised
+from burnish.models.quantize import quantisation_of
 from burnish.models.reward_files import save_reward_head
 from burnish.models.save import save_model
 from burnish.models.source import adapter_folders, find_source
@@ -153,7 +153,7 @@ def export_options(given: Mapping[str, Given]) -> RunOptions:
 def quantised_base(options: RunOptions) -> list[Problem]:
     """A problem where the base is quantised, or would be while it is loaded."""
     try:
-        method = is_quantised(options, load_config(options))
+        method = quantisation_of(options, load_config(options))
     except UserError:
         return []  # check_model finds what is wrong with it
     if not method:

@@ -75,7 +75,7 @@ def described(error: BaseException, output_dir: str | None) -> Problem:
 def _found(error: BaseException, output_dir: str | None) -> UserError | Problem:
     """The first of an error's causes that is known: the user's mistake, or the sentence on what the machine did."""
     for cause in causes(error):
-        found = cause if isinstance(cause, UserError) else explained(cause, output_dir)
+        found = cause if isinstance(cause, UserError) else failure_in_words(cause, output_dir)
         if found is not None:
             return found
     return _unexpected(error, output_dir)
@@ -91,7 +91,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__
 
 
-def explained(error: BaseException, output_dir: str | None) -> Problem | None:
+def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | None:
     """Explain a failure of the machine in a sentence; None for an unexpected error."""
     if isinstance(error, NotSavedError):
         return error.problem

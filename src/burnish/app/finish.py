@@ -25,7 +25,7 @@ from burnish.app.rewards import save_head
 from burnish.core.checkpoint import output_folder
 from burnish.core.errors import NotSavedError
 from burnish.core.loop import TrainOutput, evaluate_all, save, set_training_mode
-from burnish.core.patching import summary
+from burnish.core.patching import patch_summary
 from burnish.core.run import Run
 from burnish.models.save import save_model
 from burnish.objectives.reward import RewardObjective
@@ -209,7 +209,7 @@ def describe(
             is_adapter=not trained.adapter.saves_whole_model,
             loads_in_peft=(folder / "adapter_config.json").is_file(),
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
-            tally=prepared.tally.sentences(), patches=summary(trained.model),
+            tally=prepared.tally.sentences(), patches=patch_summary(trained.model),
             has_chat_template=bool(prepared.tokenizer.chat_template),
             pictures=pictures,
         ),

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from burnish.app.gguf_tokens import add_tokenizer, kind_of
+from burnish.app.gguf_tokens import add_tokenizer, tokenizer_kind
 from burnish.app.options import RunOptions
 from burnish.core.errors import MissingExtraError, Problem, UserError
 from burnish.core.tensor_files import read_header
@@ -117,7 +117,7 @@ def _own(folder: Path, target: Path, kind: str) -> None:
     gguf = _library()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens = kind_of(words)
+    tokens = tokenizer_kind(words)
     writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
     _add_shape(writer, config, folder.resolve().name, kind)
     add_tokenizer(writer, folder, words, tokens, config["vocab_size"])

@@ -32,7 +32,7 @@ _ADDED_SCORE = -1000.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class TokenizerKind:
     """A tokenizer by llama.cpp's names.
 
     Args:
@@ -48,7 +48,7 @@ class Kind:
     has_prefix: bool = False
 
 
-def kind_of(words: dict[str, Any]) -> Kind:
+def tokenizer_kind(words: dict[str, Any]) -> TokenizerKind:
     """The kind of a ``tokenizer.json``.
 
     Raises:
@@ -56,8 +56,8 @@ def kind_of(words: dict[str, Any]) -> Kind:
     """
     model = words["model"]
     if model.get("type") == "BPE" and model.get("byte_fallback"):
-        return Kind("llama", "default", _scores(words), _prefix(words))
-    return Kind("gpt2", _split_of(words))
+        return TokenizerKind("llama", "default", _scores(words), _prefix(words))
+    return TokenizerKind("gpt2", _split_of(words))
 
 
 def _refusal(what: str) -> UserError:
@@ -136,7 +136,7 @@ def _steps(made: list[str]) -> dict[str, int]:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], kind: Kind, rows: int) -> None:
+def add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], kind: TokenizerKind, rows: int) -> None:
     """Write the fields of a folder's tokenizer, with a token for each of the embedding's ``rows``."""
     from burnish.models.tokens import tokenizer_in
 
@@ -167,7 +167,7 @@ def add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], kind: Kind, 
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _types(tokenizer: Any, tokens: dict[int, str], kind: Kind, rows: int) -> list[int]:
+def _types(tokenizer: Any, tokens: dict[int, str], kind: TokenizerKind, rows: int) -> list[int]:
     special, added = set(tokenizer.all_special_ids), set(tokenizer.get_added_vocab().values())
     is_sentencepiece = kind.scores is not None
 

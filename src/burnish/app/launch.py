@@ -116,7 +116,7 @@ def going_on(words: Sequence[str], output_dir: str | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessesEnded:
     """The end of the processes.
 
     Args:
@@ -167,7 +167,7 @@ class Processes:
             if output is not None:
                 output.close()
 
-    def wait(self) -> Ended:
+    def wait(self) -> ProcessesEnded:
         """Wait until the last process has ended."""
         with self._forwarding():
             try:
@@ -179,7 +179,7 @@ class Processes:
             finally:
                 self._kill()
         if self._has_stopped() or not any(map(self._has_failed, self.running)):
-            return Ended(status_of(self.running[0].returncode))
+            return ProcessesEnded(exit_status(self.running[0].returncode))
         return self._failure()
 
     def _are_running(self) -> bool:
@@ -191,7 +191,7 @@ class Processes:
     def _has_stopped(self) -> bool:
         """Return whether the first one has ended because it was asked to."""
         status = self.running[0].poll()
-        return self.received is not None and status is not None and status_of(status) > 128
+        return self.received is not None and status is not None and exit_status(status) > 128
 
     def _has_failed(self, process: subprocess.Popen[bytes]) -> bool:
         return process.poll() not in (None, 0) and process not in self.killed
@@ -208,24 +208,24 @@ class Processes:
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
-    def _failure(self) -> Ended:
+    def _failure(self) -> ProcessesEnded:
         """The failure of the process that failed first; the others failed because it was gone."""
         failed = [
             (rank, process) for rank, process in zip(self.ranks, self.running, strict=True) if self._has_failed(process)
         ]
         rank, process = min(failed, key=self._time_of_failure)
-        status = status_of(process.returncode)
+        status = exit_status(process.returncode)
         stalled = [(rank, self._stacks(rank)) for rank in self.ranks if self._stacks(rank)]
         if stalled:
             stacks = "\n".join(f"  {self._place(rank)}:\n{text}" for rank, text in stalled)
-            return Ended(status, (f"The run stood still for longer than stall_timeout_s.\n{stacks}",), True)
+            return ProcessesEnded(status, (f"The run stood still for longer than stall_timeout_s.\n{stacks}",), True)
         said = self._failure_file(rank)
         if not said.is_file():
-            return Ended(status, (self._without_words(rank, process.returncode),), True)
+            return ProcessesEnded(status, (self._without_words(rank, process.returncode),), True)
         *first, last = said.read_text(encoding="utf-8").rstrip(console.END_OF_PROBLEM).split(console.END_OF_PROBLEM)
         if status == _USER_ERROR or self.world_size == 1:
-            return Ended(status, (*first, last))
-        return Ended(status, (*first, f"{last}\n  {self._place(rank)}."), True)
+            return ProcessesEnded(status, (*first, last))
+        return ProcessesEnded(status, (*first, f"{last}\n  {self._place(rank)}."), True)
 
     def _time_of_failure(self, failed: tuple[int, subprocess.Popen[bytes]]) -> tuple[float, int]:
         """Sorting key: processes that a signal ended come first, as they did not fail because another was gone."""
@@ -277,7 +277,7 @@ class Processes:
             self.running[0].send_signal(number)
 
 
-def status_of(returncode: int) -> int:
+def exit_status(returncode: int) -> int:
     """An exit status as in shells: 128 + the signal that ended a process."""
     return 128 - returncode if returncode < 0 else returncode
 

@@ -22,8 +22,8 @@ from burnish.core.errors import MissingExtraError, Problem
 from burnish.core.options import option
 from burnish.core.registry import Registry
 
-Metric: TypeAlias = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
-METRICS: Registry[Metric] = Registry("metric")
+AnswerMetric: TypeAlias = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
+METRICS: Registry[AnswerMetric] = Registry("metric")
 
 
 @dataclass

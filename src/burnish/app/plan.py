@@ -26,7 +26,7 @@ from burnish.app import checks
 from burnish.app.absent import take_absent
 from burnish.app.options import RunOptions
 from burnish.core.errors import Problem, UserError
-from burnish.core.options import Given, Spec, build, changed, convert, specs
+from burnish.core.options import Given, Spec, build, changed_options, convert, specs
 
 Check = Callable[[Any], list[Problem]]
 
@@ -54,7 +54,10 @@ class Plan:
     def changed(self) -> Iterator[tuple[Spec, Any, str]]:
         """Yield the options that are not at their default: declaration, value, place."""
         declared = specs(RunOptions)
-        return ((declared[name], value, self.provenance.get(name, "")) for name, value in changed(self.options).items())
+        return (
+            (declared[name], value, self.provenance.get(name, ""))
+            for name, value in changed_options(self.options).items()
+        )
 
 
 def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO, get_origin
 
 from burnish.app.checks import problems_in_files
-from burnish.app.explain_json import explained, problems_of
+from burnish.app.explain_json import explained_parts, problems_of
 from burnish.app.listing import component
 from burnish.app.options import RunOptions
 from burnish.app.plan import plan
@@ -62,7 +62,7 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             return
         given = {name: Given(value, "") for name, value in question["values"].items()}
         chosen = plan(given, also=[problems_in_files])
-        yield from explained(chosen, question.get("rows", 5), question.get("seed", 0))
+        yield from explained_parts(chosen, question.get("rows", 5), question.get("seed", 0))
         yield {"is_last": True}
     except UserError as error:
         yield {"problems": problems_of(error), "is_last": True}

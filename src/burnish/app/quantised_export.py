@@ -24,9 +24,9 @@ from burnish.core.types import Example, Row
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
 from burnish.data.templates.choose import load_template
-from burnish.models.quantised_export import Job, check_quantised_export, group_of, quantise
+from burnish.models.quantised_export import QuantisationJob, check_quantised_export, group_of, quantise
 from burnish.models.tokens import fitted_shapes
-from burnish.report.card import CARD_NAME, is_hub_id, serving_lines
+from burnish.report.card import CARD_NAME, is_hub_name, serving_lines
 
 HELD_OUT = 64
 """The most rows on which perplexity is measured."""
@@ -91,7 +91,7 @@ def quantise_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
     source = source.resolve()
     made = source.parent / "quantised"
     device = "cpu" if options.export_device == "cpu" else "cuda"
-    job = Job(
+    job = QuantisationJob(
         str(source), str(made), options.export_quantization_method, options.export_quantization_bit or 4, using.group,
         [row["input_ids"] for row in using.rows], using.held_out, f"{options.export_size}GB",
         options.trust_remote_code, device,
@@ -111,7 +111,7 @@ def quantise_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
     return [said, *([f"That is {worse:.0%} worse: more bits, or other rows to calibrate with."] * (worse > WORSE))]
 
 
-def _sentence(job: Job, before: float, after: float) -> str:
+def _sentence(job: QuantisationJob, before: float, after: float) -> str:
     group = f"groups of {job.group} inputs" if job.group > 0 else "one scale per output"
     tokens = sum(label != -100 for row in job.held_out for label in row["labels"][1:])
     return (
@@ -123,7 +123,7 @@ def _sentence(job: Job, before: float, after: float) -> str:
 def card(name: str, said: str, options: RunOptions) -> str:
     """The model card of a quantised folder."""
     base = str(options.model_name_or_path)
-    is_plain = is_hub_id(base) and not options.adapter_name_or_path
+    is_plain = is_hub_name(base) and not options.adapter_name_or_path
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     header += [f"base_model: {json.dumps(base)}", "base_model_relation: quantized"] * is_plain
     header += ["tags:", "- burnish", f"- {options.export_quantization_method}", "---"]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import burnish
 from burnish.core.errors import NotSavedError, UserError
-from burnish.core.patching import summary
+from burnish.core.patching import patch_summary
 from burnish.core.protocols import Engine
 from burnish.core.types import Batch
 from burnish.data.rows.encode import alone, begin_place, cache_home, is_whole, replacing
@@ -72,7 +72,7 @@ def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, engine: E
         model = causal_lm(bare.model)
         facts = {
             "burnish": burnish.__version__, "libraries": [version(name) for name in ("torch", "transformers")],
-            "model": [type(model).__name__, model.config.to_json_string()], "patches": summary(model),
+            "model": [type(model).__name__, model.config.to_json_string()], "patches": patch_summary(model),
             "attention": model.config._attn_implementation, "format": str(getattr(engine, "dtype", None)),
             "device": engine.device.type, "rows": len(rows),
         }  # fmt: skip

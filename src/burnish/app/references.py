@@ -159,7 +159,7 @@ def _second(
     for folder in adapter_folders(asked):
         load_adapter(second, folder)
         merge_into_base(second)
-    check_vocabulary(model, second)
+    refuse_other_vocabulary(model, second)
     second.to(engine.device)
     if not options.torch_compile:
         patch_forwards(second, options)
@@ -180,7 +180,7 @@ def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bo
     return is_flat and (not shares_prefixes(model) or shares_prefixes(second))
 
 
-def check_vocabulary(model: nn.Module, second: nn.Module) -> None:
+def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     """Refuse a reference whose tokens are others than the policy's."""
     own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if own != other:

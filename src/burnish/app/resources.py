@@ -17,7 +17,7 @@ from torch import nn
 
 from burnish.adapters.base import ModelAdapter, trainable_summary
 from burnish.app.checks import nearest_existing, trains
-from burnish.app.estimate import Formats, Shape, Term, disk_bytes, dora_term, memory_terms, shown_bytes
+from burnish.app.estimate import DecoderShape, Formats, Term, disk_bytes, dora_term, memory_terms, shown_bytes
 from burnish.app.failure import meminfo_bytes
 from burnish.app.options import RunOptions
 from burnish.core.checkpoint import output_folder
@@ -174,7 +174,7 @@ def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
 
 def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float:
     """Bytes of the optimizer's state per trained parameter, measured after a step on a small matrix."""
-    width = min(Shape.of(config.get_text_config()).hidden, 512)
+    width = min(DecoderShape.of(config.get_text_config()).hidden, 512)
     weight = nn.Linear(width, width, bias=False, dtype=dtype)
     model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer, for optimizers that check names
     of_any_name = replace(options, galore_target=["all"], apollo_target=["all"], optim_target_modules=None)
@@ -188,7 +188,7 @@ def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float
 
 def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
     """Memory of the run, term by term. Args: tokens: of the largest micro-batch."""
-    shape = Shape.of(config.get_text_config())
+    shape = DecoderShape.of(config.get_text_config())
     has_dora = options.finetuning_type == "lora" and options.use_dora
     keeps_casts = device_of(options).type != "cpu" or options.torch_compile or not options.patches
     terms = memory_terms(
@@ -197,7 +197,7 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
         shape,
         formats,
         tokens,
-        logits_of(options, shape, tokens, formats.compute),
+        logits_term(options, shape, tokens, formats.compute),
         learns=trains(options),
         copies=keeps_casts,  # else ``ops.cpu.cast_linear`` keeps none
         recompute=options.gradient_checkpointing,
@@ -211,7 +211,7 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
     return terms
 
 
-def logits_of(options: RunOptions, shape: Shape, tokens: int, compute_bytes: int) -> Term:
+def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
     """The logits that are in memory at a time, if every token is learned."""
     if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and the gradient of these
         num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from burnish.app.estimate import Formats, Shape, Term
+from burnish.app.estimate import DecoderShape, Formats, Term
 from burnish.app.options import RunOptions
 from burnish.engine.deepspeed_settings import raw_settings, zero_stage
 from burnish.engine.fsdp_settings import fsdp_settings
@@ -78,7 +78,7 @@ def _number(settings: Mapping[str, object], name: str, usual: int) -> int:
 
 
 def shared(
-    terms: Sequence[Term], sharing: Sharing, shape: Shape, formats: Formats, params: int, trained: int
+    terms: Sequence[Term], sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int
 ) -> list[Term]:
     """The parts on one device.
 
@@ -126,7 +126,7 @@ def _halved(term: Term, formats: Formats) -> Term:
     return replace(term, num_bytes=round(term.num_bytes * factor), reason=f"{term.reason}, in {formats.compute} bytes")
 
 
-def _gathered(sharing: Sharing, shape: Shape, formats: Formats, params: int, trained: int) -> Term:
+def _gathered(sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int) -> Term:
     """Whole weights for the time of their use: embeddings and head, the layer under way and the next one; and the whole
     gradient of a layer before it is shared out."""
     ends = 2 * shape.vocabulary * shape.hidden
@@ -143,7 +143,7 @@ def _gathered(sharing: Sharing, shape: Shape, formats: Formats, params: int, tra
     return Term("gathered", num_bytes, f"embeddings, head and {what} whole, in {formats.compute} bytes; one gradient")
 
 
-def _bucket(sharing: Sharing, shape: Shape, formats: Formats, trained: int) -> Term:
+def _bucket(sharing: Sharing, shape: DecoderShape, formats: Formats, trained: int) -> Term:
     numbers = shape.hidden**2 if sharing.bucket is None else sharing.bucket
     filled = min(numbers, trained) if sharing.is_on_cpu else numbers
     return Term(

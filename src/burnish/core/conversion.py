@@ -29,7 +29,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def in_words(annotation: Any) -> str:
+def type_in_words(annotation: Any) -> str:
     """The type as an error message calls it: "a number", "true or false", "a list"."""
     names = [_WORDS.get(get_origin(m) or m) for m in members(annotation) if m is not type(None)]
     return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
@@ -47,7 +47,7 @@ def as_type(annotation: Any, raw: Any) -> Any:
     if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE and not can_be_text):
         if type(None) in types_allowed:
             return None
-        raise ValueError(f"must be {in_words(annotation)}. Received: nothing.")
+        raise ValueError(f"must be {type_in_words(annotation)}. Received: nothing.")
     if type(None) in types_allowed and isinstance(raw, str) and raw.strip().lower() in {"none", "null", "~"}:
         return None
     for member in sorted((m for m in types_allowed if m is not type(None)), key=_specificity):
@@ -58,7 +58,7 @@ def as_type(annotation: Any, raw: Any) -> Any:
         except ValueError:
             continue
     how = ', as JSON: {"name": value}' if isinstance(raw, str) and raw.strip().startswith("{") else ""
-    raise ValueError(f"must be {in_words(annotation)}{how}. Received: {raw!r}.")
+    raise ValueError(f"must be {type_in_words(annotation)}{how}. Received: {raw!r}.")
 
 
 def _as(member: Any, raw: Any) -> Any:

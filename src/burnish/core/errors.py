@@ -108,7 +108,7 @@ def few(names: Sequence[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + more
 
 
-def times(shape: Iterable[int]) -> str:
+def shape_in_words(shape: Iterable[int]) -> str:
     """A shape in words: ``320x32``."""
     return "x".join(map(str, shape)) or "a single number"
 

@@ -50,12 +50,12 @@ def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str
     """
     found = read_json(path, remedy)
     if not isinstance(found, dict):
-        raise UserError(f"expected an object. Received: {in_words(found)}.", where=str(path), remedy=remedy)
+        raise UserError(f"expected an object. Received: {json_in_words(found)}.", where=str(path), remedy=remedy)
     for key, kind in needs:
         if key not in found:
             raise UserError(f'"{key}" is missing.', where=str(path), remedy=remedy)
         if not isinstance(found[key], kind) or (kind is int and isinstance(found[key], bool)):
-            what = f'"{key}" must be {_KINDS.get(kind, "a whole number")}. Received: {in_words(found[key])}.'
+            what = f'"{key}" must be {_KINDS.get(kind, "a whole number")}. Received: {json_in_words(found[key])}.'
             raise UserError(what, where=str(path), remedy=remedy)
     return found
 
@@ -85,7 +85,7 @@ def write_json(path: Path, data: Any, *, indent: int = 2, sort_keys: bool = Fals
     path.write_text(json.dumps(data, indent=indent, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
-def in_words(value: Any) -> str:
+def json_in_words(value: Any) -> str:
     """``a list``, ``the number 3``"""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"the number {value}"

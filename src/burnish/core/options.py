@@ -21,7 +21,7 @@ from functools import cache
 from math import isfinite
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from burnish.core.conversion import as_type, in_words, members
+from burnish.core.conversion import as_type, members, type_in_words
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.secrets import has_secret_name, keep_secret
 
@@ -93,7 +93,7 @@ class Spec:
     @property
     def type_name(self) -> str:
         """The type as an error message calls it: "a number", "true or false", "a list"."""
-        return in_words(self.type)
+        return type_in_words(self.type)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def check(options: Any) -> list[Problem]:
     return problems
 
 
-def changed(options: Any) -> dict[str, Any]:
+def changed_options(options: Any) -> dict[str, Any]:
     """The options that are not at their default."""
     return {n: getattr(options, n) for n, s in specs(options.__class__).items() if getattr(options, n) != s.default}
 
@@ -240,7 +240,7 @@ def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
     Args:
         switches: option -> the option that it belongs to.
     """
-    given = changed(options)
+    given = changed_options(options)
     return [
         f'"{name}" has no effect without "{switch}".'
         for name, switch in switches.items()

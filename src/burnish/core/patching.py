@@ -170,7 +170,7 @@ def allows(options: PatchChoice, why: Reason) -> bool:
     return options.patches and why.kind not in (options.leave_out or ())
 
 
-def in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
+def patches_in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
     """``["42 forwards: 14 norms, 28 linear layers", "1 forward hook: 1 model that attends ..."]``, most first.
 
     Args:
@@ -186,9 +186,9 @@ def in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
     ]
 
 
-def summary(model: nn.Module) -> list[str]:
-    """``in_words`` of the patches of a model."""
-    return in_words((done.name, done.why) for done in patches_of(model))
+def patch_summary(model: nn.Module) -> list[str]:
+    """``patches_in_words`` of the patches of a model."""
+    return patches_in_words((done.name, done.why) for done in patches_of(model))
 
 
 def _counted(count: int, noun: str) -> str:

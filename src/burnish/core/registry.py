@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from burnish.core.errors import UserError, did_you_mean
-from burnish.core.options import changed, specs
+from burnish.core.options import changed_options, specs
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Registry(Generic[T]):
     def unread(self, chosen: Member[T], options: object) -> list[str]:
         """The options, not at their default, that members of the family read and the chosen one does not."""
         of_others = {name for group in self.option_groups() if group is not chosen.options for name in specs(group)}
-        return [name for name in changed(options) if name in of_others]
+        return [name for name in changed_options(options) if name in of_others]
 
     def _load_plugins(self) -> None:
         if self._looked_for_plugins:

@@ -41,7 +41,7 @@ class Origins:
         return [[] if row is None else row["input_ids"] for row in self.rows]
 
 
-def in_words(places: Sequence[str], most: int = 8) -> str:
+def origins_in_words(places: Sequence[str], most: int = 8) -> str:
     """``data.json, record 3; data.json, record 9 and 4 more``."""
     more = f" and {len(places) - most:,} more" if len(places) > most else ""
     return "; ".join(places[:most]) + more

@@ -42,7 +42,7 @@ from burnish.core.types import Loss
 from burnish.engine.base import set_precision
 from burnish.engine.choices import EngineChoices
 from burnish.engine.deepspeed_settings import filled, zero_stage
-from burnish.engine.deepspeed_shards import AdapterShards, Place, StateShards, WeightShards
+from burnish.engine.deepspeed_shards import AdapterShards, StateShards, Stretch, WeightShards
 from burnish.engine.launched import mixed_precision
 from burnish.engine.parallel import ParallelEngine, with_weights
 
@@ -198,7 +198,7 @@ class DeepSpeedEngine(ParallelEngine):
             if not coordinator.is_invalid_trace():
                 coordinator._invalidate_trace()
 
-    def place_of(self, weight: nn.Parameter) -> Place | None:
+    def place_of(self, weight: nn.Parameter) -> Stretch | None:
         """This rank's stretch of a weight that trains, in the vector in which ZeRO keeps it; None where it has none."""
         zero = self.runner.optimizer
         if self.stage == 3:
@@ -206,13 +206,13 @@ class DeepSpeedEngine(ParallelEngine):
             size = weight.ds_tensor.ds_numel  # type: ignore[attr-defined]
             begin = self.rank * size
             count = max(0, min(size, weight.ds_numel - begin))  # type: ignore[attr-defined]
-            return Place(zero.fp32_partitioned_groups_flat[group], offset, begin, count)
+            return Stretch(zero.fp32_partitioned_groups_flat[group], offset, begin, count)
         mapping = getattr(weight, "_hp_mapping", None)
         if mapping is None:
             return None
         here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
         flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
-        return Place(flat, here.start, there.start, here.numel)
+        return Stretch(flat, here.start, there.start, here.numel)
 
     def piece(self, weight: nn.Parameter, key: str = "") -> Piece:
         """This rank's stretch of a weight, or of a state that the optimizer keeps for it."""

@@ -20,7 +20,7 @@ from burnish.core.snapshot import named_once
 from burnish.core.types import Stateful
 
 
-class Place(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a weight within one of ZeRO's long vectors."""
 
     flat: Tensor
@@ -38,7 +38,7 @@ class ZeroVectors(Protocol):
     weights: list[nn.Parameter]
     empty_groups: dict[int, dict[str, Any]]
 
-    def place_of(self, weight: nn.Parameter) -> Place | None: ...
+    def place_of(self, weight: nn.Parameter) -> Stretch | None: ...
     def piece(self, weight: nn.Parameter, key: str = ...) -> Piece: ...
     def spread(self) -> None: ...
 

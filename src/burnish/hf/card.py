@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary, make_markdown_table
 
-from burnish.core.patching import summary as patches_in
+from burnish.core.patching import patch_summary as patches_in
 from burnish.hf import inspection
 from burnish.hf.arguments.values import plain
 from burnish.report.card import CARD_NAME, CardFacts, card_text
@@ -33,7 +33,7 @@ _SAYS_NOTHING = {
 _MADE = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 
 
-def write_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> None:
+def write_trainer_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> None:
     """Write ``README.md`` into ``folder``.
 
     Args:

@@ -28,7 +28,7 @@ from burnish.models.save_gathered import save_gathered, trained_weights_whole
 ARGUMENTS_NAME = "training_args.json"
 
 
-class ModelPart:
+class TrainerModel:
     """The weights of ``trainer.model`` as the part of a checkpoint called "model"."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -114,7 +114,7 @@ def write_configs(model: Any, folder: Path) -> None:
             config.save_pretrained(str(folder))
 
 
-def write_companions(folder: Path, companion: Any, args: TrainingArguments) -> None:
+def write_tokenizer_and_arguments(folder: Path, companion: Any, args: TrainingArguments) -> None:
     """Tokenizer or processor, and the arguments. The arguments are JSON: nothing is pickled."""
     if hasattr(companion, "save_pretrained"):
         companion.save_pretrained(str(folder))

@@ -46,7 +46,7 @@ def labels_of(model: Any, given: list[str] | None) -> list[str]:
     return list(find_labels(type(base_model(model)))) if given is None else given
 
 
-def columns_of(model: Any, label_names: list[str]) -> list[str]:
+def model_columns(model: Any, label_names: list[str]) -> list[str]:
     """The columns of a data set that ``forward`` takes. Labels may be called label or label_ids: the default collator
     renames them."""
     taken = inspect.signature(base_model(model).forward).parameters

@@ -78,13 +78,13 @@ def order_of_rows(
             '`train_sampling_strategy="batch_rebalance"` is not part of burnish: the update does not depend on how '
             'a step is cut, and sequences are not padded against each other. Use "group_by_length" or "random".'
         )
-    lengths = lengths_of(dataset, args.length_column_name, tokenizer) if strategy == "group_by_length" else None
+    lengths = row_lengths(dataset, args.length_column_name, tokenizer) if strategy == "group_by_length" else None
     partition = StepPartition(batch_size, accumulation, engine.world_size, engine.rank, args.dataloader_drop_last)
     seed = int(args.seed if args.data_seed is None else args.data_seed)
     return EpochOrder(len(dataset), partition, seed, strategy, lengths, getattr(dataset, "keys_of_step", None))
 
 
-def lengths_of(dataset: Any, column: str, tokenizer: Any) -> list[int]:
+def row_lengths(dataset: Any, column: str, tokenizer: Any) -> list[int]:
     """Tokens of each row: the column that holds them, or counted."""
     if is_datasets_set(dataset) and column in dataset.column_names:
         return list(dataset[column])

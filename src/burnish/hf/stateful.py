@@ -31,7 +31,7 @@ def stream_with_state(loader: Any, world_size: int) -> Stateful | None:
     return dataset
 
 
-def state_of(stream: Stateful) -> Any:
+def loader_state(stream: Stateful) -> Any:
     """Its state; None, and a warning, where that is no data."""
     try:
         state = stream.state_dict()

@@ -23,7 +23,7 @@ from burnish.core.types import Batch, Group
 from burnish.data.batches.stream import StepPartition, order_of
 from burnish.hf import notes
 from burnish.hf.in_step import in_step
-from burnish.hf.stateful import state_of, stream_with_state
+from burnish.hf.stateful import loader_state, stream_with_state
 
 
 class EpochOrder(Sampler[int]):
@@ -225,7 +225,7 @@ class LoaderStream:
         if order is not None and order.left_out:
             state["left_out"] = order.left_out
         if self.source is not None and 0 < self.position == self.drawn < self._total:
-            state["source"] = state_of(self.source)
+            state["source"] = loader_state(self.source)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import can_return_loss, logging
 
-from burnish.app.assemble import Pieces, assemble
+from burnish.app.assemble import RunPieces, assemble
 from burnish.app.spikes import train_on
 from burnish.core import loop
 from burnish.core.checkpoint import load_state
@@ -233,7 +233,7 @@ class Trainer:
         try:
             self._begin(trial)
             into = self._get_output_dir(trial)
-            folder = training.checkpoint_to_resume(resume_from_checkpoint, into, self.args)
+            folder = training.checkpoint_asked_for(resume_from_checkpoint, into, self.args)
             ready = training.made_ready(
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
@@ -320,13 +320,13 @@ class Trainer:
         started, objective = time.time(), self._objective()
         run = assemble(
             args,
-            Pieces(
-                model=files.ModelPart(self.model),
+            RunPieces(
+                model=files.TrainerModel(self.model),
                 objective=objective, engine=self._engine, parts=objective.parts, spikes=training.watch_of(args, loader),
                 stream=self._stream(loader, plan), optimizer=partial(self._optimizer_for, plan.max_steps),
                 scheduler=partial(self._scheduler_for, plan.max_steps), steps=plan, rows=self._train_batch_size,
                 callbacks=handler, folder=Path(self._get_output_dir(self._trial)),
-                fingerprints=training.fingerprints_of(args, plan, self._rows_per_step),
+                fingerprints=training.trainer_fingerprints(args, plan, self._rows_per_step),
                 write_extras=self._write_extras, meter=reporting.FaceMeter,
                 checkpoints=partial(
                     files.FaceCheckpoints, save_by=lambda: self._save_checkpoint(self.model, self._trial)
@@ -692,7 +692,7 @@ class Trainer:
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = inspection.columns_of(self.model, self.label_names)
+            self._signature_columns = inspection.model_columns(self.model, self.label_names)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """A ``datasets.Dataset`` without the columns that the model does not take. ValueError where none is left."""
@@ -785,7 +785,7 @@ class Trainer:
         elif writes:
             files.write_model(self.accelerator.unwrap_model(self.model), folder, state_dict)
         if writes:
-            files.write_companions(folder, self._companion, self.args)
+            files.write_tokenizer_and_arguments(folder, self._companion, self.args)
 
     @property
     def _companion(self) -> Any:
@@ -818,7 +818,7 @@ class Trainer:
             self.save_model(str(folder), _internal_call=True)
             return
         files.write_configs(self.accelerator.unwrap_model(self.model), folder)
-        files.write_companions(folder, self._companion, self.args)
+        files.write_tokenizer_and_arguments(folder, self._companion, self.args)
         if self.args.save_hf_format:
             write_transformers_files(folder, self.optimizer, self.lr_scheduler)
 
@@ -899,7 +899,7 @@ class Trainer:
                 "finetuned_from": finetuned_from, "tasks": tasks, "dataset_tags": dataset_tags, "dataset": dataset,
                 "dataset_args": dataset_args}  # fmt: skip
         if self.is_world_process_zero():
-            card.write_card(self, Path(self.args.output_dir), said)
+            card.write_trainer_card(self, Path(self.args.output_dir), said)
 
     # --- hub: hub.py --------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ def watch_of(args: TrainingArguments, loader: Any) -> SpikeWatch | None:
     return watch_for_spikes(args)
 
 
-def fingerprints_of(args: TrainingArguments, plan: StepPlan, rows_per_step: int) -> dict[str, Any]:
+def trainer_fingerprints(args: TrainingArguments, plan: StepPlan, rows_per_step: int) -> dict[str, Any]:
     """Fingerprints of all that the run depends on, for the sentences at a resume."""
     return {
         "learning_rate": args.learning_rate, "max_steps": plan.max_steps, "rows_per_step": rows_per_step,
@@ -159,7 +159,7 @@ def say_that_it_is_empty(state: TrainerState) -> None:
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_to_resume(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
+def checkpoint_asked_for(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
     """The checkpoint that a script asks for, or the newest whole one in ``folder`` where it asks for any."""
     goes_on = asked is None and args.resume in ("auto", "must")
     if asked is True or goes_on:

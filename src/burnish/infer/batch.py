@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from burnish.core.errors import Problem
 from burnish.infer.seats import SeatLoop
-from burnish.infer.types import Ask, Logprob, Made, Reason
+from burnish.infer.types import Ask, EndReason, Logprob, Made
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Finished:
     ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    reason: Reason | None = None
+    reason: EndReason | None = None
     error: Problem | None = None
     stop: int | None = None
 

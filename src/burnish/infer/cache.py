@@ -23,7 +23,7 @@ from transformers import Cache
 
 
 @dataclass(frozen=True)
-class Place:
+class SeatPlaces:
     """The seats and positions of the rows of one forward pass.
 
     Args:
@@ -62,7 +62,7 @@ class SeatCache(Cache):  # type: ignore[misc]
     def __init__(self, seats: int, capacity: int) -> None:
         super().__init__(layers=[])
         self.seats, self.capacity = seats, capacity
-        self.place: Place | None = None
+        self.place: SeatPlaces | None = None
         self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class SeatCache(Cache):  # type: ignore[misc]
             kept[row, :, place.positions] = states.transpose(1, 2).to(kept.dtype)
         return tuple(kept[rows, :, : place.width] for kept in self._layers[layer_idx])
 
-    def _placed(self) -> Place:
+    def _placed(self) -> SeatPlaces:
         if self.place is None:
             raise RuntimeError("Nobody has said which seats this forward pass is of.")
         return self.place

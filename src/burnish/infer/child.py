@@ -52,7 +52,7 @@ class Child:
                 self.process.wait()
 
 
-def start(options: AnsweringOptions, folder: str, adapters: dict[str, str], wait_s: float = WAIT_S) -> Child:
+def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str], wait_s: float = WAIT_S) -> Child:
     """Start the server that ``infer_backend`` names and wait until it answers.
 
     Raises:

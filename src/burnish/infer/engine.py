@@ -26,7 +26,7 @@ _IDLE_S = 0.5
 
 
 class SeatEngine:
-    """``types.Engine`` over a model in memory. Arguments are those of ``SeatLoop``.
+    """``types.AnswerEngine`` over a model in memory. Arguments are those of ``SeatLoop``.
 
     ``failure`` is what ended the thread, if anything did.
     """

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.infer.cache import Place, SeatCache
+from burnish.infer.cache import SeatCache, SeatPlaces
 from burnish.ops.probe import causal_lm
 
 STEP = 256
@@ -98,7 +98,7 @@ class OverSeats:
         places, told = (starts + steps).to(self.device), (starts + torch.minimum(steps, lengths - 1)).to(self.device)
         ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows], device=self.device)
         kept = sorted({place for row in rows for place in row.wanted})
-        self.cache.place = Place(first, places, width)
+        self.cache.place = SeatPlaces(first, places, width)
         with self.precision():
             logits = self.model(
                 input_ids=ids, position_ids=told, attention_mask=self._mask(places, width),

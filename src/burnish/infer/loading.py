@@ -42,10 +42,10 @@ from burnish.infer.options import is_remote
 from burnish.infer.reply_forms import form_of
 from burnish.infer.scoring import NO_ANSWERS, ScoreEngine
 from burnish.infer.seating import Deliver, SeatLimits, Through
-from burnish.infer.types import BASE, Engine, Sampling
+from burnish.infer.types import BASE, AnswerEngine, Sampling
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
-from burnish.models.quantize import is_quantised
+from burnish.models.quantize import quantisation_of
 from burnish.models.reward_files import BIAS, WEIGHT, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
@@ -96,7 +96,7 @@ def load_answerer(
     )  # fmt: skip
 
 
-def engine_of(answerer: Answerer, waiting: int | None = None, deliver: Deliver | None = None) -> Engine:
+def engine_of(answerer: Answerer, waiting: int | None = None, deliver: Deliver | None = None) -> AnswerEngine:
     """The engine that the options name: in this process, a server that is started, or one that runs already.
 
     Args:
@@ -283,7 +283,7 @@ def _model(
 ) -> nn.Module:  # fmt: skip
     """The model that answers, on its device and in its format; an adapter stays beside a quantised base."""
     device = device_of(options)
-    if method := is_quantised(options, config):
+    if method := quantisation_of(options, config):
         model: nn.Module = load_model(options, config=config, device=device, notes=notes, needs_head=needs_head)
         if len(adapters) > 1:
             what = f"several adapters cannot be merged into a base that is quantised ({method})."

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from burnish.core.errors import Problem, UserError
-from burnish.infer.child import start
-from burnish.infer.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Reason, Sink, Ticket
+from burnish.infer.child import start_server
+from burnish.infer.types import BASE, Ask, Closed, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
 
 if TYPE_CHECKING:
     from burnish.infer.answerer import Answerer
@@ -31,7 +31,7 @@ _TIMEOUT_S = 600.0
 
 
 class RemoteEngine:
-    """``types.Engine`` over HTTP.
+    """``types.AnswerEngine`` over HTTP.
 
     Args:
         url: of the server, without ``/v1``.
@@ -102,7 +102,7 @@ class RemoteEngine:
     # --- one ask ------------------------------------------------------------------------------------------------------
 
     def _run(self, ask: Ask, sink: Sink, ticket: Ticket, cancelled: threading.Event) -> None:
-        reason: Reason = "failed"
+        reason: EndReason = "failed"
         error: Problem | None = None
         with self._room:
             self._running += 1
@@ -120,13 +120,13 @@ class RemoteEngine:
                 self._open.pop(ticket.number, None)
         sink(Made(reason=reason, error=error))
 
-    def _stream(self, ask: Ask, sink: Sink, cancelled: threading.Event) -> Reason:
+    def _stream(self, ask: Ask, sink: Sink, cancelled: threading.Event) -> EndReason:
         """Hand on what comes, one id at a time or several. Returns why it ended."""
         with self._lock:
             self._sums[0] += len(ask.ids)
         sink(Made(filled=Filled()))
         reader = _TextReader(self.tokenizer)
-        reason: Reason = "length"
+        reason: EndReason = "length"
         for choice in self._choices(ask):
             if cancelled.is_set() or time.monotonic() > ask.deadline:
                 return "cancelled"
@@ -249,7 +249,7 @@ def started_engine(answerer: Answerer, waiting: int | None = None) -> RemoteEngi
     }  # fmt: skip
     if options.infer_url is not None:
         return RemoteEngine(options.infer_url, answerer.tokenizer, key=os.environ.get("INFER_KEY", ""), **given)
-    server = start(options, str(options.model_name_or_path), dict(options.served_adapters or {}))
+    server = start_server(options, str(options.model_name_or_path), dict(options.served_adapters or {}))
     return RemoteEngine(server.url, answerer.tokenizer, key=server.key, at_end=server.close, **given)
 
 

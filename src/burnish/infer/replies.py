@@ -20,21 +20,21 @@ from typing import Any, Literal, TypeAlias
 from burnish.data.templates.tool_calls import Call, Offered
 from burnish.infer.reply_forms import ReplyForm
 
-Kind: TypeAlias = Literal["content", "thought", "call"]
+PieceKind: TypeAlias = Literal["content", "thought", "call"]
 _BROKEN = "\ufffd"
 _LONGEST_LETTER = 4
 """Tokens after which half a letter is given out as what it is."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReplyPiece:
     """A part of a reply.
 
     Args:
         tokens: ids that were fed since the piece before this one.
     """
 
-    kind: Kind
+    kind: PieceKind
     text: str = ""
     call: Call | None = None
     tokens: int = 0
@@ -48,7 +48,7 @@ class Whole:
     thought: str = ""
     calls: list[Call] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[Piece]) -> Whole:
+    def add(self, pieces: Iterable[ReplyPiece]) -> Whole:
         for piece in pieces:
             if piece.call is not None:
                 self.calls.append(piece.call)
@@ -89,7 +89,7 @@ class Reply:
         self._since = 0
         self.has_stopped = False
 
-    def feed(self, ids: Sequence[int]) -> list[Piece]:
+    def feed(self, ids: Sequence[int]) -> list[ReplyPiece]:
         """Take ids; returns the text that is certain after them."""
         if self.has_stopped:
             return []
@@ -98,7 +98,7 @@ class Reply:
         found = self._counted(self._parts.feed(text))
         return [*found, *self.end()] if self._stops.has_come and not self.has_stopped else found
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[ReplyPiece]:
         """Return the text that was held back, after the last id."""
         if self.has_stopped:
             return []
@@ -108,10 +108,10 @@ class Reply:
         self.has_stopped = True
         return found
 
-    def _counted(self, pieces: Iterable[Piece]) -> list[Piece]:
-        found: list[Piece] = []
+    def _counted(self, pieces: Iterable[ReplyPiece]) -> list[ReplyPiece]:
+        found: list[ReplyPiece] = []
         for piece in pieces:
-            found.append(Piece(piece.kind, piece.text, piece.call, self._since))
+            found.append(ReplyPiece(piece.kind, piece.text, piece.call, self._since))
             self._since = 0
             if piece.call is not None and self._only_one_call:
                 self.has_stopped = True
@@ -221,13 +221,13 @@ class _Parts:
         self._reader = form.reader if offered else None
         head = form.around_calls[0]
         self._openings = (*((head,) if head else ()), *self._reader.openings_for(offered)) if self._reader else ()
-        self._state: Kind = "thought" if in_thought else "content"
+        self._state: PieceKind = "thought" if in_thought else "content"
         self._text = ""  # not given out yet
         self._tail = ""  # what the template writes behind the calls that were read
         self._has_content = False  # something other than blanks was given out as content
         self._trims = in_thought  # blanks at the beginning of what comes next belong to a word around it
 
-    def feed(self, text: str) -> Iterator[Piece]:
+    def feed(self, text: str) -> Iterator[ReplyPiece]:
         self._text += text
         step = True
         while step and self._text:
@@ -237,15 +237,15 @@ class _Parts:
             found, step = {"content": self._content, "thought": self._thought, "call": self._call}[self._state]()
             yield from found
 
-    def end(self) -> Iterator[Piece]:
+    def end(self) -> Iterator[ReplyPiece]:
         """Return the rest: a thought that was not closed is a thought, a call that was cut is content."""
         text, self._text = self._text, ""
         if self._state == "call":
             yield from self._calls(text)
         elif text:
-            yield Piece(self._state, text)
+            yield ReplyPiece(self._state, text)
 
-    def _content(self) -> tuple[list[Piece], bool]:
+    def _content(self) -> tuple[list[ReplyPiece], bool]:
         """Pieces, and whether what is left is to be looked at again."""
         marks = self._marks()
         found = min(((self._text.find(mark), mark) for mark in marks if mark in self._text), default=None)
@@ -280,23 +280,23 @@ class _Parts:
             return [mark for mark in marks if mark not in only or begun.startswith(mark) or mark.startswith(begun)]
         return marks
 
-    def _given(self, length: int) -> list[Piece]:
+    def _given(self, length: int) -> list[ReplyPiece]:
         text, self._text = self._text[:length], self._text[length:]
         self._has_content |= bool(text.strip())
-        return [Piece("content", text)] if text else []
+        return [ReplyPiece("content", text)] if text else []
 
-    def _thought(self) -> tuple[list[Piece], bool]:
+    def _thought(self) -> tuple[list[ReplyPiece], bool]:
         place = self._text.find(self._closes)
         if place >= 0:
             text, self._text = self._text[:place].rstrip("\n"), self._text[place + len(self._closes) :]
             self._state, self._trims = "content", True
-            return [Piece("thought", text)] if text else [], True
+            return [ReplyPiece("thought", text)] if text else [], True
         # Line breaks before the closing word are not part of the thought.
         given = len(self._text[: len(self._text) - _may_begin(self._text, [self._closes])].rstrip("\n"))
         text, self._text = self._text[:given], self._text[given:]
-        return [Piece("thought", text)] if text else [], False
+        return [ReplyPiece("thought", text)] if text else [], False
 
-    def _call(self) -> tuple[list[Piece], bool]:
+    def _call(self) -> tuple[list[ReplyPiece], bool]:
         closing = self._reader.closing if self._reader else ""
         place = self._text.find(closing) if closing else -1
         if place < 0:
@@ -309,14 +309,14 @@ class _Parts:
             self._tail, self._trims = self.form.around_calls[1], True
         return pieces, True
 
-    def _calls(self, text: str) -> Iterator[Piece]:
+    def _calls(self, text: str) -> Iterator[ReplyPiece]:
         """The calls in a text that begins as one; content where there are none, or not of offered functions."""
         head, tail = self.form.around_calls
         inside = text.strip().removeprefix(head).strip()
         inside = inside.removesuffix(tail).strip() if tail else inside
         calls = self._reader.read(inside, self.offered) if self._reader else None
         if calls and all(call.name in self.offered and isinstance(call.arguments, Mapping) for call in calls):
-            yield from (Piece("call", call=call) for call in calls)
+            yield from (ReplyPiece("call", call=call) for call in calls)
         elif text:
             self._has_content |= bool(text.strip())
-            yield Piece("content", text)
+            yield ReplyPiece("content", text)

@@ -40,13 +40,13 @@ def draw(
         prompt, answer: what stands before.
         barred: tokens that may not come (stop tokens of an answer that is too short yet).
     """
-    scores = changed(logits, sampling, prompt, answer, grammar, barred)
+    scores = adjusted_logits(logits, sampling, prompt, answer, grammar, barred)
     if sampling.temperature == 0:
         return int(scores.argmax())
     return _drawn(*probabilities(scores, sampling), uniform(seed, request, len(answer)))
 
 
-def changed(
+def adjusted_logits(
     logits: Tensor, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int], grammar: Grammar | None = None,
     barred: Iterable[int] = (),
 ) -> Tensor:  # fmt: skip

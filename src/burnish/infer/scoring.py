@@ -24,7 +24,7 @@ NO_ANSWERS = "This is a reward model: it gives scores and writes no answers."
 
 
 class ScoreEngine:
-    """``types.Engine`` for a reward model.
+    """``types.AnswerEngine`` for a reward model.
 
     Args:
         model: of transformers, adapted or not; in evaluation mode.

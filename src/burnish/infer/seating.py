@@ -59,7 +59,7 @@ class Seat:
     used: int = 0  # the turn in which it was used last
 
 
-class Pace:
+class RecentSpeed:
     """New tokens per second over the last turns that made any."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Pace:
         return min(60.0, max(1.0, sum(job.limit for job in waiting) / max(self.rate(), 1.0)))
 
 
-def refuse(ask: Ask, limits: SeatLimits, adapters: Sequence[str]) -> None:
+def refuse_ask(ask: Ask, limits: SeatLimits, adapters: Sequence[str]) -> None:
     """Raises UserError for an ask that can never be answered."""
     context, problems = limits.context, []
     if not ask.ids:

@@ -33,16 +33,16 @@ from burnish.infer.sampling import draw, log_probabilities
 from burnish.infer.seating import (
     Deliver,
     Job,
-    Pace,
+    RecentSpeed,
     Seat,
     SeatLimits,
     Through,
     common_length,
     deliver_each,
-    refuse,
+    refuse_ask,
     takes_likeliest,
 )
-from burnish.infer.types import Ask, EngineFacts, Filled, Full, Logprob, Made, Reason, Sink, Ticket
+from burnish.infer.types import Ask, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
 
 PIECE = 512
 """Tokens of prompts that are read in one turn."""
@@ -79,14 +79,14 @@ class SeatLoop:
         self._turn = 0
         self._lacks_memory = self._cancels_all = False
         self._made: list[tuple[Sink, Made]] = []
-        self._pace = Pace()
+        self._pace = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
     # --- for everyone -------------------------------------------------------------------------------------------------
 
     def submit(self, ask: Ask, sink: Sink) -> Ticket:
-        """As ``types.Engine`` has it; from any thread."""
-        refuse(ask, self.limits, self.adapters)
+        """As ``types.AnswerEngine`` has it; from any thread."""
+        refuse_ask(ask, self.limits, self.adapters)
         waiting = self.num_waiting
         if self.limits.waiting is not None and waiting >= self.limits.waiting:
             raise Full(waiting, self._pace.patience([*self._arrived, *self._waiting]))
@@ -333,7 +333,7 @@ class SeatLoop:
         logprobs: tuple[Logprob, ...] = ()
         if ask.top_logprobs is not None:
             logprobs = tuple(log_probabilities(logits[None], [token], ask.top_logprobs, ask.also))
-        reason: Reason | None = "stop" if token in ask.stop_ids else None
+        reason: EndReason | None = "stop" if token in ask.stop_ids else None
         if reason is None and len(job.answer) >= job.limit:
             reason = "length"
         self._say(job, Made((token,), logprobs, reason=reason))
@@ -375,7 +375,7 @@ class SeatLoop:
         made, self._made = self._made, []
         self._deliver(made)
 
-    def _end(self, job: Job, reason: Reason, error: Problem | None = None) -> None:
+    def _end(self, job: Job, reason: EndReason, error: Problem | None = None) -> None:
         if not job.is_over:
             self._say(job, Made(reason=reason, error=error))
             job.is_over = True

@@ -17,7 +17,7 @@ from burnish.core.errors import Problem
 BASE = "base"
 """The name of the model without any of the adapters that are served beside it."""
 
-Reason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
+EndReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Made:
     ids: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     filled: Filled | None = None
-    reason: Reason | None = None
+    reason: EndReason | None = None
     error: Problem | None = None
 
 
@@ -190,7 +190,7 @@ class EngineFacts:
     is_alive: bool = True
 
 
-class Engine(Protocol):
+class AnswerEngine(Protocol):
     """An engine of answers: in this process (``engine.SeatEngine``) or in another one (``remote.RemoteEngine``)."""
 
     def submit(self, ask: Ask, sink: Sink) -> Ticket:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from burnish.core.errors import UNUSABLE, Problem, UserError, few, times
+from burnish.core.errors import UNUSABLE, Problem, UserError, few, shape_in_words
 from burnish.core.json_files import read_object
 from burnish.core.options import raise_if
 from burnish.core.patching import Reason, patch
@@ -328,7 +328,7 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
     if mismatched:
         name, held, needed = mismatched[0]
         more = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
-        what = f"{name} is {times(held)} in the weights and {times(needed)} by the config{more}."
+        what = f"{name} is {shape_in_words(held)} in the weights and {shape_in_words(needed)} by the config{more}."
         problems.append(
             Problem(
                 what, where=where, remedy="config.json and the weights belong to different models; fetch both again."

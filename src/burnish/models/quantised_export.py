@@ -73,7 +73,7 @@ def quantised_export_notes(options: QuantisedExportOptions) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Job:
+class QuantisationJob:
     """All that the process which quantises is told.
 
     Args:
@@ -134,7 +134,7 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
 
 
-def quantise(job: Job, folder: Path) -> tuple[float, float]:
+def quantise(job: QuantisationJob, folder: Path) -> tuple[float, float]:
     """Write ``job.target`` in a process of its own.
 
     Args:
@@ -159,7 +159,7 @@ def quantise(job: Job, folder: Path) -> tuple[float, float]:
     return result["before"], result["after"]
 
 
-def _surroundings(job: Job) -> dict[str, str]:
+def _surroundings(job: QuantisationJob) -> dict[str, str]:
     """The environment of that process: on few cores gptqmodel 7.7 asks for more workers than it makes
     (utils/threadx.py), and torch would compile a kernel for a few rows."""
     own = {"GPTQMODEL_CPU_WORKERS": str(max(2, (os.cpu_count() or 1) // 2)), "TORCHDYNAMO_DISABLE": "1"}
@@ -171,7 +171,7 @@ def _surroundings(job: Job) -> dict[str, str]:
 
 
 def main(task: Path) -> None:
-    job = Job(**json.loads(task.read_text(encoding="utf-8")))
+    job = QuantisationJob(**json.loads(task.read_text(encoding="utf-8")))
     sys.path[:] = map(os.path.abspath, sys.path)
     with chdir(task.parent):
         before = _perplexity_of(job.source, job)
@@ -180,7 +180,7 @@ def main(task: Path) -> None:
     (task.parent / "result.json").write_text(json.dumps({"before": before, "after": after}), encoding="utf-8")
 
 
-def _write(job: Job) -> None:
+def _write(job: QuantisationJob) -> None:
     from gptqmodel import GPTQModel
     from gptqmodel.quantization.config import AWQConfig, GPTQConfig
 
@@ -195,7 +195,7 @@ def _write(job: Job) -> None:
     model.save(job.target, max_shard_size=job.max_shard_size)
 
 
-def _perplexity_of(folder: str, job: Job) -> float:
+def _perplexity_of(folder: str, job: QuantisationJob) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = {"trust_remote_code": job.trust_remote_code}

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from burnish.core.errors import MissingExtraError, Problem
-from burnish.core.options import changed, option, raise_if, set_without
+from burnish.core.options import changed_options, option, raise_if, set_without
 from burnish.core.patching import Reason, patch
 from burnish.models.options import ModelOptions
 
@@ -95,7 +95,7 @@ def quantization_notes(options: QuantizationOptions) -> list[str]:
     switches = dict.fromkeys(("quantization_type", "double_quantization"), "quantization_bit")
     notes = set_without(options, switches)
     if options.quantization_bit == 8:
-        notes += [f'"{name}" has no effect: it is for 4 bits.' for name in switches if name in changed(options)]
+        notes += [f'"{name}" has no effect: it is for 4 bits.' for name in switches if name in changed_options(options)]
     return notes
 
 
@@ -178,7 +178,7 @@ def _entry(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
 
 
-def is_quantised(options: QuantizationOptions, config: Any) -> str:
+def quantisation_of(options: QuantizationOptions, config: Any) -> str:
     """The quantisation of the weights in memory ("4 bits", "gptq"), or the empty string."""
     return f"{options.quantization_bit} bits" if options.quantization_bit else quantised_by(config)
 

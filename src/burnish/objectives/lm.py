@@ -31,7 +31,7 @@ from burnish.objectives.logits import NOT_FOR_THE_MODEL, logits_at
 from burnish.objectives.neftune import EmbeddingNoise
 from burnish.objectives.targets import Targets, collate_learned, sums_of_hidden, sums_of_logits
 from burnish.ops.cross_entropy import TokenLoss, TokenSums
-from burnish.ops.head_kernels import BACKENDS, LIBRARIES, obstacle
+from burnish.ops.head_kernels import BACKENDS, LIBRARIES, head_obstacle
 from burnish.ops.probe import Fitted, Head, causal_lm
 from burnish.ops.tied import TIED, TiedEmbedding
 
@@ -87,7 +87,7 @@ class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
 
 def check_fused_loss(options: LmChoices) -> list[Problem]:
     """Refuse a kernel for the loss that was asked for by name and cannot run here, or not with the other options."""
-    reason = obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
+    reason = head_obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
     if not reason:
         return []
     return [Problem(f"fused_loss: {options.fused_loss} cannot be used. {reason}", remedy="Leave fused_loss out.")]
@@ -160,7 +160,7 @@ class LmObjective(StageObjective):
         self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
         if self.head is not None:
             bias, weight = self.head.linear.bias, self.head.linear.weight
-            what = obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
+            what = head_obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
         else:
             what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if what and self.options.fused_loss != "auto":

@@ -34,10 +34,10 @@ from burnish.objectives.lm import (
 )
 from burnish.objectives.preference_losses import (
     PAIR_LOSSES,
+    LossShape,
     Matches,
     PairLoss,
     Pairs,
-    Shape,
     Side,
     alphapo,
     at_same_rank,
@@ -185,7 +185,7 @@ class PairObjective(AnswersObjective):
         self.counts_tokens = any(loss.counts_tokens for loss in self.losses) or bool(options.cpo_alpha)
         self.asks_evenness = options.use_weighting
         self.baseline = RunningMean()
-        self.shape = Shape(
+        self.shape = LossShape(
             options.pref_beta, options.dpo_label_smoothing, options.simpo_gamma, options.discopop_tau,
             options.f_divergence_type, options.f_alpha_divergence_coef, options.dpop_lambda, options.alphapo_alpha,
         )  # fmt: skip
@@ -207,7 +207,7 @@ class PairObjective(AnswersObjective):
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch, and of its pairs ``items`` (P,), what each counts; ``reference`` (S,) where rows have it."""
-        batch = collate_sequences(collate, [answer for row in rows for answer in answers_of(row)])
+        batch = collate_sequences(collate, [answer for row in rows for answer in two_answers(row)])
         batch["items"] = torch.ones(len(rows))
         if self.options.ld_alpha is not None:
             shorter = batch["lengths"].view(-1, 2).amin(-1).repeat_interleave(2)
@@ -369,7 +369,7 @@ class RunningMean:
         self.value, self.count = state["value"].cpu(), state["count"].cpu()
 
 
-def answers_of(row: Row) -> list[Row]:
+def two_answers(row: Row) -> list[Row]:
     """The two sequences of a pair, the chosen one first."""
     return [
         {"input_ids": row["chosen_input_ids"], "labels": row["chosen_labels"]},

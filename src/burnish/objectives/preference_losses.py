@@ -58,7 +58,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class LossShape:
     """The numbers that shape a loss.
 
     Args:
@@ -96,7 +96,7 @@ class PairLoss:
         counts_tokens: whether it is a mean over tokens of the step.
     """
 
-    of: Callable[[Pairs, Shape], Tensor]
+    of: Callable[[Pairs, LossShape], Tensor]
     needs_reference: bool = True
     averages: bool = False
     smooths: bool = False
@@ -108,37 +108,37 @@ class PairLoss:
 # --- with a reference -------------------------------------------------------------------------------------------------
 
 
-def sigmoid(pairs: Pairs, shape: Shape) -> Tensor:
+def sigmoid(pairs: Pairs, shape: LossShape) -> Tensor:
     """-(1-s) ln σ(βΔ) - s ln σ(-βΔ).  DPO, Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; s as in cDPO,
     Mitchell 2023, https://ericmitchell.ai/cdpo.pdf"""
     return _smoothed(shape.beta * _delta(pairs, shape), shape.label_smoothing)
 
 
-def hinge(pairs: Pairs, shape: Shape) -> Tensor:
+def hinge(pairs: Pairs, shape: LossShape) -> Tensor:
     """max(0, 1 - βΔ).  RSO, Liu et al. 2023, eq. 12, https://arxiv.org/abs/2309.06657"""
     return F.relu(1 - shape.beta * _delta(pairs, shape))
 
 
-def ipo(pairs: Pairs, shape: Shape) -> Tensor:
+def ipo(pairs: Pairs, shape: LossShape) -> Tensor:
     """(r(y+)/|y+| - r(y-)/|y-| - 1/(2β))².  IPO, Azar et al. 2023, eq. 17, https://arxiv.org/abs/2310.12036; means over
     tokens as its authors confirmed for TRL; β is their τ."""
     return (_mean_delta(pairs, shape) - 1 / (2 * shape.beta)).square()
 
 
-def sigmoid_norm(pairs: Pairs, shape: Shape) -> Tensor:
+def sigmoid_norm(pairs: Pairs, shape: LossShape) -> Tensor:
     """-ln σ(β (r(y+)/|y+| - r(y-)/|y-|)): length-normalised DPO, Tülu 3, Lambert et al. 2024,
     https://arxiv.org/abs/2411.15124"""
     return -F.logsigmoid(shape.beta * _mean_delta(pairs, shape))
 
 
-def robust(pairs: Pairs, shape: Shape) -> Tensor:
+def robust(pairs: Pairs, shape: LossShape) -> Tensor:
     """[-(1-s) ln σ(βΔ) + s ln σ(-βΔ)] / (1 - 2s), unbiased under a share s of swapped pairs.  rDPO, Chowdhury et al.
     2024, https://arxiv.org/abs/2403.00409"""
     x, s = shape.beta * _delta(pairs, shape), shape.label_smoothing
     return (-(1 - s) * F.logsigmoid(x) + s * F.logsigmoid(-x)) / (1 - 2 * s)
 
 
-def exo_pair(pairs: Pairs, shape: Shape) -> Tensor:
+def exo_pair(pairs: Pairs, shape: LossShape) -> Tensor:
     """q ln(q/(1-s)) + (1-q) ln((1-q)/s) with q = σ(βΔ): the reverse KL to the smoothed labels.  EXO, Ji et al. 2024,
     eq. 16, https://arxiv.org/abs/2402.00856"""
     x, s = shape.beta * _delta(pairs, shape), torch.tensor(shape.label_smoothing)
@@ -146,45 +146,45 @@ def exo_pair(pairs: Pairs, shape: Shape) -> Tensor:
     return towards + (-x).sigmoid() * (F.logsigmoid(-x) - torch.log(s))
 
 
-def nca_pair(pairs: Pairs, shape: Shape) -> Tensor:
+def nca_pair(pairs: Pairs, shape: LossShape) -> Tensor:
     """-ln σ(βr+) - ½ ln σ(-βr+) - ½ ln σ(-βr-).  NCA, Chen et al. 2024, https://arxiv.org/abs/2402.05369"""
     chosen, rejected = _rewards(pairs, shape)
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def bco_pair(pairs: Pairs, shape: Shape) -> Tensor:
+def bco_pair(pairs: Pairs, shape: LossShape) -> Tensor:
     """-ln σ(βr+) - ln σ(-βr-): BCO without a baseline, as TRL 1.16 has it (``bco`` has one)."""
     chosen, rejected = _rewards(pairs, shape)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
-def sppo_hard(pairs: Pairs, shape: Shape) -> Tensor:
+def sppo_hard(pairs: Pairs, shape: LossShape) -> Tensor:
     """(r+ - 1/(2β))² + (r- + 1/(2β))².  SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675"""
     wanted = 1 / (2 * shape.beta)
     return (pairs.chosen.ratio - wanted).square() + (pairs.rejected.ratio + wanted).square()
 
 
-def apo_zero(pairs: Pairs, shape: Shape) -> Tensor:
+def apo_zero(pairs: Pairs, shape: LossShape) -> Tensor:
     """1 - σ(βr+) + σ(βr-), where chosen answers are better than the model.  APO, D'Oosterlinck et al. 2024, eq. 7,
     https://arxiv.org/abs/2408.06266"""
     chosen, rejected = _rewards(pairs, shape)
     return 1 - chosen.sigmoid() + rejected.sigmoid()
 
 
-def apo_down(pairs: Pairs, shape: Shape) -> Tensor:
+def apo_down(pairs: Pairs, shape: LossShape) -> Tensor:
     """σ(βr+) + 1 - σ(βΔ), where the model is better than its chosen answers.  APO, eq. 8"""
     chosen, rejected = _rewards(pairs, shape)
     return chosen.sigmoid() + 1 - (chosen - rejected).sigmoid()
 
 
-def discopop(pairs: Pairs, shape: Shape) -> Tensor:
+def discopop(pairs: Pairs, shape: LossShape) -> Tensor:
     """-(1-m) ln σ(u) + m e^-u with u = βΔ, m = σ(u/τ).  DiscoPOP, Lu et al. 2024, https://arxiv.org/abs/2406.08414"""
     u = shape.beta * _delta(pairs, shape)
     modulation = (u / shape.discopop_tau).sigmoid()
     return -(1 - modulation) * F.logsigmoid(u) + modulation * (-u).exp()
 
 
-def aot(pairs: Pairs, shape: Shape) -> Tensor:
+def aot(pairs: Pairs, shape: LossShape) -> Tensor:
     """``sigmoid`` of what stands at the same rank: the sorted L(y+) - L(y-) minus the sorted R(y+) - R(y-).  AOT,
     Melnyk et al. 2024, https://arxiv.org/abs/2406.05882"""
     matches = pairs.matches or matches_of(pairs, "aot")
@@ -192,7 +192,7 @@ def aot(pairs: Pairs, shape: Shape) -> Tensor:
     return _smoothed(shape.beta * (own - matches.chosen), shape.label_smoothing)
 
 
-def aot_unpaired(pairs: Pairs, shape: Shape) -> Tensor:
+def aot_unpaired(pairs: Pairs, shape: LossShape) -> Tensor:
     """``sigmoid`` of the sorted r(y+) minus the sorted r(y-).  AOT, the unpaired variant.
 
     The pair at hand holds two numbers that stand in two comparisons of the step. Its loss is that of its chosen
@@ -204,7 +204,7 @@ def aot_unpaired(pairs: Pairs, shape: Shape) -> Tensor:
     return of_chosen + of_rejected - of_rejected.detach()
 
 
-def dpop(pairs: Pairs, shape: Shape) -> Tensor:
+def dpop(pairs: Pairs, shape: LossShape) -> Tensor:
     """-ln σ(β (Δ - λ max(0, -r(y+)))), which keeps chosen answers from becoming less likely.  DPO-Positive, Pal et al.
     2024, https://arxiv.org/abs/2402.13228"""
     falls = F.relu(-pairs.chosen.ratio)
@@ -214,7 +214,7 @@ def dpop(pairs: Pairs, shape: Shape) -> Tensor:
 # --- without one ------------------------------------------------------------------------------------------------------
 
 
-def sft(pairs: Pairs, shape: Shape) -> Tensor:
+def sft(pairs: Pairs, shape: LossShape) -> Tensor:
     """-log p over the chosen tokens: a mean over the tokens of the step, of which each pair has a part."""
     share = pairs.pairs_per_token
     if share is None:
@@ -222,7 +222,7 @@ def sft(pairs: Pairs, shape: Shape) -> Tensor:
     return -pairs.chosen.logps * share
 
 
-def orpo(pairs: Pairs, shape: Shape) -> Tensor:
+def orpo(pairs: Pairs, shape: LossShape) -> Tensor:
     """-L̄(y+) - β ln σ(log odds).  ORPO, Hong et al. 2024, eq. 4 to 7, https://arxiv.org/abs/2403.07691; λ = β"""
     return -pairs.chosen.mean + shape.beta * odds_ratio_loss(pairs)
 
@@ -238,25 +238,25 @@ def log_odds(pairs: Pairs) -> Tensor:
     return (chosen - _log_of_rest(chosen)) - (rejected - _log_of_rest(rejected))
 
 
-def simpo(pairs: Pairs, shape: Shape) -> Tensor:
+def simpo(pairs: Pairs, shape: LossShape) -> Tensor:
     """-ln σ(β (L̄+ - L̄-) - γ).  SimPO, Meng et al. 2024, eq. 6, https://arxiv.org/abs/2405.14734; s as in ``sigmoid``"""
     chosen, rejected = (alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
     return _smoothed(shape.beta * (chosen - rejected) - shape.gamma, shape.label_smoothing)
 
 
-def cpo(pairs: Pairs, shape: Shape) -> Tensor:
+def cpo(pairs: Pairs, shape: LossShape) -> Tensor:
     """``sigmoid`` without a reference.  CPO, Xu et al. 2024, https://arxiv.org/abs/2401.08417"""
     chosen, rejected = (alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
     return _smoothed(shape.beta * (chosen - rejected), shape.label_smoothing)
 
 
-def cpo_hinge(pairs: Pairs, shape: Shape) -> Tensor:
+def cpo_hinge(pairs: Pairs, shape: LossShape) -> Tensor:
     """max(0, 1 - β (L+ - L-)).  SLiC, Zhao et al. 2023, https://arxiv.org/abs/2305.10425"""
     chosen, rejected = (alphapo(side.logps, shape) for side in (pairs.chosen, pairs.rejected))
     return F.relu(1 - shape.beta * (chosen - rejected))
 
 
-def cpo_ipo(pairs: Pairs, shape: Shape) -> Tensor:
+def cpo_ipo(pairs: Pairs, shape: LossShape) -> Tensor:
     """(L̄+ - L̄- - 1/(2β))²: ``ipo`` without a reference."""
     chosen, rejected = (alphapo(side.mean, shape) for side in (pairs.chosen, pairs.rejected))
     return (chosen - rejected - 1 / (2 * shape.beta)).square()
@@ -291,7 +291,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 # --- what may be added to a loss of pairs -----------------------------------------------------------------------------
 
 
-def bco(pairs: Pairs, shape: Shape, baseline: Tensor) -> Tensor:
+def bco(pairs: Pairs, shape: LossShape, baseline: Tensor) -> Tensor:
     """(P,) -ln σ(βr+ - δ) - ln σ(-(βr- - δ)).  BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656
 
     Args:
@@ -370,20 +370,20 @@ def _smoothed(x: Tensor, label_smoothing: float) -> Tensor:
     return (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-x)
 
 
-def _delta(pairs: Pairs, shape: Shape) -> Tensor:
+def _delta(pairs: Pairs, shape: LossShape) -> Tensor:
     return divergence(pairs.chosen.ratio, shape) - divergence(pairs.rejected.ratio, shape)
 
 
-def _mean_delta(pairs: Pairs, shape: Shape) -> Tensor:
+def _mean_delta(pairs: Pairs, shape: LossShape) -> Tensor:
     chosen, rejected = (divergence(side.ratio, shape) / side.lengths for side in (pairs.chosen, pairs.rejected))
     return chosen - rejected
 
 
-def _rewards(pairs: Pairs, shape: Shape) -> tuple[Tensor, Tensor]:
+def _rewards(pairs: Pairs, shape: LossShape) -> tuple[Tensor, Tensor]:
     return shape.beta * pairs.chosen.ratio, shape.beta * pairs.rejected.ratio
 
 
-def divergence(ratio: Tensor, shape: Shape) -> Tensor:
+def divergence(ratio: Tensor, shape: LossShape) -> Tensor:
     """f'(e^r), which replaces r for a divergence f other than the reverse KL. f-DPO, Wang et al. 2023, table 1,
     https://arxiv.org/abs/2309.16240"""
     alpha = shape.divergence_alpha
@@ -396,7 +396,7 @@ def divergence(ratio: Tensor, shape: Shape) -> Tensor:
     return ratio
 
 
-def alphapo(logps: Tensor, shape: Shape) -> Tensor:
+def alphapo(logps: Tensor, shape: LossShape) -> Tensor:
     """(1 - e^(-αL)) / α.  AlphaPO, Gupta et al. 2025, https://arxiv.org/abs/2501.03884"""
     if not shape.alphapo:
         return logps

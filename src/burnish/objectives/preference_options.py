@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from burnish.core.errors import Problem
-from burnish.core.options import changed, option, specs
+from burnish.core.options import changed_options, option, specs
 from burnish.objectives.base import OBJECTIVES
 from burnish.objectives.preference_losses import PAIR_LOSSES
 
@@ -212,11 +212,11 @@ def _pairing_notes(options: PreferenceChoices) -> list[str]:
 
 def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:
     names = {name for group in groups for name in specs(group)}
-    return [f'"{name}" has no effect: {why}.' for name in changed(options) if name in names]
+    return [f'"{name}" has no effect: {why}.' for name in changed_options(options) if name in names]
 
 
 def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
-    losses, said = [PAIR_LOSSES[name] for name in names], changed(options)
+    losses, said = [PAIR_LOSSES[name] for name in names], changed_options(options)
     shown = ", ".join(names)
     needs = {
         "simpo_gamma": "simpo" in names,

@@ -28,7 +28,7 @@ from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Metr
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.objectives.lm import unfitted
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, target_positions
-from burnish.objectives.pairs import answers_of
+from burnish.objectives.pairs import two_answers
 from burnish.objectives.preference_losses import bradley_terry
 from burnish.ops.probe import Fitted, causal_lm
 
@@ -167,7 +167,7 @@ class RewardObjective(StageObjective):
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch, and of its pairs ``items`` (P,) and ``margin`` (P,)."""
-        batch = collate_scored(collate, [answer for row in rows for answer in answers_of(row)])
+        batch = collate_scored(collate, [answer for row in rows for answer in two_answers(row)])
         margins = torch.tensor([row.get("margin", 0.0) for row in rows])
         return {**batch, "items": torch.ones(len(rows)), "margin": margins}
 

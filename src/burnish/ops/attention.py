@@ -95,7 +95,7 @@ def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequenc
         kernel = kernel_for(dtype, scores) if has_kernels else None
         if kernel is not None:
             return kernel(query, key, value, sequences, scores)
-        return _by_runs(query, key, value, lengths_of(sequences), scores)
+        return _by_runs(query, key, value, token_counts(sequences), scores)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
@@ -250,7 +250,7 @@ def _additive(length: int, before: int, window: int | None, dtype: torch.dtype, 
 _LENGTHS: MutableMapping[Tensor, Lengths] = WeakTensorKeyDictionary()
 
 
-def lengths_of(sequences: Sequences) -> Lengths:
+def token_counts(sequences: Sequences) -> Lengths:
     """Each sequence's number of tokens, and of keys before them. Read from the device once per batch; on a GPU that
     waits for it, and the kernels there do not need these numbers."""
     if sequences.begins not in _LENGTHS:

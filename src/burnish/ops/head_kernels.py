@@ -1,7 +1,7 @@
 """Backends of the head and its loss: burnish's own chunks, or a kernel of another library that was asked for by name.
 
 In:  hidden states of target positions, the head, targets, and the name of a backend. Out: the sums of
-``ops.cross_entropy``, whichever backend computed them. ``obstacle`` says in a sentence what a kernel cannot do.
+``ops.cross_entropy``, whichever backend computed them. ``head_obstacle`` says in a sentence what a kernel cannot do.
 
 ``chunked`` is burnish's own and the default on every device: it supports everything, and reads nothing from the device.
 ``liger`` (https://arxiv.org/abs/2410.10989) computes chunks too, V / H of them, and waits for the device to count the
@@ -29,7 +29,7 @@ LIBRARIES = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
 BACKENDS = ("chunked", *LIBRARIES)
 
 
-def obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
+def head_obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
     """The reason why the backend ``way`` cannot be used, as a sentence; "" where it can."""
     library = LIBRARIES.get(way)
     if library is None:
@@ -56,7 +56,7 @@ def head_loss(
     """Compute the sums of the learned tokens.
 
     Args:
-        way: one of ``BACKENDS``, for which there is no ``obstacle``.
+        way: one of ``BACKENDS``, for which there is no ``head_obstacle``.
         hidden: (N, H). weight: (V, H). bias: (V,).
         targets: (N,) token ids; ``IGNORE_INDEX`` has no weight.
         token_weights: (N,) the weight of each token; None is 1.

@@ -66,7 +66,7 @@ def lora_update(
     Returns:
         (..., O) in the dtype of ``result``.
     """
-    dtype = product_dtype(x, a)
+    dtype = lora_dtype(x, a)
     a, b = a.to(dtype), b.to(dtype)
     if plain:
         update = F.linear(F.linear(F.dropout(x.to(dtype), dropout), a), b) * scaling
@@ -81,7 +81,7 @@ def lora_linear(
     """Compute ``x Wᵀ + bias + scaling * dropout(x) Aᵀ Bᵀ`` for a frozen layer: W and bias get no gradient.
 
     Args:
-        x: (..., I) in the dtype of ``weight``, which is ``product_dtype`` too.
+        x: (..., I) in the dtype of ``weight``, which is ``lora_dtype`` too.
         weight: (O, I)
         bias: (O,)
         a, b, scaling, dropout: as in ``lora_update``.
@@ -92,7 +92,7 @@ def lora_linear(
     return output
 
 
-def product_dtype(x: Tensor, a: Tensor) -> torch.dtype:
+def lora_dtype(x: Tensor, a: Tensor) -> torch.dtype:
     """The dtype of the product: autocast's where it is on, else that of the factors.
 
     A frozen base in bfloat16 with factors in float32 thus trains its factors in float32 (checklist row 77).
@@ -319,7 +319,7 @@ class LoraForward:
             return None
         a, b = layer.lora_A[names[0]], layer.lora_B[names[0]]
         weight: Tensor = layer.base_layer.weight
-        if b.bias is not None or not x.dtype == weight.dtype == product_dtype(x, a.weight):
+        if b.bias is not None or not x.dtype == weight.dtype == lora_dtype(x, a.weight):
             return None
         bias: Tensor | None = layer.base_layer.bias
         return Adapted(weight, bias, a.weight, b.weight, layer.scaling[names[0]], self._dropout(names[0]))

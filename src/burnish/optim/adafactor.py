@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, optim_arguments
 
 
 @OPTIMIZERS.register("adafactor", leaves_out=ADAM_ONLY)
@@ -17,6 +17,6 @@ def adafactor(groups: Groups, options: OptimOptions) -> Optimizer:
     """Adafactor at a given learning rate."""
     from transformers.optimization import Adafactor
 
-    arguments = {"scale_parameter": False, "relative_step": False, **arguments_of(options)}
+    arguments = {"scale_parameter": False, "relative_step": False, **optim_arguments(options)}
     made: Optimizer = Adafactor(groups, lr=options.learning_rate, **arguments)
     return made

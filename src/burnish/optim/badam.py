@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from burnish.core.errors import Problem, UserError
-from burnish.core.options import changed, option
+from burnish.core.options import changed_options, option
 from burnish.optim.builtin import OPTIMIZERS, AdamChoices, Groups, Turns, adam_arguments, asked_by, only_adamw
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def badam_notes(options: BadamChoices) -> list[str]:
     """Notes on options that were set and belong to the other mode of BAdam."""
     if not _is_chosen(options):
         return []  # said for the whole group
-    unread = [name for name in changed(options) if name in _NOT_FOR[options.badam_mode]]
+    unread = [name for name in changed_options(options) if name in _NOT_FOR[options.badam_mode]]
     return [f'"{name}" has no effect: it is not for badam_mode {options.badam_mode}.' for name in unread]
 
 

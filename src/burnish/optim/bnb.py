@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, optim_arguments
 
 LIBRARY = "bitsandbytes"
 LEAVES_OUT = {"Lion": ("adam_epsilon",), "RMSprop": ADAM_ONLY}
@@ -25,12 +25,12 @@ def _adam(options: OptimOptions) -> dict[str, Any]:
 
 
 def _lion(options: OptimOptions) -> dict[str, Any]:
-    return {"betas": (options.adam_beta1, options.adam_beta2), **arguments_of(options)}
+    return {"betas": (options.adam_beta1, options.adam_beta2), **optim_arguments(options)}
 
 
 def _ademamix(options: OptimOptions) -> dict[str, Any]:
     """Adam's arguments with a third beta and ``alpha`` (Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137)."""
-    given = arguments_of(options)
+    given = optim_arguments(options)
     betas = (given.pop("beta1", options.adam_beta1), given.pop("beta2", options.adam_beta2), given.pop("beta3", 0.9999))
     return {"betas": betas, "eps": options.adam_epsilon, **given}
 
@@ -73,7 +73,7 @@ def _register() -> None:
         ("Lion", _lion, "Lion", ("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit")),
         ("AdEMAMix", _ademamix, "AdEMAMix",
          ("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit")),
-        ("RMSprop", arguments_of, "RMSprop", ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")),
+        ("RMSprop", optim_arguments, "RMSprop", ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")),
     ]  # fmt: skip
     for class_name, arguments, title, names in families:
         for name in names:

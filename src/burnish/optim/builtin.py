@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from burnish.core.conversion import literal
 from burnish.core.errors import MissingExtraError, Problem, UserError, why_not
-from burnish.core.options import changed, option, raise_if
+from burnish.core.options import changed_options, option, raise_if
 from burnish.core.registry import Registry
 from burnish.core.schedule import CurveOptions, lr_factor, refused_by_curve
 
@@ -73,7 +73,7 @@ def optimizer_notes(options: OptimOptions) -> list[str]:
 
 def left_out(name: str, options: OptimOptions) -> list[str]:
     """Notes on fields of ``OptimOptions`` that were set and that the optimizer ``name`` does not read."""
-    given = changed(options)
+    given = changed_options(options)
     return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in given])
 
 
@@ -197,7 +197,7 @@ class AdamChoices(NamedOptimizer, Protocol):
     optim_args: str | None
 
 
-def arguments_of(options: AdamChoices) -> dict[str, Any]:
+def optim_arguments(options: AdamChoices) -> dict[str, Any]:
     """``optim_args`` as a dict: ``"momentum=0.9, nesterov=true"`` -> ``{"momentum": 0.9, "nesterov": True}``."""
     found: dict[str, Any] = {}
     for pair in (options.optim_args or "").split(","):
@@ -213,7 +213,7 @@ def adam_arguments(options: AdamChoices) -> dict[str, Any]:
         "lr": options.learning_rate,
         "betas": (options.adam_beta1, options.adam_beta2),
         "eps": options.adam_epsilon,
-        **arguments_of(options),
+        **optim_arguments(options),
     }
 
 
@@ -249,19 +249,19 @@ def adamw(groups: Groups, options: OptimOptions) -> Optimizer:
 @OPTIMIZERS.register("sgd", leaves_out=ADAM_ONLY)
 def sgd(groups: Groups, options: OptimOptions) -> Optimizer:
     """Stochastic gradient descent."""
-    return torch.optim.SGD(groups, lr=options.learning_rate, **arguments_of(options))
+    return torch.optim.SGD(groups, lr=options.learning_rate, **optim_arguments(options))
 
 
 @OPTIMIZERS.register("adagrad", leaves_out=ADAM_ONLY)
 def adagrad(groups: Groups, options: OptimOptions) -> Optimizer:
     """Adagrad."""
-    return torch.optim.Adagrad(groups, lr=options.learning_rate, **arguments_of(options))
+    return torch.optim.Adagrad(groups, lr=options.learning_rate, **optim_arguments(options))
 
 
 @OPTIMIZERS.register("rmsprop", leaves_out=ADAM_ONLY)
 def rmsprop(groups: Groups, options: OptimOptions) -> Optimizer:
     """RMSprop."""
-    return torch.optim.RMSprop(groups, lr=options.learning_rate, **arguments_of(options))
+    return torch.optim.RMSprop(groups, lr=options.learning_rate, **optim_arguments(options))
 
 
 def create_scheduler(optimizer: Optimizer, options: CurveOptions, max_steps: int, learning_rate: float) -> Any:

@@ -36,10 +36,10 @@ from burnish.optim.builtin import (
     AdamChoices,
     Groups,
     OptimOptions,
-    arguments_of,
     asked_by,
     left_out,
     missing_library,
+    optim_arguments,
 )
 from burnish.optim.delegating import Delegating, copied
 
@@ -199,7 +199,7 @@ def _apollo_method(options: LowRankRun) -> Method:
 
 def _given(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
     """Read ``optim_args``. Raises TypeError, as any optimizer does, for an unknown name."""
-    given = arguments_of(options)
+    given = optim_arguments(options)
     unknown = [name for name in given if name not in known]
     if unknown:
         raise TypeError(f"there is no {unknown[0]}, only {', '.join(known)}")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem
 from burnish.core.options import option
-from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, arguments_of, asked_by, only_adamw
+from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, asked_by, only_adamw, optim_arguments
 from burnish.optim.delegating import Delegating, copied
 from burnish.optim.low_rank import in_layers, split_groups
 
@@ -36,7 +36,7 @@ def muon(groups: Groups, options: OptimOptions) -> Optimizer:
     matrices, rest = split_groups(groups, in_layers)
     moved: list[Optimizer] = []
     if matrices:
-        arguments = {"adjust_lr_fn": "match_rms_adamw", **arguments_of(options)}
+        arguments = {"adjust_lr_fn": "match_rms_adamw", **optim_arguments(options)}
         moved.append(torch.optim.Muon(copied(matrices), lr=options.learning_rate, **arguments))
     if rest:
         betas = (options.adam_beta1, options.adam_beta2)

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch.optim import Optimizer
 
 from burnish.core.errors import Problem
-from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, arguments_of
+from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, optim_arguments
 
 LIBRARY = "schedulefree"
 
@@ -61,5 +61,5 @@ def schedule_free_sgd(groups: Groups, options: OptimOptions) -> Optimizer:
     """Stochastic gradient descent without a falling learning rate (schedulefree)."""
     from schedulefree import SGDScheduleFree
 
-    made: Optimizer = SGDScheduleFree(groups, lr=options.learning_rate, **arguments_of(options))
+    made: Optimizer = SGDScheduleFree(groups, lr=options.learning_rate, **optim_arguments(options))
     return made

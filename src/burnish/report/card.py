@@ -91,14 +91,14 @@ def card_text(facts: CardFacts, header: str = "") -> str:
 
 def _header(facts: CardFacts) -> str:
     """The YAML that the hub reads. JSON strings are valid YAML, so values are quoted as in JSON."""
-    on_hub = is_hub_id(facts.base_model)
+    on_hub = is_hub_name(facts.base_model)
     entries: dict[str, Any] = {
         "library_name": _library(facts),
         "pipeline_tag": "text-generation",
         "license": facts.license,
         "base_model": facts.base_model if on_hub else "",
         "base_model_relation": ("adapter" if facts.is_adapter else "finetune") if on_hub else "",
-        "datasets": [name for name in facts.datasets if is_hub_id(name)],
+        "datasets": [name for name in facts.datasets if is_hub_name(name)],
         "tags": list(dict.fromkeys(["burnish", facts.stage, facts.method])),
     }
     lines = [line for name, value in entries.items() if value for line in _yaml(name, value)]
@@ -127,7 +127,7 @@ def _yaml_text(value: Any) -> str:
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
-def is_hub_id(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
     """Return whether ``name`` is ``owner/name``, and no file or folder of this machine."""
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(_FILE_ENDINGS) and not Path(name).exists()
 
@@ -148,7 +148,7 @@ def _opening(facts: CardFacts) -> str:
 
 def _shown(name: str) -> str:
     """Return a hub id as it is; of a local path only the last part, so that no folder of this machine is named."""
-    return f"`{name}`" if is_hub_id(name) else f"`{Path(name).name or name}`"
+    return f"`{name}`" if is_hub_name(name) else f"`{Path(name).name or name}`"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -170,7 +170,7 @@ def _use(facts: CardFacts) -> str:
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
     ]
     if facts.is_adapter:
-        is_named = is_hub_id(facts.base_model)  # a folder of one machine is adapter_config.json's to say
+        is_named = is_hub_name(facts.base_model)  # a folder of one machine is adapter_config.json's to say
         base = f'"{facts.base_model}"' if is_named else "PeftConfig.from_pretrained(folder).base_model_name_or_path"
         imports = [f"from peft import {'' if is_named else 'PeftConfig, '}PeftModel", *imports]
         load += [

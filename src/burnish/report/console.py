@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from burnish.core.errors import Problem
 from burnish.core.secrets import without_secrets
-from burnish.report.streams import fit, let_go, say
+from burnish.report.streams import encodable, let_go, say
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -83,7 +83,7 @@ def is_speaker() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def answer(text: str) -> None:
+def print_result(text: str) -> None:
     """Print the result of a command. Raises OSError where it cannot be printed, because the command has failed then."""
     say(text, sys.stdout, must=True)
 
@@ -95,7 +95,7 @@ def _print(text: str, label: str, colour: str, stream: TextIO | None) -> None:
         say(f"{label}: {text}" if label else text, stream)
         return
     try:
-        _draw(fit(without_secrets(text), stream), label, colour, stream)
+        _draw(encodable(without_secrets(text), stream), label, colour, stream)
     except OSError:  # the terminal has gone
         end_live()
         let_go(stream)

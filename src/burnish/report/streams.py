@@ -38,7 +38,7 @@ def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n"
     if stream is None or stream.closed:
         return
     try:
-        print(fit(without_secrets(text) if blots else text, stream), end=end, file=stream, flush=True)
+        print(encodable(without_secrets(text) if blots else text, stream), end=end, file=stream, flush=True)
     except OSError as error:
         let_go(stream)
         if must and isinstance(error, BrokenPipeError):
@@ -48,7 +48,7 @@ def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n"
             raise OutputError(f"{name} cannot be written: {(error.strerror or str(error)).lower()}.") from error
 
 
-def fit(text: str, stream: TextIO) -> str:
+def encodable(text: str, stream: TextIO) -> str:
     """Return ``text`` in characters that the stream's encoding has; others become plain characters or escapes."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
@@ -60,7 +60,7 @@ def fit(text: str, stream: TextIO) -> str:
 
 def can_draw(stream: TextIO) -> bool:
     """Return whether the stream's encoding has the characters for bars and marks."""
-    return fit("⟦▁█⟧", stream) == "⟦▁█⟧"
+    return encodable("⟦▁█⟧", stream) == "⟦▁█⟧"
 
 
 def let_go(stream: TextIO | None) -> None:

@@ -1,6 +1,6 @@
 """A request's answers as they grow: what the engine makes, id by id, becomes deltas; deltas become a stream or a whole.
 
-    answer = Answer(mailbox, [Choice(ask, reader), ...])
+    answer = RequestAnswer(mailbox, [Choice(ask, reader), ...])
     answer.begin(engine)
     async for index, delta in answer.deltas(): ...
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 from burnish.core.errors import UserError
-from burnish.infer.types import Ask, Closed, Engine, Full, Logprob, Made, Sink, Ticket
+from burnish.infer.types import AnswerEngine, Ask, Closed, Full, Logprob, Made, Sink, Ticket
 from burnish.wire.errors import Refusal
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -64,7 +64,7 @@ class Delta:
         self.reason = self.reason or other.reason
 
 
-class Reader(Protocol):
+class DeltaReader(Protocol):
     """Text of ids: pieces into a delta. ``infer/replies.py`` reads; ``serve/served.py`` puts it into these words."""
 
     def take(self, token: int, delta: Delta) -> bool:
@@ -142,7 +142,7 @@ class Choice:
         ends_with_first_call: the answer is over with its first whole call.
     """
 
-    def __init__(self, ask: Ask, reader: Reader, ends_with_first_call: bool = False) -> None:
+    def __init__(self, ask: Ask, reader: DeltaReader, ends_with_first_call: bool = False) -> None:
         self.ask, self.reader, self.ends_with_first_call = ask, reader, ends_with_first_call
         self.ticket: Ticket | None = None
         self.delta = Delta()
@@ -202,17 +202,17 @@ class Choice:
         return found
 
 
-class Answer:
+class RequestAnswer:
     """All choices of a request."""
 
     def __init__(self, mailbox: Mailbox, choices: Sequence[Choice]) -> None:
         self.mailbox, self.choices = mailbox, choices
         self._changed = asyncio.Event()
-        self._engine: Engine | None = None
+        self._engine: AnswerEngine | None = None
         self.begun_s = time.monotonic()
         self.first_token_s: float | None = None
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: AnswerEngine) -> None:
         """Hand all choices to the engine, or none.
 
         Raises:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import socket
 
     from burnish.infer.answerer import Answerer
-    from burnish.infer.types import Engine
+    from burnish.infer.types import AnswerEngine
     from burnish.serve.answering import Mailbox
-    from burnish.serve.app import State
+    from burnish.serve.app import ServerState
 
 log = logging.getLogger("burnish.api")
 OWN = frozenset(field.name for field in fields(ApiOptions))
@@ -52,7 +52,7 @@ def api(words: Sequence[str]) -> int:
     words = with_adapters(words)
     options = read_options(words)
     try:
-        from burnish.serve.app import State
+        from burnish.serve.app import ServerState
         from burnish.wire.guards import new_key
         from burnish.wire.sockets import listen, listen_unix
     except ModuleNotFoundError as error:
@@ -65,7 +65,7 @@ def api(words: Sequence[str]) -> int:
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("burnish").setLevel(logging.INFO)
-    state = State()
+    state = ServerState()
     sys.setswitchinterval(_SWITCH_S)
     try:
         status = asyncio.run(_serve(words, options, state, key, found))
@@ -94,13 +94,15 @@ def read_options(words: Sequence[str]) -> ApiOptions:
     return options
 
 
-async def _serve(words: Sequence[str], options: ApiOptions, state: State, key: str | None, found: socket.socket) -> int:
+async def _serve(
+    words: Sequence[str], options: ApiOptions, state: ServerState, key: str | None, found: socket.socket
+) -> int:
     from burnish.serve.app import application
     from burnish.wire.serving import serve
 
     async def begin() -> None:
         loop = asyncio.get_running_loop()
-        answerer, engine, mailbox = await in_thread(lambda: load(words, options, state, loop))
+        answerer, engine, mailbox = await in_thread(lambda: load_served(words, options, state, loop))
         _open(answerer, engine, mailbox, options, state)
         for line in opening_lines(answerer, engine, options, key, found):
             say(line, sys.stdout, blots=False)
@@ -133,9 +135,9 @@ async def in_thread(work: Callable[[], Any]) -> Any:
     return await told
 
 
-def load(
-    words: Sequence[str], options: ApiOptions, state: State, loop: asyncio.AbstractEventLoop
-) -> tuple[Answerer, Engine, Mailbox]:
+def load_served(
+    words: Sequence[str], options: ApiOptions, state: ServerState, loop: asyncio.AbstractEventLoop
+) -> tuple[Answerer, AnswerEngine, Mailbox]:
     """The model, its engine, and the mailbox of ``loop`` to which the engine delivers. Called in a thread: imports and
     weights take seconds."""
     from burnish.app.serving import serving_of
@@ -153,7 +155,7 @@ def load(
     return answerer, engine_of(answerer, options.api_max_waiting, mailbox.deliver), mailbox
 
 
-def _open(answerer: Answerer, engine: Engine, mailbox: Mailbox, options: ApiOptions, state: State) -> None:
+def _open(answerer: Answerer, engine: AnswerEngine, mailbox: Mailbox, options: ApiOptions, state: ServerState) -> None:
     """From here on requests are answered."""
     from burnish.serve.completions import Desk
     from burnish.serve.served import ServedModel
@@ -181,7 +183,7 @@ def _weights(answerer: Answerer) -> str:
     return f"{base} {answerer.name} {answerer.notes} {place}"  # notes name what was merged
 
 
-def _versions(engine: Engine) -> dict[str, str]:
+def _versions(engine: AnswerEngine) -> dict[str, str]:
     from importlib.metadata import version
 
     from burnish import __version__
@@ -191,7 +193,7 @@ def _versions(engine: Engine) -> dict[str, str]:
 
 
 def opening_lines(
-    answerer: Answerer, engine: Engine, options: ApiOptions, key: str | None, found: socket.socket
+    answerer: Answerer, engine: AnswerEngine, options: ApiOptions, key: str | None, found: socket.socket
 ) -> list[str]:
     """Models, engine and memory, address, and how to call it."""
     from burnish.wire.sockets import shown_address
@@ -215,7 +217,7 @@ def opening_lines(
     ]
 
 
-async def drain(options: ApiOptions, state: State) -> None:
+async def drain(options: ApiOptions, state: ServerState) -> None:
     """No new work; what is under way has ``api_drain`` seconds, and then hears that it is over."""
     from burnish.serve.answering import DRAINING
 

@@ -1,7 +1,7 @@
 """The routes of ``burnish api``. They answer from the first moment: with 503 until the model is there.
 
-In: options. Out: an ASGI application, and its ``State``, which ``api.py`` moves from loading to ready to draining.
-No library of models is imported here.
+In: options. Out: an ASGI application, and its ``ServerState``, which ``api.py`` moves from loading to ready to
+draining. No library of models is imported here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from burnish.serve.fields import Fields
-from burnish.serve.metrics import Metrics
+from burnish.serve.fields import BodyFields
+from burnish.serve.metrics import ServerMetrics
 from burnish.serve.options import ApiOptions
 from burnish.serve.requests import (
     ChatRequest,
@@ -34,7 +34,7 @@ from burnish.serve.requests import (
 )
 from burnish.wire.bodies import json_object
 from burnish.wire.errors import Refusal, openai_error
-from burnish.wire.guards import Guard, Head, Rules, bearer, under
+from burnish.wire.guards import Guard, RequestHead, Rules, bearer, under
 from burnish.wire.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.wire.json_response import Json
 
@@ -55,7 +55,7 @@ THERE_IS = (
 
 
 @dataclass
-class State:
+class ServerState:
     """The state of the server.
 
     Args:
@@ -69,7 +69,7 @@ class State:
     desk: Desk | None = None
     models: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
     prompts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "burnish-prompts"))
 
     def ready(self) -> Desk:
@@ -88,7 +88,7 @@ class State:
         return self.desk
 
 
-def application(options: ApiOptions, state: State, key: str | None) -> ASGIApp:
+def application(options: ApiOptions, state: ServerState, key: str | None) -> ASGIApp:
     """All routes, behind their guard."""
     routes = Routes(options, state)
     names = {options.api_host.lower(), *(host.lower() for host in options.api_hosts)}
@@ -106,7 +106,7 @@ def application(options: ApiOptions, state: State, key: str | None) -> ASGIApp:
 class Routes:
     """One method per route."""
 
-    def __init__(self, options: ApiOptions, state: State) -> None:
+    def __init__(self, options: ApiOptions, state: ServerState) -> None:
         self.options, self.state = options, state
         self.limits = Limits(options.api_max_choices, options.api_strict)
         self._said_ignored: set[str] = set()
@@ -219,7 +219,7 @@ class Routes:
 
     async def load_model(self, request: Request) -> Any:
         """The question with which ``transformers chat`` begins: its model is there, and nothing is loaded for it."""
-        fields = Fields(await json_object(request))
+        fields = BodyFields(await json_object(request))
         model = fields.text("model", required=True) or ""
         fields.raise_all()
         self.state.ready().served.adapter_of(model.removesuffix("@main"))
@@ -228,7 +228,7 @@ class Routes:
     async def tokenize(self, request: Request) -> Any:
         body = await json_object(request)
         desk = self.state.ready()
-        fields = Fields(body)
+        fields = BodyFields(body)
         model = fields.text("model") or self.state.models[0]["id"]
         text = fields.text("prompt") if body.get("messages") is None else None
         if body.get("messages") is None and body.get("prompt") is None:
@@ -250,7 +250,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Any:
         body = await json_object(request)
-        desk, fields = self.state.ready(), Fields(body)
+        desk, fields = self.state.ready(), BodyFields(body)
         fields.text("model")
         tokens = fields.items("tokens", most=2**20)
         if tokens is None:
@@ -264,7 +264,7 @@ class Routes:
 
     async def score(self, request: Request) -> Any:
         body = await json_object(request)
-        desk, fields = self.state.ready(), Fields(body)
+        desk, fields = self.state.ready(), BodyFields(body)
         model = fields.text("model", required=True) or ""
         texts = fields.items("messages", most=1024, required=True) or []
         longest = fields.integer("max_length", ge=1)
@@ -305,7 +305,7 @@ class Routes:
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
-    def seen(self, head: Head, status: int, seconds: float, request_id: str) -> None:
+    def seen(self, head: RequestHead, status: int, seconds: float, request_id: str) -> None:
         """Count every request; what answered says its line itself, when its stream is over."""
         route = head.path if head.path in self.paths else "other"
         self.state.metrics.requests[route, status] += 1

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Receive, Scope, Send
 
 from burnish.infer.types import Ask
-from burnish.serve.answering import Answer, Choice, Delta, Mailbox, queue_full
+from burnish.serve.answering import Choice, Delta, Mailbox, RequestAnswer, queue_full
 from burnish.serve.chat_wire import Wire, usage_of
 from burnish.serve.requests import ChatRequest, CompletionRequest, Settings
 from burnish.serve.text_wire import Echo, TextLog, TextWire
@@ -56,9 +56,9 @@ class Desk:
     mailbox: Mailbox
     max_tokens: int
     timeout_s: float
-    under_way: set[Answer]
+    under_way: set[RequestAnswer]
 
-    def begin(self, choices: Sequence[Choice]) -> Answer:
+    def begin(self, choices: Sequence[Choice]) -> RequestAnswer:
         """Hand the choices to the engine.
 
         Raises:
@@ -69,7 +69,7 @@ class Desk:
         would_wait, rate = facts.running >= facts.seats, facts.tokens_per_second
         if would_wait and rate > 0 and owed / rate > self.timeout_s:
             raise queue_full(owed / rate)
-        answer = Answer(self.mailbox, choices)
+        answer = RequestAnswer(self.mailbox, choices)
         answer.begin(self.served.engine)
         self.under_way.add(answer)
         return answer
@@ -78,7 +78,7 @@ class Desk:
         """Tokens that may still have to be made."""
         return 0 if choice.is_over else max(0, choice.ask.max_new_tokens - choice.num_tokens)
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: RequestAnswer) -> None:
         answer.cancel()
         self.under_way.discard(answer)
 
@@ -119,17 +119,22 @@ class Desk:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A request that the engine can be asked: everything but its answer."""
 
     choices: Sequence[Choice]
     num_prompt_tokens: int
     whole: Callable[[Sequence[Delta], dict[str, Any]], dict[str, Any]]  # folded deltas and usage -> the body
-    events: Callable[[Answer], AsyncGenerator[bytes, None]]
+    events: Callable[[RequestAnswer], AsyncGenerator[bytes, None]]
 
 
 def respond(
-    desk: Desk, prepared: Prepared, is_stream: bool, told: Told, over: Callable[[], None], headers: dict[str, str]
+    desk: Desk,
+    prepared: PreparedRequest,
+    is_stream: bool,
+    told: Told,
+    over: Callable[[], None],
+    headers: dict[str, str],
 ) -> Any:
     """Ask the engine, and return the response that grows from its answer.
 
@@ -185,7 +190,7 @@ class Watched:
             self.over()
 
 
-def _note(told: Told, answer: Answer, num_prompt_tokens: int) -> None:
+def _note(told: Told, answer: RequestAnswer, num_prompt_tokens: int) -> None:
     told.prompt_tokens, told.new_tokens, told.first_token_s = num_prompt_tokens, answer.num_tokens, answer.first_token_s
     told.cached_tokens = answer.choices[0].cached_tokens if answer.choices else 0
     told.reason = "+".join(
@@ -196,7 +201,7 @@ def _note(told: Told, answer: Answer, num_prompt_tokens: int) -> None:
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-def chat(desk: Desk, request: ChatRequest) -> Prepared:
+def chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
     """A chat completion up to its answer. Tokenises: called in a thread.
 
     Raises:
@@ -219,7 +224,7 @@ def chat(desk: Desk, request: ChatRequest) -> Prepared:
         has_ids=settings.return_token_ids, has_usage=settings.include_usage, prompt_ids=prompt,
     )  # fmt: skip
 
-    async def events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def events(answer: RequestAnswer) -> AsyncGenerator[bytes, None]:
         sent_calls = [0] * len(choices)
         async for index, delta in answer.deltas():
             chunks = wire.chunks(index, delta, sent_calls[index])
@@ -228,13 +233,13 @@ def chat(desk: Desk, request: ChatRequest) -> Prepared:
         if wire.has_usage:
             yield event_text(to_json(wire.usage_chunk(usage_of(len(prompt), choices))))
 
-    return Prepared(choices, len(prompt), wire.whole, events)
+    return PreparedRequest(choices, len(prompt), wire.whole, events)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def complete(desk: Desk, request: CompletionRequest) -> Prepared:
+def complete(desk: Desk, request: CompletionRequest) -> PreparedRequest:
     """A text completion up to its answer. Tokenises: called in a thread.
 
     Raises:
@@ -263,7 +268,7 @@ def complete(desk: Desk, request: CompletionRequest) -> Prepared:
             written.append(wire.choice(place, folded[index], log, echoes[index], choices[index].prompt_logprobs))
         return wire.body(written, usage)
 
-    async def events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def events(answer: RequestAnswer) -> AsyncGenerator[bytes, None]:
         logs, to_echo = [TextLog(wire.shown) for _ in choices], list(echoes)
         async for index, delta in answer.deltas():
             echo, to_echo[index] = to_echo[index], None
@@ -273,7 +278,7 @@ def complete(desk: Desk, request: CompletionRequest) -> Prepared:
         if wire.has_usage:
             yield event_text(to_json(wire.chunk([], usage_of(num_prompt_tokens, choices))))
 
-    return Prepared(choices, num_prompt_tokens, whole, events)
+    return PreparedRequest(choices, num_prompt_tokens, whole, events)
 
 
 def _text_ask(desk: Desk, request: CompletionRequest, prompt: list[int], index: int) -> Ask:

@@ -1,6 +1,6 @@
 """The fields of a JSON body, read one by one, each with its type and bounds; everything that is wrong is kept.
 
-    fields = Fields(body)
+    fields = BodyFields(body)
     temperature = fields.number("temperature", ge=0, le=2)
     fields.raise_all()
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from burnish.wire.bodies import kind_of
+from burnish.wire.bodies import json_type
 from burnish.wire.errors import Refusal
 
 MOST_SAID = 8
 """Problems in one message; the rest is counted."""
 
 
-class Fields:
+class BodyFields:
     """One object of a body.
 
     Args:
@@ -122,18 +122,18 @@ class Fields:
         found: Mapping[str, Any] | None = self.typed(name, dict, "an object", required)
         return found
 
-    def within(self, name: str, required: bool = False) -> Fields | None:
+    def within(self, name: str, required: bool = False) -> BodyFields | None:
         """The object of that name, to be read in its turn."""
         value = self.object(name, required)
-        return None if value is None else Fields(value, self.name_of(name), self.problems)
+        return None if value is None else BodyFields(value, self.name_of(name), self.problems)
 
-    def each(self, name: str, items: Iterable[Any] | None) -> list[Fields]:
+    def each(self, name: str, items: Iterable[Any] | None) -> list[BodyFields]:
         """The objects of a list, to be read in their turn."""
         found = []
         for index, item in enumerate(items or ()):
             place = f"{name}[{index}]"
             if isinstance(item, dict):
-                found.append(Fields(item, self.name_of(place), self.problems))
+                found.append(BodyFields(item, self.name_of(place), self.problems))
             else:
                 self.wrong_type(place, "an object", item)
         return found
@@ -144,7 +144,7 @@ class Fields:
         self.add("missing_required_parameter", name, "is required, and is not there.")
 
     def wrong_type(self, name: str, expected: str, value: Any) -> None:
-        self.add("invalid_type", name, f"must be {expected}. Received: {kind_of(value)}.")
+        self.add("invalid_type", name, f"must be {expected}. Received: {json_type(value)}.")
 
     def wrong(self, name: str, expected: str, value: Any) -> None:
         self.add("invalid_value", name, f"{expected}. Received: {_shown(value)}.")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from burnish.serve.fields import Fields
+from burnish.serve.fields import BodyFields
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES, MOST_TOOLS, MOST_CALLS, MOST_PARTS = 4096, 128, 128, 1024
@@ -51,7 +51,7 @@ class ToolChoice:
 AUTO = ToolChoice()
 
 
-def read_messages(fields: Fields, continues: bool) -> tuple[ChatMessage, ...]:
+def read_messages(fields: BodyFields, continues: bool) -> tuple[ChatMessage, ...]:
     """``messages``, whole or not at all: what is wrong is in ``fields.problems``."""
     listed = fields.items("messages", MOST_MESSAGES, required=True)
     each = fields.each("messages", listed)
@@ -62,7 +62,7 @@ def read_messages(fields: Fields, continues: bool) -> tuple[ChatMessage, ...]:
     return tuple(messages)
 
 
-def _message(one: Fields) -> ChatMessage:
+def _message(one: BodyFields) -> ChatMessage:
     role: Any = one.one_of("role", ROLES)
     if role is None:
         if one.values.get("role") is None:
@@ -79,7 +79,7 @@ def _message(one: Fields) -> ChatMessage:
     )
 
 
-def _content(one: Fields, optional: bool) -> str:
+def _content(one: BodyFields, optional: bool) -> str:
     given = one.raw("content")
     if isinstance(given, str):
         return given
@@ -91,7 +91,7 @@ def _content(one: Fields, optional: bool) -> str:
     return "".join(_part(part) for part in one.each("content", parts))
 
 
-def _part(part: Fields) -> str:
+def _part(part: BodyFields) -> str:
     kind = part.text("type", required=True)
     if kind == "refusal":
         return part.text("refusal", required=True) or ""
@@ -103,7 +103,7 @@ def _part(part: Fields) -> str:
     return part.text("text", required=True) or ""
 
 
-def _calls(one: Fields) -> tuple[ToolCall, ...]:
+def _calls(one: BodyFields) -> tuple[ToolCall, ...]:
     found = []
     for call in one.each("tool_calls", one.items("tool_calls", MOST_CALLS)):
         call.one_of("type", ("function",))
@@ -116,7 +116,7 @@ def _calls(one: Fields) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
-def _arguments(function: Fields) -> str:
+def _arguments(function: BodyFields) -> str:
     """The JSON text of an object; an object itself is taken too, as some clients send it."""
     given = function.raw("arguments")
     if isinstance(given, dict):
@@ -131,7 +131,7 @@ def _arguments(function: Fields) -> str:
     return text or "{}"
 
 
-def _check_order(fields: Fields, messages: list[ChatMessage], continues: bool) -> None:
+def _check_order(fields: BodyFields, messages: list[ChatMessage], continues: bool) -> None:
     last = messages[-1]
     if continues and (last.role != "assistant" or last.calls):
         fields.wrong("messages", "must end with an answer that can be continued, as continue_final_message asks",
@@ -145,7 +145,7 @@ def _check_order(fields: Fields, messages: list[ChatMessage], continues: bool) -
     _check_answers(fields, messages)
 
 
-def _check_answers(fields: Fields, messages: list[ChatMessage]) -> None:
+def _check_answers(fields: BodyFields, messages: list[ChatMessage]) -> None:
     """A tool's message answers a call of the assistant's message before it: the one that it names, else the first that
     has no answer yet, as LLaMA-Factory's clients leave the id out."""
     offered: list[str] = []
@@ -167,7 +167,7 @@ def _check_answers(fields: Fields, messages: list[ChatMessage]) -> None:
                          message.tool_call_id)  # fmt: skip
 
 
-def read_tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+def openai_tools(fields: BodyFields) -> tuple[Mapping[str, Any], ...]:
     """``tools`` in OpenAI's form, ``{"type": "function", "function": {...}}``."""
     found: list[dict[str, Any]] = []
     for tool in fields.each("tools", fields.items("tools", MOST_TOOLS)):
@@ -202,13 +202,13 @@ def _is_schema(parameters: Mapping[str, Any]) -> bool:
     )
 
 
-def read_tool_choice(fields: Fields, tools: tuple[Mapping[str, Any], ...]) -> ToolChoice:
+def read_tool_choice(fields: BodyFields, tools: tuple[Mapping[str, Any], ...]) -> ToolChoice:
     """``tool_choice``: a word, or the name of one function."""
     given = fields.raw("tool_choice")
     if given is None:
         return AUTO
     if isinstance(given, dict):
-        choice = Fields(given, "tool_choice", fields.problems)
+        choice = BodyFields(given, "tool_choice", fields.problems)
         choice.one_of("type", ("function",))
         function = choice.within("function", required=True)
         name = function.text("name", required=True) if function else None

@@ -37,7 +37,7 @@ class Histogram:
         yield f"{name}_count {total}"
 
 
-class Metrics:
+class ServerMetrics:
     """Metrics of one server since its start."""
 
     def __init__(self) -> None:

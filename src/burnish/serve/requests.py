@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from burnish.serve.fields import Fields
-from burnish.serve.messages import AUTO, ChatMessage, ToolChoice, read_messages, read_tool_choice, read_tools
+from burnish.serve.fields import BodyFields
+from burnish.serve.messages import AUTO, ChatMessage, ToolChoice, openai_tools, read_messages, read_tool_choice
 from burnish.wire.errors import Refusal
 
 WITHOUT_EFFECT = (
@@ -112,7 +112,7 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
     Raises:
         Refusal: 400, with all problems.
     """
-    fields = Fields(body)
+    fields = BodyFields(body)
     for name, remedy in REFUSED.items():
         if fields.raw(name) is not None:
             fields.unsupported(name, remedy)
@@ -123,7 +123,7 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
     if continues and fields.flag("add_generation_prompt", default=False):
         fields.wrong("add_generation_prompt", "must be false with continue_final_message", True)
     fields.asked.add("add_generation_prompt")
-    tools = read_tools(fields)
+    tools = openai_tools(fields)
     request = ChatRequest(
         model=fields.text("model", required=True) or "",
         messages=read_messages(fields, continues),
@@ -154,7 +154,7 @@ def read_completion(body: Mapping[str, Any], limits: Limits) -> CompletionReques
     Raises:
         Refusal: 400, with all problems.
     """
-    fields = Fields(body)
+    fields = BodyFields(body)
     if fields.raw("suffix") not in (None, ""):
         fields.unsupported("suffix", "Text is written from left to right here: leave it out.")
     echo = fields.flag("echo")
@@ -176,7 +176,7 @@ def read_completion(body: Mapping[str, Any], limits: Limits) -> CompletionReques
     return request
 
 
-def _settings(fields: Fields, limits: Limits, chat: bool, least_tokens: int = 1) -> Settings:
+def _settings(fields: BodyFields, limits: Limits, chat: bool, least_tokens: int = 1) -> Settings:
     stream = fields.flag("stream")
     options = fields.within("stream_options")
     if options is not None and not stream:
@@ -212,27 +212,27 @@ def _settings(fields: Fields, limits: Limits, chat: bool, least_tokens: int = 1)
     )
 
 
-def _top_k(fields: Fields) -> int | None:
+def _top_k(fields: BodyFields) -> int | None:
     """vLLM writes -1 for all tokens, others 0."""
     value = fields.integer("top_k", ge=-1)
     return 0 if value == -1 else value
 
 
-def _chat_logprobs(fields: Fields) -> int | None:
+def _chat_logprobs(fields: BodyFields) -> int | None:
     wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", ge=0, le=MOST_LOGPROBS)
     if top is not None and not wanted:
         fields.wrong("top_logprobs", "is allowed with logprobs: true only", top)
     return (top or 0) if wanted else None
 
 
-def _bias(fields: Fields) -> Mapping[int, float]:
+def _bias(fields: BodyFields) -> Mapping[int, float]:
     given = fields.object("logit_bias")
     if given is None:
         return {}
     if len(given) > MOST_BIASES:
         fields.wrong("logit_bias", f"may have {MOST_BIASES:,} entries", f"{len(given):,} entries")
         return {}
-    inner, found = Fields(given, "logit_bias", fields.problems), {}
+    inner, found = BodyFields(given, "logit_bias", fields.problems), {}
     for key in given:
         value = inner.number(key, ge=-100, le=100)
         if not (key.isascii() and key.isdigit() and len(key) < 10):
@@ -242,7 +242,7 @@ def _bias(fields: Fields) -> Mapping[int, float]:
     return found
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
+def _stops(fields: BodyFields) -> tuple[str, ...]:
     given = fields.raw("stop")
     if given is None:
         return ()
@@ -256,7 +256,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return tuple(stop for stop in listed or () if isinstance(stop, str))
 
 
-def _ids(fields: Fields, name: str, most: int) -> tuple[int, ...]:
+def _ids(fields: BodyFields, name: str, most: int) -> tuple[int, ...]:
     listed = fields.items(name, most) or []
     for index, item in enumerate(listed):
         if not is_id(item):
@@ -268,7 +268,7 @@ def is_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
 
 
-def _response_format(fields: Fields) -> ResponseFormat:
+def _response_format(fields: BodyFields) -> ResponseFormat:
     given = fields.within("response_format")
     if given is None:
         return ResponseFormat()
@@ -288,7 +288,7 @@ def _response_format(fields: Fields) -> ResponseFormat:
     return ResponseFormat("json_schema", name, schema or {})
 
 
-def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: BodyFields) -> tuple[str | tuple[int, ...], ...]:
     """A text, texts, ids, or lists of ids."""
     given = fields.raw("prompt")
     if isinstance(given, str):
@@ -304,7 +304,7 @@ def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     return tuple(prompt for index, item in enumerate(listed) if (prompt := _prompt(fields, index, item)) is not None)
 
 
-def _prompt(fields: Fields, index: int, item: Any) -> str | tuple[int, ...] | None:
+def _prompt(fields: BodyFields, index: int, item: Any) -> str | tuple[int, ...] | None:
     if isinstance(item, str):
         return item
     if isinstance(item, list) and item and all(is_id(token) for token in item):
@@ -313,7 +313,7 @@ def _prompt(fields: Fields, index: int, item: Any) -> str | tuple[int, ...] | No
     return None
 
 
-def _ignored(fields: Fields, limits: Limits) -> tuple[str, ...]:
+def _ignored(fields: BodyFields, limits: Limits) -> tuple[str, ...]:
     """Fields that nobody asked for; refused where the server is strict."""
     fields.asked.update(WITHOUT_EFFECT)
     unknown = fields.unknown

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from burnish.core.errors import UserError
 from burnish.infer.answerer import Answerer
 from burnish.infer.grammar import Grammars
-from burnish.infer.replies import Piece, Reply
+from burnish.infer.replies import Reply, ReplyPiece
 from burnish.infer.reply_forms import ReplyForm, opens_thought, schemas_of
 from burnish.infer.scoring import ScoreEngine
-from burnish.infer.types import BASE, Engine, Grammar, Sampling
+from burnish.infer.types import BASE, AnswerEngine, Grammar, Sampling
 from burnish.serve.answering import AnswerCall, Delta
 from burnish.serve.prompts import Prompter
 from burnish.serve.requests import ChatRequest, CompletionRequest, Settings, unknown_model
@@ -42,7 +42,7 @@ class ServedModel:
     """
 
     def __init__(
-        self, answerer: Answerer, engine: Engine, name: str, aliases: Sequence[str] = (),
+        self, answerer: Answerer, engine: AnswerEngine, name: str, aliases: Sequence[str] = (),
         reasoning: Reasoning = "field", fingerprint: str = "",
     ) -> None:  # fmt: skip
         self.scorer = engine if isinstance(engine, ScoreEngine) else None
@@ -54,7 +54,7 @@ class ServedModel:
         self._names = {name: BASE, **dict.fromkeys(aliases, BASE)}
         for adapter in answerer.adapters:
             self._names |= {adapter: adapter, f"{name}:{adapter}": adapter}
-        self.shown = lru_cache(maxsize=65536)(Pieces(answerer.tokenizer))
+        self.shown = lru_cache(maxsize=65536)(TokenPieces(answerer.tokenizer))
 
     def adapter_of(self, model: str) -> str:
         """The adapter, or BASE, that a request's ``model`` names. Raises Refusal 404."""
@@ -188,7 +188,7 @@ def _chosen(request: ChatRequest) -> list[Any]:
 
 
 class ReplyReader:
-    """``answering.Reader`` over a reply: pieces into deltas, thoughts where the operator wants them."""
+    """``answering.DeltaReader`` over a reply: pieces into deltas, thoughts where the operator wants them."""
 
     def __init__(self, reply: Reply, reasoning: Reasoning, form: ReplyForm) -> None:
         self.reply, self.reasoning, self.form = reply, reasoning, form
@@ -202,7 +202,7 @@ class ReplyReader:
     def end(self, delta: Delta) -> None:
         self._add(self.reply.end(), delta)
 
-    def _add(self, pieces: Sequence[Piece], delta: Delta) -> None:
+    def _add(self, pieces: Sequence[ReplyPiece], delta: Delta) -> None:
         for piece in pieces:
             if piece.kind == "thought":
                 self._think(piece, delta)
@@ -216,7 +216,7 @@ class ReplyReader:
             else:
                 delta.content += piece.text
 
-    def _think(self, piece: Piece, delta: Delta) -> None:
+    def _think(self, piece: ReplyPiece, delta: Delta) -> None:
         self.num_thought_tokens += piece.tokens
         if self.reasoning == "field":
             delta.reasoning += piece.text
@@ -225,7 +225,7 @@ class ReplyReader:
             self._is_open = True
 
 
-class Pieces:
+class TokenPieces:
     """A token's text and bytes, each token by itself. Half a letter has bytes, and U+FFFD for its text."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -16,11 +16,11 @@ import burnish
 from burnish.core.files import regular
 from burnish.report.journal import EVENTS, GIVEN
 from burnish.web.exports import Exports
-from burnish.web.follow import CONSOLE, Place, cursor_text, end_of, news, read_cursor
+from burnish.web.follow import CONSOLE, FilePosition, cursor_text, end_of, news, read_cursor
 from burnish.web.form import Form, safe_id, whole_number
 from burnish.web.listing import facts
 from burnish.web.remarks import remarks_on
-from burnish.web.runs import Found, checkpoints, id_of, tail_lines
+from burnish.web.runs import FoundRun, checkpoints, id_of, tail_lines
 from burnish.web.series import series, thinned
 from burnish.web.site import Answer, Site
 from burnish.web.starting import free_folder
@@ -82,7 +82,7 @@ class Api:
         ]
         return Json({"runs": found, "queue": self.site.starter.queued()})
 
-    def _facts(self, run: Found) -> dict[str, Any]:
+    def _facts(self, run: FoundRun) -> dict[str, Any]:
         return {**facts(run), "folder": self.site.places.shown(run.folder)}
 
     async def begin(self, request: Request) -> Response:
@@ -107,7 +107,7 @@ class Api:
         run = await self.site.run(request.path_params["id"])
         return Json(await asyncio.to_thread(self._whole, run))
 
-    def _whole(self, run: Found) -> dict[str, Any]:
+    def _whole(self, run: FoundRun) -> dict[str, Any]:
         given = run.folder / GIVEN
         return {
             **self._facts(run),
@@ -288,11 +288,11 @@ class Api:
         return await asyncio.to_thread(_collected, wanted, cursor, log, bool(asked))
 
 
-def _collected(wanted: list[Found], cursor: str, log: bool, is_followed: bool) -> tuple[list[tuple[str, Any]], str]:
+def _collected(wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool) -> tuple[list[tuple[str, Any]], str]:
     places, messages = read_cursor(cursor), []
     now = {}
     for run in wanted[:100]:
-        place = places.get(run.id) or (Place() if is_followed else end_of(run.folder, None))
+        place = places.get(run.id) or (FilePosition() if is_followed else end_of(run.folder, None))
         for name, data, behind in news(run.id, run.folder, place, log):
             place = behind
             if is_followed or name in ("run", "gone"):

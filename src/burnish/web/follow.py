@@ -19,7 +19,7 @@ from burnish.core.files import regular
 from burnish.report.journal import EVENTS
 from burnish.web.listing import facts
 from burnish.web.log_columns import columns_of, rows_since
-from burnish.web.runs import LOG, Found, read
+from burnish.web.runs import LOG, FoundRun, read_run
 
 CONSOLE = "console.log"
 MOST_ROWS_BYTES, MOST_LOG_BYTES = 512 * 1024, 16 * 1024
@@ -27,7 +27,7 @@ _PART = re.compile(r"([0-9a-f]{12}):(\d{1,15}):(\d{1,15}):(\d{1,15}):([0-9a-f]{0
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePosition:
     """Position of a reader in the files of one run."""
 
     rows: int = 0
@@ -36,15 +36,15 @@ class Place:
     mark: str = ""
 
 
-Cursor = Mapping[str, Place]
+Cursor = Mapping[str, FilePosition]
 
 
-def read_cursor(text: str) -> dict[str, Place]:
+def read_cursor(text: str) -> dict[str, FilePosition]:
     """A cursor as a client sent it; what is no cursor is the beginning."""
     found = {}
     for part in text[:4096].split(","):
         if match := _PART.fullmatch(part):
-            found[match[1]] = Place(int(match[2]), int(match[3]), int(match[4]), match[5])
+            found[match[1]] = FilePosition(int(match[2]), int(match[3]), int(match[4]), match[5])
     return found
 
 
@@ -52,7 +52,7 @@ def cursor_text(cursor: Cursor) -> str:
     return ",".join(f"{id}:{p.rows}:{p.events}:{p.console}:{p.mark}" for id, p in cursor.items())
 
 
-def news(id: str, folder: Path, place: Place, log: bool) -> Iterator[tuple[str, Any, Place]]:
+def news(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tuple[str, Any, FilePosition]]:
     """(event, data, the place behind it), in order, of one run.
 
     Args:
@@ -74,7 +74,7 @@ def news(id: str, folder: Path, place: Place, log: bool) -> Iterator[tuple[str, 
     place = replace(place, events=end)
     for event in events:
         yield "event", {"run": id, **event}, place
-    run = read(folder)
+    run = read_run(folder)
     if run is not None and (mark := mark_of(run)) != place.mark:
         place = replace(place, mark=mark)
         yield "run", facts(run), place
@@ -82,7 +82,7 @@ def news(id: str, folder: Path, place: Place, log: bool) -> Iterator[tuple[str, 
         yield from _console(id, folder, place)
 
 
-def _console(id: str, folder: Path, place: Place) -> Iterator[tuple[str, Any, Place]]:
+def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, Any, FilePosition]]:
     path = folder / CONSOLE
     size, begin = _size(path), min(place.console, _size(path))
     if size == begin:
@@ -96,15 +96,17 @@ def _console(id: str, folder: Path, place: Place) -> Iterator[tuple[str, Any, Pl
     yield "log", {"run": id, "from": begin + skipped, "text": text, "skipped": skipped}, replace(place, console=end)
 
 
-def mark_of(run: Found) -> str:
+def mark_of(run: FoundRun) -> str:
     """Changes when something that is shown of a run does."""
     shown = [run.state, run.step, run.total, run.loss, run.eval_loss, run.checkpoint, run.sentence, run.best]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:8]
 
 
-def end_of(folder: Path, run: Found | None) -> Place:
+def end_of(folder: Path, run: FoundRun | None) -> FilePosition:
     """The place of one who knows all that is there now."""
-    return Place(_size(folder / LOG), _size(folder / EVENTS), _size(folder / CONSOLE), mark_of(run) if run else "")
+    return FilePosition(
+        _size(folder / LOG), _size(folder / EVENTS), _size(folder / CONSOLE), mark_of(run) if run else ""
+    )
 
 
 def _size(path: Path) -> int:

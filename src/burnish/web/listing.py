@@ -10,10 +10,10 @@ from typing import Any
 
 from burnish.core.errors import UserError
 from burnish.core.files import expanded
-from burnish.report.console import answer
+from burnish.report.console import print_result
 from burnish.report.pace import short_number, short_time
 from burnish.web.remarks import remarks_on
-from burnish.web.runs import Found, find
+from burnish.web.runs import FoundRun, find
 from burnish.web.series import series
 
 _HEAD = ("name", "state", "step", "loss", "eval", "tokens/s", "left", "started", "folder")
@@ -31,28 +31,28 @@ def runs(words: Sequence[str]) -> int:
     found = find(roots)
     if as_json:
         for run in found:
-            answer(json.dumps({**facts(run), "remarks": _remarks(run)}, ensure_ascii=False))
+            print_result(json.dumps({**facts(run), "remarks": _remarks(run)}, ensure_ascii=False))
         return 0
     if not found:
-        answer(f"No run was found below {', '.join(map(str, roots))}.")
+        print_result(f"No run was found below {', '.join(map(str, roots))}.")
         return 0
     rows = [_HEAD, *map(_row, found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     for row in rows:
-        answer("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_result("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for run in found:
         if run.state in ("failed", "died"):
-            answer(f"{run.name}: {' '.join(part for part in (run.sentence, run.remedy) if part)}")
+            print_result(f"{run.name}: {' '.join(part for part in (run.sentence, run.remedy) if part)}")
         for remark in _remarks(run):
-            answer(f"{run.name}: {remark}")
+            print_result(f"{run.name}: {remark}")
     return 0
 
 
-def _remarks(run: Found) -> list[str]:
+def _remarks(run: FoundRun) -> list[str]:
     return [remark.text("en") for remark in remarks_on(run, series(run.folder)[0])]
 
 
-def _row(run: Found) -> tuple[str, ...]:
+def _row(run: FoundRun) -> tuple[str, ...]:
     return (
         run.name[:40], run.state if run.maker == "burnish" else f"{run.state} ({run.maker})",
         f"{run.step}/{run.total}" if run.total else str(run.step),
@@ -63,7 +63,7 @@ def _row(run: Found) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def facts(run: Found) -> dict[str, Any]:
+def facts(run: FoundRun) -> dict[str, Any]:
     """A run as JSON."""
     names = (
         "id", "name", "maker", "state", "step", "total", "epoch", "loss", "eval_loss", "tokens_per_s", "left_s",

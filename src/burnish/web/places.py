@@ -14,7 +14,7 @@ from burnish.core.files import expanded
 from burnish.wire.errors import Refusal
 
 
-class Places:
+class Roots:
     """The roots; the first is where relative paths begin, and where runs are started."""
 
     def __init__(self, roots: Sequence[str]) -> None:

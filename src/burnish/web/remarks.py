@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from burnish.report.journal import EVENTS
 from burnish.web.log_columns import Columns
-from burnish.web.runs import Found, checkpoints, tail_lines
+from burnish.web.runs import FoundRun, checkpoints, tail_lines
 from burnish.web.words import translator
 
 RISES, NO_BETTER, ZERO_RATES = 2, 3, 3
@@ -36,7 +36,7 @@ class Remark:
         return translator(language)(self.key, **self.values)
 
 
-def remarks_on(run: Found, columns: Columns) -> list[Remark]:
+def remarks_on(run: FoundRun, columns: Columns) -> list[Remark]:
     """All remarks on a run as its files are now."""
     room = room_for_checkpoints(run.folder) if run.is_alive else None
     rows = run.launch.get("rows")

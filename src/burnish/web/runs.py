@@ -1,7 +1,8 @@
 """Runs as their folders tell of them: found below some roots, whoever made them, and the state that each is in.
 
-In: folders. Out: ``Found``: what a list of runs shows. Everything is read from files, nothing is registered: burnish's
-runs, and those of LLaMA-Factory, transformers and TRL, which leave ``trainer_log.jsonl`` or ``trainer_state.json``.
+In: folders. Out: ``FoundRun``: what a list of runs shows. Everything is read from files, nothing is registered:
+burnish's runs, and those of LLaMA-Factory, transformers and TRL, which leave ``trainer_log.jsonl`` or
+``trainer_state.json``.
 
 A run is alive where the process of its ``launch.json`` exists with the same start on the same start of this machine.
 Nothing is locked and nothing is written here; a folder that cannot be read is left out, or told with what can be.
@@ -24,7 +25,7 @@ from burnish.core.state import STATE_NAME
 from burnish.report.journal import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
 from burnish.report.jsonl import LOG_NAME, whole_row
 
-State: TypeAlias = Literal[
+RunState: TypeAlias = Literal[
     "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
     "elsewhere", "silent",
 ]  # fmt: skip
@@ -37,7 +38,7 @@ _SILENT_AFTER = 10
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRun:
     """One run.
 
     Args:
@@ -52,7 +53,7 @@ class Found:
     folder: Path
     name: str
     maker: str
-    state: State
+    state: RunState
     step: int = 0
     total: int = 0
     epoch: float | None = None
@@ -79,10 +80,10 @@ def id_of(folder: Path) -> str:
     return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]
 
 
-def find(roots: Sequence[Path]) -> list[Found]:
+def find(roots: Sequence[Path]) -> list[FoundRun]:
     """The runs below the roots, the newest first."""
     folders = {os.path.realpath(folder): folder for root in roots for folder in run_folders(root)}
-    return sorted(filter(None, map(read, folders.values())), key=lambda run: -run.changed)
+    return sorted(filter(None, map(read_run, folders.values())), key=lambda run: -run.changed)
 
 
 def run_folders(root: Path) -> Iterator[Path]:
@@ -117,13 +118,13 @@ def _is_worth_a_look(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def read(folder: Path) -> Found | None:
+def read_run(folder: Path) -> FoundRun | None:
     """A run as its files tell of it now; None where it tells nothing."""
-    launch, rows = read_object(folder / LAUNCH), tail_lines(folder / LOG)
+    launch, rows = object_in(folder / LAUNCH), tail_lines(folder / LOG)
     logged = [] if rows else history(folder)
     if not launch and not rows and not logged:
         return None
-    outcome = read_object(folder / OUTCOME)
+    outcome = object_in(folder / OUTCOME)
     if outcome.get("time", 0) < launch.get("time", 0):
         outcome = {}  # of an earlier start
     trained = [row for row in rows or logged if "loss" in row]
@@ -131,8 +132,8 @@ def read(folder: Path) -> Found | None:
     last = (rows or logged or [{}])[-1]
     events = tail_lines(folder / EVENTS)
     changed = max((_changed(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
-    state = state_of(launch, outcome, rows, events, folder, changed)
-    return Found(
+    state = run_state(launch, outcome, rows, events, folder, changed)
+    return FoundRun(
         id=id_of(folder), folder=folder, name=folder.name, maker=_maker(folder, launch, rows), state=state,
         step=_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))),
         total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
@@ -146,13 +147,13 @@ def read(folder: Path) -> Found | None:
     )  # fmt: skip
 
 
-def state_of(
+def run_state(
     launch: Mapping[str, Any], outcome: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]], folder: Path, changed: float,
-) -> State:  # fmt: skip
+) -> RunState:  # fmt: skip
     """The state of a run, from its files and the process that they name."""
     if outcome.get("state") in ("done", "stopped", "failed"):
-        found: State = outcome["state"]
+        found: RunState = outcome["state"]
         return found
     if launch:
         if launch.get("host") != socket.gethostname():
@@ -176,12 +177,12 @@ def is_alive(launch: Mapping[str, Any]) -> bool:
     return start_ticks(pid) == ticks and process_fields(pid)[:1] != ["Z"]
 
 
-def _stage(events: Sequence[Mapping[str, Any]]) -> State:
+def _stage(events: Sequence[Mapping[str, Any]]) -> RunState:
     for event in reversed(events):
         if event.get("kind") == "stopping":
             return "stopping"
         if event.get("kind") == "stage":
-            stages: dict[Any, State] = {"training": "running", "saving": "saving", "evaluating": "evaluating"}
+            stages: dict[Any, RunState] = {"training": "running", "saving": "saving", "evaluating": "evaluating"}
             return stages.get(event.get("text"), "starting")
     return "starting"
 
@@ -192,7 +193,7 @@ def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, 
     return "LLaMA-Factory" if rows else "transformers"
 
 
-def _sentence(state: State, launch: Mapping[str, Any]) -> str:
+def _sentence(state: RunState, launch: Mapping[str, Any]) -> str:
     host = str(launch.get("host", ""))
     return {
         "died": "The process ended without a word: it was killed, or the machine went down.",
@@ -204,7 +205,7 @@ def _sentence(state: State, launch: Mapping[str, Any]) -> str:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def object_in(path: Path) -> dict[str, Any]:
     """A JSON object; nothing where there is none, or a torn one."""
     try:
         if path.stat().st_size > 2**20:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 
 from burnish.wire.errors import Refusal
-from burnish.wire.guards import Head, same_key
+from burnish.wire.guards import RequestHead, same_key
 
 COOKIE = "burnish"
 LASTS_S = 30 * 86400
@@ -27,7 +27,7 @@ class Sessions:
         self.key = key
         self._wrong: deque[float] = deque(maxlen=MOST_WRONG)
 
-    def admit(self, head: Head) -> None:
+    def admit(self, head: RequestHead) -> None:
         """Raises Refusal where a request may not come in."""
         is_open = self.key is None or head.path in _OPEN or head.path.startswith("/static/")
         if not is_open and not self.knows(cookie_of(head, COOKIE)):
@@ -59,7 +59,7 @@ class Sessions:
             raise Refusal(403, "wrong_key", "That is not the key of this page.")
 
 
-def cookie_of(head: Head, name: str) -> str:
+def cookie_of(head: RequestHead, name: str) -> str:
     """The value of a cookie, "" where it is not there."""
     for line in head.headers.get("cookie", ()):
         for part in line.split(";"):
@@ -69,7 +69,7 @@ def cookie_of(head: Head, name: str) -> str:
     return ""
 
 
-def _sign_in(head: Head) -> Refusal:
+def _sign_in(head: RequestHead) -> Refusal:
     if head.path.startswith("/api/") or head.method != "GET":
         return Refusal(401, "sign_in", "Sign in first.")
     up = "../" * (head.path.count("/") - 1)

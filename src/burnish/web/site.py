@@ -14,9 +14,9 @@ from burnish.web.home import Home
 from burnish.web.log_columns import forget_logs
 from burnish.web.machine import Machine
 from burnish.web.options import NamedModel, WebOptions
-from burnish.web.places import Places
+from burnish.web.places import Roots
 from burnish.web.planner import Planner
-from burnish.web.runs import Found, find, read
+from burnish.web.runs import FoundRun, find, read_run
 from burnish.web.starting import Starter
 from burnish.wire.errors import Refusal
 
@@ -29,16 +29,16 @@ class Site:
 
     def __init__(self, options: WebOptions, home: Home, named: NamedModel | None = None) -> None:
         self.options, self.home, self.named = options, home, named
-        self.places = Places(options.web_roots)
+        self.places = Roots(options.web_roots)
         self.starter = Starter(self.places, home, options.web_allow)
         self.planner = Planner(self.places.first, home.folder / "planner.log")
         self.engines = Engines(home, self.starter)
         self.machine = Machine()
-        self._found: list[Found] = []
+        self._found: list[FoundRun] = []
         self._found_s = -FRESH_S
         self._finding = asyncio.Lock()
 
-    async def found(self, fresh_s: float = FRESH_S) -> list[Found]:
+    async def found(self, fresh_s: float = FRESH_S) -> list[FoundRun]:
         """The runs below the roots, as they were some moments ago at most."""
         async with self._finding:
             if time.monotonic() - self._found_s > fresh_s:
@@ -46,7 +46,7 @@ class Site:
                 self._found_s = time.monotonic()
         return self._found
 
-    async def run(self, identity: str) -> Found:
+    async def run(self, identity: str) -> FoundRun:
         """A run as it is now.
 
         Raises:
@@ -54,7 +54,7 @@ class Site:
         """
         for attempt in (60.0, 0.0):  # a list of a minute ago knows most of them
             for known in await self.found(attempt):
-                if known.id == identity and (run := await asyncio.to_thread(read, known.folder)) is not None:
+                if known.id == identity and (run := await asyncio.to_thread(read_run, known.folder)) is not None:
                     return run
         raise Refusal(404, "no_run", "There is no such run; it may have been moved or removed.")
 

@@ -23,9 +23,9 @@ from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched,
 from burnish.web.follow import CONSOLE
 from burnish.web.home import Home
 from burnish.web.layout import PLACES, RISKY
-from burnish.web.places import Places
-from burnish.web.runs import Found, is_alive, read_object
-from burnish.wire.child import start, tell
+from burnish.web.places import Roots
+from burnish.web.runs import FoundRun, is_alive, object_in
+from burnish.wire.child import start_burnish, tell
 from burnish.wire.errors import Refusal
 
 QUEUE = "queue.json"
@@ -38,7 +38,7 @@ class Starter:
         allow: risky options that may be set all the same.
     """
 
-    def __init__(self, places: Places, home: Home, allow: Iterable[str]) -> None:
+    def __init__(self, places: Roots, home: Home, allow: Iterable[str]) -> None:
         self.places, self.home, self.allow = places, home, frozenset(allow)
         self._children: list[subprocess.Popen[bytes]] = []
 
@@ -95,7 +95,7 @@ class Starter:
         return folder
 
     def _check_folder(self, folder: Path, choice: str) -> None:
-        if is_alive(read_object(folder / LAUNCH)):
+        if is_alive(object_in(folder / LAUNCH)):
             message = "A run is writing into this folder. Choose another, or wait."
             raise Refusal(409, "folder_in_use", message, param="output_dir")
         holds = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
@@ -103,7 +103,7 @@ class Starter:
             message = f'"{self.places.shown(folder)}" holds a run already: continue it, begin it anew, or take another.'
             raise Refusal(409, "folder_not_empty", message, param="output_dir")
 
-    def again(self, run: Found) -> None:
+    def again(self, run: FoundRun) -> None:
         """Continue a run from its own file.
 
         Raises:
@@ -115,7 +115,7 @@ class Starter:
             raise Refusal(409, "no_file", "This run left no run.yaml, so it cannot be continued from here.")
         self._launch(run.folder, None)
 
-    def values_of(self, run: Found) -> dict[str, Any]:
+    def values_of(self, run: FoundRun) -> dict[str, Any]:
         """The values of a run's own file, with its data where they were when it was started.
 
         Raises:
@@ -135,21 +135,21 @@ class Starter:
         (folder / OUTCOME).unlink(missing_ok=True)
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
         words = ["train", str(folder / GIVEN)]
-        child = start(words, self._place_of(folder), folder / CONSOLE, chosen)
+        child = start_burnish(words, self._place_of(folder), folder / CONSOLE, chosen)
         self._children.append(child)
         launch = launched([], child.pid, ["burnish", *words])
         (folder / LAUNCH).write_text(json.dumps(launch, indent=1) + "\n", encoding="utf-8")
 
     def _place_of(self, folder: Path) -> Path:
         """Folder in which the run was started before, if below a root: relative paths in its file start there."""
-        before = read_object(folder / LAUNCH).get("folder")
+        before = object_in(folder / LAUNCH).get("folder")
         if isinstance(before, str) and any(Path(before).resolve().is_relative_to(root) for root in self.places.roots):
             return Path(before)
         return self.places.first
 
     def started(self, words: list[str], output: Path, folder: Path | None = None) -> subprocess.Popen[bytes]:
         """Another command, such as an export or an engine, in a folder or in the first root."""
-        child = start(words, folder or self.places.first, output)
+        child = start_burnish(words, folder or self.places.first, output)
         self._children.append(child)
         return child
 
@@ -159,7 +159,7 @@ class Starter:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def stop(self, run: Found, how: str) -> None:
+    def stop(self, run: FoundRun, how: str) -> None:
         """``save``: the step is finished and saved. ``now``: at once, and steps since the last checkpoint are lost.
 
         Raises:
@@ -195,7 +195,7 @@ class Starter:
         self.home.write(QUEUE, json.dumps(left))
         return len(left) < len(queue)
 
-    def next_of_queue(self, runs: Iterable[Found]) -> Path | None:
+    def next_of_queue(self, runs: Iterable[FoundRun]) -> Path | None:
         """Start the first of the queue, if nothing runs."""
         queue = self.queued()
         if not queue or any(run.is_alive and run.state != "elsewhere" for run in runs):

@@ -12,14 +12,14 @@ LANGUAGES = ("en", "zh")
 
 
 @cache
-def words_of(language: str) -> Mapping[str, str]:
+def page_words(language: str) -> Mapping[str, str]:
     found: dict[str, str] = json.loads((FOLDER / f"{language}.json").read_text(encoding="utf-8"))
     return found
 
 
 def translator(language: str) -> Callable[..., str]:
     """``t("step_of", step=3, total=10)``"""
-    words = words_of(language)
+    words = page_words(language)
 
     def t(key: str, **values: object) -> str:
         text = words[key]

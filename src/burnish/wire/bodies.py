@@ -71,13 +71,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise _broken("a number in it has too many digits") from error
     if not isinstance(value, dict):
-        raise Refusal(400, "invalid_type", f"The body must be a JSON object. Received: {kind_of(value)}.")
+        raise Refusal(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
     if (path := _half_character(value)) is not None:
         raise Refusal(400, "invalid_value", "A text holds half a character (a lone surrogate).", param=path[1:] or None)
     return value
 
 
-def kind_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """JSON's name of the type of a value."""
     kinds: Sequence[tuple[Any, str]] = (
         (bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"), (list, "a list"),

@@ -18,7 +18,7 @@ NOT_FOR_CHILDREN = ("BURNISH_KEY", "API_KEY")
 """Keys of servers: what a child would leave in a log or a crash report."""
 
 
-def start(
+def start_burnish(
     words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start ``burnish *words`` in ``folder``, with its output appended to a file."""

@@ -68,7 +68,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Head:
+class RequestHead:
     """A request before its body: what guards decide by."""
 
     method: str
@@ -88,7 +88,7 @@ class Head:
         return values[0] if values else None
 
 
-Admit: TypeAlias = Callable[[Head], None]
+Admit: TypeAlias = Callable[[RequestHead], None]
 """Raises Refusal where a request may not come in."""
 
 
@@ -105,7 +105,7 @@ def same_key(given: str, key: str) -> bool:
 def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
     """Admit who shows ``Authorization: Bearer KEY``; everybody where there is no key, and on the open paths."""
 
-    def admit(head: Head) -> None:
+    def admit(head: RequestHead) -> None:
         if key is None or head.path in open_paths:
             return
         challenge = {"WWW-Authenticate": "Bearer"}
@@ -133,7 +133,7 @@ class Guard:
 
     def __init__(
         self, app: ASGIApp, rules: Rules, admit: Admit, as_object: Callable[[Refusal], dict[str, Any]],
-        headers: Mapping[str, str] | None = None, seen: Callable[[Head, int, float, str], None] | None = None,
+        headers: Mapping[str, str] | None = None, seen: Callable[[RequestHead, int, float, str], None] | None = None,
     ) -> None:  # fmt: skip
         self.app, self.rules, self.admit, self.as_object, self.seen = app, rules, admit, as_object, seen
         self.headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
@@ -159,7 +159,7 @@ class Guard:
             if self.seen is not None:
                 self.seen(head, answer.status, time.monotonic() - began_s, request_id)
 
-    def _check(self, head: Head, scope: Scope, answer: _Answer) -> None:
+    def _check(self, head: RequestHead, scope: Scope, answer: _Answer) -> None:
         if len(scope["headers"]) > MOST_HEADERS or sum(map(_size, scope["headers"])) > MOST_HEADER_BYTES:
             raise Refusal(
                 431, "invalid_value", f"At most {MOST_HEADERS} headers of {MOST_HEADER_BYTES} bytes together."
@@ -256,17 +256,17 @@ def as_refusal(error: Refusal | HTTPException) -> Refusal:
     return Refusal(error.status_code, "unknown_url", "There is nothing at this address.")
 
 
-def head_of(scope: Scope) -> Head:
+def head_of(scope: Scope) -> RequestHead:
     """The head of a request, header names in lower case and every value kept."""
     headers: dict[str, tuple[str, ...]] = {}
     for name, value in scope["headers"]:
         key = name.decode("latin-1").lower()
         headers[key] = (*headers.get(key, ()), value.decode("latin-1"))
     client = scope.get("client")
-    return Head(scope["method"], scope["path"], headers, client[0] if client else "")
+    return RequestHead(scope["method"], scope["path"], headers, client[0] if client else "")
 
 
-def check_host(head: Head, rules: Rules) -> str:
+def check_host(head: RequestHead, rules: Rules) -> str:
     """The Host header, port and all.
 
     Raises:
@@ -279,7 +279,7 @@ def check_host(head: Head, rules: Rules) -> str:
     raise Refusal(421, "wrong_host", f'This server does not answer for the host "{name[:100]}".')
 
 
-def check_origin(head: Head, host: str, scheme: str, rules: Rules) -> str | None:
+def check_origin(head: RequestHead, host: str, scheme: str, rules: Rules) -> str | None:
     """Refuse what a page of somebody else's sends.
 
     Returns:
@@ -308,7 +308,7 @@ def _size(pair: tuple[bytes, bytes]) -> int:
     return len(pair[0]) + len(pair[1])
 
 
-def _request_id(head: Head) -> str:
+def _request_id(head: RequestHead) -> str:
     """The client's own, where it is harmless in a log and in a header."""
     given = head.headers.get("x-request-id", ())
     return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else f"req-{secrets.token_hex(12)}"

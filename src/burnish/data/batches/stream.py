@@ -44,7 +44,7 @@ class StreamOptions:
     )
 
 
-class AheadChoices(Protocol):
+class ReadAheadChoices(Protocol):
     """The options that say what is read ahead."""
 
     dataloader_num_workers: int
@@ -53,7 +53,7 @@ class AheadChoices(Protocol):
     streaming: bool
 
 
-def stream_notes(options: AheadChoices) -> list[str]:
+def stream_notes(options: ReadAheadChoices) -> list[str]:
     """Notes on options that are not followed to the letter."""
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
     if options.dataloader_prefetch_factor is not None and not asked:
@@ -191,7 +191,7 @@ class RowStream:
         seed: the seed of the order.
         buffer_size: see ``order_of``.
         lengths: tokens of each item, for "group_by_length" and for a budget.
-        read: the batches of an epoch; where nothing is given, ``Reader``.
+        read: the batches of an epoch; where nothing is given, ``BatchReader``.
         keys: what stands for each item of a step in ``read``, if a row depends on the others of its step.
     """
 
@@ -206,7 +206,7 @@ class RowStream:
         self.seed = seed
         self.options = options or StreamOptions()
         self.keys = keys
-        self.read = read or Reader(items, collate, self.options)
+        self.read = read or BatchReader(items, collate, self.options)
         self.lengths = lengths
         self.epoch = 0
         self.position = 0  # items of this epoch that have been used
@@ -290,7 +290,7 @@ Reads: TypeAlias = "Callable[[Sequence[int], Iterator[Sequence[int]]], Iterator[
 
 
 @dataclass(frozen=True)
-class Reader:
+class BatchReader:
     """Batches of items that are there, collated here or by worker processes."""
 
     items: Sequence[Any]

@@ -43,7 +43,7 @@ from burnish.data.rows.encode import (
     without_tokenizer_threads,
 )
 from burnish.data.rows.row_set import RowSet
-from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
+from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_rows_manifest
 from burnish.data.sets.examples import Examples
 from burnish.data.tally import Tally
 
@@ -83,14 +83,14 @@ def encode_ahead(
     return AheadRows(encode_some, len(examples), folder, options.preprocessing_batch_size)
 
 
-class AheadChoices(Protocol):
+class EncodeAheadChoices(Protocol):
     """The options that say what is encoded ahead."""
 
     dataloader_num_workers: int
     streaming: bool
 
 
-def ahead_notes(options: AheadChoices) -> list[str]:
+def ahead_notes(options: EncodeAheadChoices) -> list[str]:
     """Notes on options that have no effect on rows that are encoded while the loop runs."""
     if not options.dataloader_num_workers:
         return []
@@ -155,7 +155,7 @@ class AheadRows(RowSet["Row | None"]):
         """The tally of the examples so far, each counted once."""
         whole = Tally()
         for folder in self._folders():
-            whole.merge(Tally.from_json(read_manifest(folder)["tally"]))
+            whole.merge(Tally.from_json(read_rows_manifest(folder)["tally"]))
         whole.merge(self.tally)
         if whole.seen:  # records were read while encoding, some of them by both processes
             self._look()

@@ -34,7 +34,7 @@ from burnish.core.types import Example, FlatRow, Row
 from burnish.core.work import work
 from burnish.data.length import num_characters, refuse_endless
 from burnish.data.options import DataOptions
-from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_manifest
+from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_rows_manifest
 from burnish.data.sets.examples import Examples, content_hash
 from burnish.data.tally import Tally
 
@@ -75,7 +75,7 @@ def encode_rows(
         if _is_stale(folder, options):
             _make(folder, examples, encode, made_from, options)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
-        tally.merge(Tally.from_json(read_manifest(folder)["tally"]))
+        tally.merge(Tally.from_json(read_rows_manifest(folder)["tally"]))
         return open_rows(folder)
 
 
@@ -150,7 +150,7 @@ def _is_mine_to_remove(path: Path) -> bool:
 
 def is_whole(folder: Path) -> bool:
     try:
-        read_manifest(folder, contents=True)
+        read_rows_manifest(folder, contents=True)
     except UserError:
         return False
     return True
@@ -161,7 +161,7 @@ def _refuse_others(folder: Path, made_from: Mapping[str, Any], options: DataOpti
     settings."""
     if options.tokenized_path is None:
         return
-    before = read_manifest(folder, contents=True)["made_from"]
+    before = read_rows_manifest(folder, contents=True)["made_from"]
     keys = dict.fromkeys([*before, *made_from])
     changed = [key for key in keys if before.get(key) != made_from.get(key) and (has_data or key != "data")]
     if changed:

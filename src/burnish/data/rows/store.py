@@ -30,7 +30,7 @@ MANIFEST = "rows.json"
 LAYOUT = 2
 """Version of the layout of the files in a folder."""
 
-Numbers: TypeAlias = "array[Any] | memoryview[Any]"
+ColumnValues: TypeAlias = "array[Any] | memoryview[Any]"
 _KINDS = {int: "i", bool: "i", float: "d"}  # of array.array: token ids fit into 32 bits, weights keep all of theirs
 
 
@@ -38,8 +38,8 @@ _KINDS = {int: "i", bool: "i", float: "d"}  # of array.array: token ids fit into
 class Column:
     """One column of all rows: ``values`` concatenated; those of row i end at ``ends[i]``. A row may have none."""
 
-    values: Numbers
-    ends: Numbers
+    values: ColumnValues
+    ends: ColumnValues
     is_scalar: bool = False
 
     def of(self, index: int) -> Any:
@@ -58,7 +58,7 @@ class Rows(RowSet[Row]):
         folder: where the values are mapped from, None in memory.
     """
 
-    def __init__(self, columns: Mapping[str, Column], origins: Numbers, folder: Path | None = None) -> None:
+    def __init__(self, columns: Mapping[str, Column], origins: ColumnValues, folder: Path | None = None) -> None:
         self._columns = dict(columns)
         self.origins = origins
         self.folder = folder
@@ -97,7 +97,7 @@ class Rows(RowSet[Row]):
 
 def open_rows(folder: Path) -> Rows:
     """Open the rows of a folder. Raises UserError where it is not whole."""
-    manifest = read_manifest(folder)
+    manifest = read_rows_manifest(folder)
     columns = {
         name: Column(_mapped(folder / f"{name}.values", kind), _mapped(folder / f"{name}.ends", "q"), is_scalar)
         for name, (kind, is_scalar) in manifest["columns"].items()
@@ -108,7 +108,7 @@ def open_rows(folder: Path) -> Rows:
 _REMEDY = "Remove the folder, and the rows are encoded again."
 
 
-def read_manifest(folder: Path, contents: bool = False) -> dict[str, Any]:
+def read_rows_manifest(folder: Path, contents: bool = False) -> dict[str, Any]:
     """The manifest of a folder, its files held against it. Raises UserError where they are not whole.
 
     Args:
@@ -205,7 +205,7 @@ class _Growing:
             self.file.write(flat)
 
 
-def _mapped(path: Path, kind: str) -> Numbers:
+def _mapped(path: Path, kind: str) -> ColumnValues:
     """The numbers of a file, mapped into memory."""
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return array(kind)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-Kind: TypeAlias = Literal["file", "hf_hub", "ms_hub", "cloud", "records"]
+SourceKind: TypeAlias = Literal["file", "hf_hub", "ms_hub", "cloud", "records"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class DataSource:
     """
 
     name: str
-    kind: Kind
+    kind: SourceKind
     location: Any
     where: str
     formatting: str | None = None

@@ -24,7 +24,7 @@ from burnish.core.options import raise_if
 from burnish.data.options import DataOptions
 from burnish.data.reading.files import READERS, loading_script, missing_file
 from burnish.data.reading.json_files import UnreadableJson, parsed_file, shortened, whole_text
-from burnish.data.sets.data_source import DataSource, Kind
+from burnish.data.sets.data_source import DataSource, SourceKind
 from burnish.data.sets.layouts import MEDIA, PREFERENCE
 from burnish.data.sets.turns import SHAREGPT_TAGS
 
@@ -55,7 +55,7 @@ def find_sources(
         UserError: with every name that cannot be found and every entry that is wrong.
     """
     if dataset_dir == ONLINE:
-        kind: Kind = "ms_hub" if uses_modelscope() else "hf_hub"
+        kind: SourceKind = "ms_hub" if uses_modelscope() else "hf_hub"
         return [DataSource(name, kind, name, f'data set "{name}"', **bare) for name in names]
     info, where, folder = _read_info(dataset_dir, fetch)
     sources: list[DataSource] = []
@@ -163,7 +163,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
         yield Problem(f'"ranking" must be true or false. Received: {entry["ranking"]!r}.', where)
 
 
-def _place(entry: Info, where: str, folder: Path | None) -> tuple[Kind, Any]:
+def _place(entry: Info, where: str, folder: Path | None) -> tuple[SourceKind, Any]:
     """The place of the records; where an entry gives several, the one that LLaMA-Factory takes."""
     given = {key: entry[key] for key in _PLACES if entry.get(key) is not None}
     if "ms_hub_url" in given and (uses_modelscope() or "hf_hub_url" not in given):

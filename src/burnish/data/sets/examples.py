@@ -246,7 +246,7 @@ class LazyExamples(Examples):
 
 class LazyVerdicts(LazyExamples):
     """Verdicts, each with the answer of the record before it whose answer is another text; the first look back to the
-    last. What ``data.sets.preferences.with_others`` does for a set in memory."""
+    last. What ``data.sets.preferences.with_other_answers`` does for a set in memory."""
 
     def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
         found = super().make(indices, tally)

@@ -30,7 +30,7 @@ from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.preferences import judged
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, as_turns
-from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, conversation, messages_of, unlearned
+from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.tally import Tally
 
 SHOWN = 5
@@ -116,7 +116,7 @@ def prompt_completion(record: Record) -> Example:
     """A prompt and what follows it, both text or both lists of messages; the completion is learned."""
     if isinstance(record.value("prompt"), str) and as_turns(record.value("prompt")) is None:
         return record.example(prompt=record.text("prompt"), completion=record.text("response"))
-    before = map(unlearned, messages_of(record, "prompt"))
+    before = map(as_context, messages_of(record, "prompt"))
     return conversation(record, [*before, *messages_of(record, "response")])
 
 
@@ -147,7 +147,7 @@ Bad: TypeAlias = "list[tuple[Record, BadRecord]]"
 """Records that break their format, and how."""
 
 
-def convert(
+def convert_records(
     records: Iterable[tuple[Values, str, int]], layout: Layout, tally: Tally, on_bad_record: str = "raise"
 ) -> list[Example]:
     """Convert records to examples; a record is (values, source, its number in the source from 1).

@@ -17,17 +17,17 @@ from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
-from burnish.data.sets.preferences import Kind, verdict_words
+from burnish.data.sets.preferences import RecordKind, verdict_words
 from burnish.data.sets.records import Layout, listed
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
 _PAIR = ("chosen", "rejected")
 _VERDICTS = ("kto_tag", "label")
-_KINDS: Mapping[str, Kind] = {"rm": "pairs", "dpo": "pairs", "kto": "verdicts"}
+_KINDS: Mapping[str, RecordKind] = {"rm": "pairs", "dpo": "pairs", "kto": "verdicts"}
 
 
-def kind_of(stage: str) -> Kind:
+def record_kind(stage: str) -> RecordKind:
     """The kind of records that a stage learns from."""
     return _KINDS.get(stage, "answers")
 
@@ -44,7 +44,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, stage: 
     Raises:
         UserError: where the records do not fit.
     """
-    if kind_of(stage) != "answers":
+    if record_kind(stage) != "answers":
         return _preferred(source, records, where, stage)
     preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
     if preferred:
@@ -203,7 +203,7 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, stage:
     found = _columns_of(records)
     columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
     has_pairs, has_verdicts = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
-    if not has_pairs and not (kind_of(stage) == "verdicts" and has_verdicts):
+    if not has_pairs and not (record_kind(stage) == "verdicts" and has_verdicts):
         raise UserError(_no_preference(source, stage, has_verdicts))
     if has_pairs:
         columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
@@ -242,7 +242,7 @@ def _preferred_columns(source: DataSource, records: Sequence[Values], found: Seq
 
 
 def _no_preference(source: DataSource, stage: str, has_verdicts: bool) -> Problem:
-    if kind_of(stage) == "verdicts":
+    if record_kind(stage) == "verdicts":
         return Problem(
             f'dataset {source.name} has no verdict ("kto_tag"), and no "chosen" and "rejected"; stage: kto learns from '
             "answers that are tagged true or false.",

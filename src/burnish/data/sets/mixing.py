@@ -23,7 +23,7 @@ _BLOCK = 1000
 """Numbers drawn at a time. The order depends on it, because numpy draws a block differently from single numbers."""
 
 
-def merged(
+def merged_order(
     lengths: Sequence[int], strategy: str, probabilities: Sequence[float] | None, seed: int
 ) -> Iterator[tuple[int, int]]:
     """(set, row) of the merged set, in order.
@@ -71,7 +71,7 @@ def _draws(probabilities: Sequence[float], seed: int) -> Iterator[int]:
         yield from generator.choice(len(probabilities), size=_BLOCK, p=list(probabilities)).tolist()
 
 
-def split(num_rows: int, val_size: float, seed: int) -> tuple[list[int], list[int]]:
+def split_rows(num_rows: int, val_size: float, seed: int) -> tuple[list[int], list[int]]:
     """(training rows, held-out rows), both in the order of the draw.
 
     Args:

@@ -20,7 +20,7 @@ from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.records import BadRecord, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, message_of
 
-Kind: TypeAlias = Literal["answers", "pairs", "verdicts"]
+RecordKind: TypeAlias = Literal["answers", "pairs", "verdicts"]
 """The kind of records of a stage: answers (sft, pt), pairs of them (rm, dpo), verdicts on one (kto)."""
 
 ANSWERING = ("assistant", "function")
@@ -188,7 +188,7 @@ def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
                 yield replace(alone, messages=(*example.messages, *answer))
 
 
-def with_others(examples: Sequence[Example]) -> list[Example]:
+def with_other_answers(examples: Sequence[Example]) -> list[Example]:
     """Each verdict with an answer to another prompt: that of the record before it whose answer is another text; the
     first records look back to the last. Depends on the set alone, not on batches or order (KTO's baseline)."""
     answers = [last_answer(example) for example in examples]

@@ -38,10 +38,10 @@ from burnish.data.sets.examples import (
     Located,
     Table,
 )
-from burnish.data.sets.formats import convert
-from burnish.data.sets.layouts import kind_of, layout_of, missing_columns
-from burnish.data.sets.mixing import merged, sampled, split
-from burnish.data.sets.preferences import unpaired, with_others
+from burnish.data.sets.formats import convert_records
+from burnish.data.sets.layouts import layout_of, missing_columns, record_kind
+from burnish.data.sets.mixing import merged_order, sampled, split_rows
+from burnish.data.sets.preferences import unpaired, with_other_answers
 from burnish.data.sets.records import Layout
 from burnish.data.tally import Tally
 
@@ -98,11 +98,11 @@ def load_datasets(
     raise_if(loading.problems)
 
     stays = (may_run_ahead and loading.stays) or any(some.stays for some in train.values())
-    lazily = LazyVerdicts if kind_of(stage) == "verdicts" and looks_back else LazyExamples
+    lazily = LazyVerdicts if record_kind(stage) == "verdicts" and looks_back else LazyExamples
     merge = partial(_lazily_merged, lazily) if stays else _merge
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
-        learned, held_out = split(len(sets.train), options.val_size, seed)
+        learned, held_out = split_rows(len(sets.train), options.val_size, seed)
         whole = sets.train
         sets.eval[""] = whole.chosen(held_out).held(tally)
         sets.train = whole.chosen(learned)
@@ -112,22 +112,22 @@ def load_datasets(
         sets.eval[""] = _merge(list(others.values()), options, seed)
     sets.train = sets.train.answered(options.on_empty_target, tally)
     sets.eval = {name: examples.answered(options.on_empty_target, tally) for name, examples in sets.eval.items()}
-    if kind_of(stage) == "verdicts":
+    if record_kind(stage) == "verdicts":
         if looks_back and not sets.train.stays:
-            sets.train = ListedExamples(with_others(sets.train))
-        sets.eval = {name: ListedExamples(with_others(examples)) for name, examples in sets.eval.items()}
+            sets.train = ListedExamples(with_other_answers(sets.train))
+        sets.eval = {name: ListedExamples(with_other_answers(examples)) for name, examples in sets.eval.items()}
     return sets
 
 
 def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -> ListedExamples:
-    order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
+    order = merged_order([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
     return ListedExamples([sets[index][row] for index, row in order])
 
 
 def _lazily_merged(kind: type[LazyExamples], sets: Sequence[AnySet], options: DataOptions, seed: int) -> LazyExamples:
     import numpy
 
-    order = merged([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
+    order = merged_order([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
     flat = numpy.fromiter(chain.from_iterable(order), dtype=numpy.int64)
     return kind(sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target)
 
@@ -185,13 +185,15 @@ class _Loading:
         if not first:
             raise UserError("the data set holds no records.", where=_named(source))
         layout = layout_of(source, [values for values, _, _ in first], _named(source), self.stage)
-        examples = convert(chain(first, records), layout, self.tally, self.options.on_bad_record)
+        examples = convert_records(chain(first, records), layout, self.tally, self.options.on_bad_record)
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         if source.kind == "file":
             self.notes += [note for path in data_files(source.location) if (note := json_in_text(path))]
-        return ListedExamples(self._with_verdicts(examples, source) if kind_of(self.stage) == "verdicts" else examples)
+        return ListedExamples(
+            self._with_verdicts(examples, source) if record_kind(self.stage) == "verdicts" else examples
+        )
 
     def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:
         """A verdict on each answer: as it is given, or of pairs, that one is better."""
@@ -224,7 +226,7 @@ class _Loading:
         found = IndexedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
         layout = layout_of(source, first, _named(source), self.stage)
-        if kind_of(self.stage) == "verdicts" and "chosen" in layout.columns:  # a record is two answers
+        if record_kind(self.stage) == "verdicts" and "chosen" in layout.columns:  # a record is two answers
             return self._examples(source)
         never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
         layout.notes |= {f'none of the first {LOOKED_AT:,} records has the column "{name}"': None for name in never}

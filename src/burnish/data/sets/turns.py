@@ -43,7 +43,7 @@ def messages_of(record: Record, part: str) -> list[Message]:
     return [message_of(record.layout, turn, f"{column}[{place}]") for place, turn in enumerate(record.turns(part))]
 
 
-def unlearned(message: Message) -> Message:
+def as_context(message: Message) -> Message:
     """Return the message as context that is not learned, whatever its role."""
     return Message(message.role, message.content, train=False)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from burnish.data.templates.labels import TemplateChoices
 from burnish.data.templates.table import CONTENT, Slots, TemplateSpec, Token
-from burnish.data.templates.tool_jinja import MACROS, calls_in_jinja, literal, say, tools_in_jinja
+from burnish.data.templates.tool_jinja import MACROS, calls_in_jinja, jinja_print, jinja_string, tools_in_jinja
 
 _TEXT_OF = (
     "{%- macro text_of(content) -%}"
@@ -134,7 +134,7 @@ def _with_same_header(slot: _Slot, header: str) -> _Slot:
 def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
     """Jinja that sets ``turns`` and ``system``, and prints the prefix and the system message, if that comes first."""
     system = _slot(spec.system, tokenizer)
-    default = literal(spec.default_system)
+    default = jinja_string(spec.default_system)
     lstrip = (
         "{%- set tool_text = tool_text.lstrip('\\n') if not system else tool_text -%}" if spec.tools_open_system else ""
     )
@@ -151,10 +151,14 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
             + tools_in_jinja(spec.tool_list_format)
             + "{%- endif -%}{%- endset -%}",
             lstrip,
-            say(_joined(spec.prefix, tokenizer)),
+            jinja_print(_joined(spec.prefix, tokenizer)),
             ""
             if spec.system_in_user
-            else "{%- if system or tools -%}" + say(system.head) + text + say(system.tail) + "{%- endif -%}",
+            else "{%- if system or tools -%}"
+            + jinja_print(system.head)
+            + text
+            + jinja_print(system.tail)
+            + "{%- endif -%}",
         )
     )
 
@@ -163,13 +167,13 @@ def _system_in_user(spec: TemplateSpec, tokenizer: Any) -> str:
     if not spec.system_in_user:
         return ""
     head, tail = slot_text(spec.system[0], tokenizer).split(CONTENT, 1)  # one text with the question
-    opened = f"{literal(head)} ~ system ~ tool_text ~ {literal(tail)} ~ content"
+    opened = f"{jinja_string(head)} ~ system ~ tool_text ~ {jinja_string(tail)} ~ content"
     return "{%- if loop.first and (system or tools) -%}{%- set content = " + opened + " -%}{%- endif -%}"
 
 
 def _question(slot: _Slot, content: str = "content") -> str:
-    header = "{%- if answered -%}" + say(slot.header) + "{%- endif -%}" if slot.header else ""
-    return say(slot.head) + _content(slot, content) + say(slot.tail) + header
+    header = "{%- if answered -%}" + jinja_print(slot.header) + "{%- endif -%}" if slot.header else ""
+    return jinja_print(slot.head) + _content(slot, content) + jinja_print(slot.tail) + header
 
 
 def _content(slot: _Slot, content: str) -> str:
@@ -182,8 +186,9 @@ def _content(slot: _Slot, content: str) -> str:
 
 def _observation(slot: _Slot, between: str) -> str:
     """Jinja that prints consecutive answers of tools as one message."""
+    joined = f"state.observed ~ {jinja_string(between)} ~ content"
     return (
-        f"{{%- set state.observed = state.observed ~ {literal(between)} ~ content if state.observed else content -%}}"
+        f"{{%- set state.observed = {joined} if state.observed else content -%}}"
         "{%- if loop.last or loop.nextitem['role'] != 'tool' -%}"
         + _question(slot, "state.observed")
         + "{%- set state.observed = '' -%}{%- endif -%}"
@@ -199,12 +204,12 @@ def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str
             "{%- generation -%}",
             learned,
             "{%- if message['tool_calls'] -%}{%- set calls = message['tool_calls'] -%}",
-            say(function.head),
+            jinja_print(function.head),
             _content(function, "content"),
             calls_in_jinja(spec.tool_format),
-            say(function.tail),
+            jinja_print(function.tail),
             "{%- else -%}",
-            say(answer.head) + _content(answer, "content") + say(answer.tail),
+            jinja_print(answer.head) + _content(answer, "content") + jinja_print(answer.tail),
             "{%- endif -%}",
             _closing_of_row(spec, tokenizer),
             "{%- endgeneration -%}",
@@ -216,14 +221,14 @@ def _thoughts(spec: TemplateSpec, options: TemplateChoices) -> tuple[str, str]:
     """Jinja that adds or removes the thought of an answer: before the learned part, and at the start of it."""
     if not spec.reasoning:
         return "", ""
-    opens, closes = (literal(word.strip()) for word in spec.thought_words)
+    opens, closes = (jinja_string(word.strip()) for word in spec.thought_words)
     forgets = options.mask_history and not options.preserve_thinking
     history = "(not loop.last or add_generation_prompt)"
     removed = "true" if options.enable_thinking is False else history if forgets else "false"
     lacking = f"{opens} not in content and {closes} not in content"
     if forgets:
         lacking += f" and not {history}"
-    empty = "{%- if " + lacking + " -%}" + say(spec.empty_thought) + "{%- endif -%}"
+    empty = "{%- if " + lacking + " -%}" + jinja_print(spec.empty_thought) + "{%- endif -%}"
     settle = (
         "{%- if " + removed + " -%}{%- set content = without_thought(content) -%}{%- endif -%}"
         if removed != "false"
@@ -233,14 +238,16 @@ def _thoughts(spec: TemplateSpec, options: TemplateChoices) -> tuple[str, str]:
 
 
 def _thought_macro(spec: TemplateSpec) -> str:
-    opens, closes = map(literal, spec.thought_words)
+    opens, closes = map(jinja_string, spec.thought_words)
     return "".join(_WITHOUT_THOUGHT.replace("OPENS", opens).replace("CLOSES", closes).split("\n"))
 
 
 def _closing_of_row(spec: TemplateSpec, tokenizer: Any) -> str:
     if not spec.efficient_eos:
         return ""
-    return "{%- if loop.last and not add_generation_prompt -%}" + say(tokenizer.eos_token or "") + "{%- endif -%}"
+    return (
+        "{%- if loop.last and not add_generation_prompt -%}" + jinja_print(tokenizer.eos_token or "") + "{%- endif -%}"
+    )
 
 
 def _thought_of_prompt(spec: TemplateSpec, options: TemplateChoices) -> str:
@@ -252,4 +259,11 @@ def _thought_of_prompt(spec: TemplateSpec, options: TemplateChoices) -> str:
         return ""
     quiet = "enable_thinking is false" if options.enable_thinking else "enable_thinking is not true"
     known = "enable_thinking is defined and " if options.enable_thinking else "enable_thinking is not defined or "
-    return "{%- if add_generation_prompt and (" + known + quiet + ") -%}" + say(spec.empty_thought) + "{%- endif -%}"
+    return (
+        "{%- if add_generation_prompt and ("
+        + known
+        + quiet
+        + ") -%}"
+        + jinja_print(spec.empty_thought)
+        + "{%- endif -%}"
+    )

@@ -48,20 +48,20 @@ MACROS: Final = (
 """Macros of the gemma4 format; the others need none."""
 
 
-def literal(text: str) -> str:
+def jinja_string(text: str) -> str:
     """Write ``text`` as a Jinja string."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def say(text: str) -> str:
+def jinja_print(text: str) -> str:
     """Write a Jinja statement that prints ``text`` as it is."""
-    return "{{- " + literal(text) + " -}}" if text else ""
+    return "{{- " + jinja_string(text) + " -}}" if text else ""
 
 
 def tools_in_jinja(tool_format: str) -> str:
     """Write Jinja that prints ``tools``, a list that is not empty."""
     if tool_format == "phi4_mini":
-        return say("<|tool|>") + "{{- tools | tojson -}}" + say("<|/tool|>")
+        return jinja_print("<|tool|>") + "{{- tools | tojson -}}" + jinja_print("<|/tool|>")
     if tool_format == "gemma4":
         return _GEMMA4_TOOLS
     if tool_format == "mistral":
@@ -70,7 +70,7 @@ def tools_in_jinja(tool_format: str) -> str:
     prompt = PROMPTS[tool_format]
     if tool_format == "default":
         prompt, names = prompt.split("{tool_names}")
-        return _around(prompt, each) + _NAMES + say(names)
+        return _around(prompt, each) + _NAMES + jinja_print(names)
     return _around(prompt, each)
 
 
@@ -81,7 +81,7 @@ def calls_in_jinja(tool_format: str) -> str:
 
 def _around(prompt: str, inner: str) -> str:
     before, after = prompt.split("{tool_text}")
-    return say(before) + inner + say(after)
+    return jinja_print(before) + inner + jinja_print(after)
 
 
 def _for_each(body: str) -> str:
@@ -90,9 +90,9 @@ def _for_each(body: str) -> str:
 
 _NAMES = _for_each("{{- bare['name'] -}}{%- if not loop.last -%}{{- ', ' -}}{%- endif -%}")
 _LIST_OF_WRAPPED = (
-    say("[AVAILABLE_TOOLS] [")
+    jinja_print("[AVAILABLE_TOOLS] [")
     + _for_each("{{- " + _WRAPPED + " | tojson -}}{%- if not loop.last -%}{{- ', ' -}}{%- endif -%}")
-    + say("][/AVAILABLE_TOOLS]")
+    + jinja_print("][/AVAILABLE_TOOLS]")
 )
 _REACT_TOOL = (
     "{{- '> Tool Name: ' ~ bare['name'] ~ '\\nTool Description: ' ~ bare['description'] | default('') -}}"
@@ -111,10 +111,12 @@ _EACH_TOOL = {
     "default": _for_each(_REACT_TOOL),
     "glm4": _for_each(
         "{{- '\\n\\n## ' ~ bare['name'] ~ '\\n\\n' ~ bare | tojson(indent=4) -}}"
-        + say("\n在调用上述函数时，请使用 Json 格式表示调用的参数。")
+        + jinja_print("\n在调用上述函数时，请使用 Json 格式表示调用的参数。")
     ),
     "glm4_moe": _for_each("{{- '\\n' ~ " + _WRAPPED + " | tojson -}}"),
-    "lfm2": say("[") + _for_each("{{- bare | tojson -}}{%- if not loop.last -%}{{- ', ' -}}{%- endif -%}") + say("]"),
+    "lfm2": jinja_print("[")
+    + _for_each("{{- bare | tojson -}}{%- if not loop.last -%}{{- ', ' -}}{%- endif -%}")
+    + jinja_print("]"),
     "ling": _for_each("{{- '\\n' ~ " + _WRAPPED + " | tojson -}}"),
     "llama3": _for_each("{{- " + _WRAPPED + " | tojson(indent=4) ~ '\\n\\n' -}}"),
     "minimax1": _for_each("{{- bare | tojson ~ '\\n' -}}"),
@@ -146,8 +148,8 @@ _GEMMA4_TOOLS = _for_each(
 
 
 def _calls(one: str, before: str = "", between: str = "\n", after: str = "") -> str:
-    separator = "{%- if not loop.last -%}" + say(between) + "{%- endif -%}" if between else ""
-    return say(before) + _EACH_CALL + one + separator + _END_EACH + say(after)
+    separator = "{%- if not loop.last -%}" + jinja_print(between) + "{%- endif -%}" if between else ""
+    return jinja_print(before) + _EACH_CALL + one + separator + _END_EACH + jinja_print(after)
 
 
 def _tagged(tool_format: str) -> str:
@@ -156,15 +158,15 @@ def _tagged(tool_format: str) -> str:
     before_key, rest = argument.split("{key}")
     before_value, after_value = rest.split("{value}")
     return _calls(
-        say(before_name) + "{{- name -}}" + say(after_name)
+        jinja_print(before_name) + "{{- name -}}" + jinja_print(after_name)
         + "{%- for key, value in arguments.items() -%}"
-        + say(before_key) + "{{- key -}}" + say(before_value) + _VALUE + say(after_value)
-        + "{%- endfor -%}" + say(closing)
+        + jinja_print(before_key) + "{{- key -}}" + jinja_print(before_value) + _VALUE + jinja_print(after_value)
+        + "{%- endfor -%}" + jinja_print(closing)
     )  # fmt: skip
 
 
 _NAMED = "{{- '{\"name\": ' ~ name | tojson ~ ', \"arguments\": ' ~ arguments | tojson ~ '}' -}}"
-_QWEN_CALL = say("<tool_call>\n") + _NAMED + say("\n</tool_call>")
+_QWEN_CALL = jinja_print("<tool_call>\n") + _NAMED + jinja_print("\n</tool_call>")
 _CALLS = {
     "default": _calls("{{- 'Action: ' ~ name ~ '\\nAction Input: ' ~ arguments | tojson -}}"),
     "gemma4": _calls(

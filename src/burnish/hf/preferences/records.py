@@ -21,8 +21,8 @@ Answer = str | list[dict[str, Any]]
 
 def pair_of(record: Mapping[str, Any]) -> tuple[Answer, Answer, Answer]:
     """The prompt and both answers of a record, texts or messages. Raises BadRecord."""
-    chosen, rejected = (read(record, part) for part in ("chosen", "rejected"))
-    prompt = None if record.get("prompt") is None else read(record, "prompt")
+    chosen, rejected = (text_or_messages(record, part) for part in ("chosen", "rejected"))
+    prompt = None if record.get("prompt") is None else text_or_messages(record, "prompt")
     if isinstance(prompt, list):
         chosen, rejected = as_messages(chosen), as_messages(rejected)
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -45,7 +45,7 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Answer, Answer, Answer]:
     return prompt, chosen, rejected
 
 
-def read(record: Mapping[str, Any], column: str) -> Answer:
+def text_or_messages(record: Mapping[str, Any], column: str) -> Answer:
     """The text or the messages in a column. Raises BadRecord."""
     value = record.get(column)
     value = [value] if isinstance(value, dict) else value
@@ -53,8 +53,8 @@ def read(record: Mapping[str, Any], column: str) -> Answer:
         return value
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise BadRecord(f'"{column}" must be text, a message or a list of messages. Received: {shortened(value)}')
-    read: Answer = to_messages({"messages": value}).get("messages", value)
-    return read
+    found: Answer = to_messages({"messages": value}).get("messages", value)
+    return found
 
 
 def as_messages(answer: Answer) -> list[dict[str, Any]]:

@@ -31,8 +31,8 @@ from burnish.data.sets.formats import bad_records
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.hf.loaders import is_datasets_set
 from burnish.hf.preferences.config import PreferenceConfig
-from burnish.hf.preferences.records import Answer, check_answer, pair_of, read
-from burnish.hf.sft.rows import chat_ids, column_names, plain, refuse_transform, with_eos
+from burnish.hf.preferences.records import Answer, check_answer, pair_of, text_or_messages
+from burnish.hf.sft.rows import chat_ids, column_names, refuse_transform, with_eos, without_absent_keys
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -45,7 +45,7 @@ _VERDICTS = {True: True, False: False, "true": True, "false": False, "True": Tru
 
 
 @dataclass
-class Encode:
+class EncodePairs:
     """Records of a set -> rows, with ``fault`` or ``dropped`` where one is not to be used. A class, because
     ``datasets`` pickles what it caches.
 
@@ -142,9 +142,9 @@ class Encode:
             text = prompt if answer is None else with_eos(self.tokenizer, prompt + answer)
             return list(self.tokenizer(text=text)["input_ids"])
         if answer is None:
-            return chat_ids(self.tokenizer, record, plain(prompt), add_generation_prompt=True)
+            return chat_ids(self.tokenizer, record, without_absent_keys(prompt), add_generation_prompt=True)
         assert not isinstance(answer, str)
-        return chat_ids(self.tokenizer, record, plain([*prompt, *answer]))
+        return chat_ids(self.tokenizer, record, without_absent_keys([*prompt, *answer]))
 
     def _cut(self, prompt: list[int], *answers: list[int]) -> tuple[list[int], list[list[int]], str]:
         """The same within ``max_length``, and why the row cannot be used, if so. The answers keep one prompt."""
@@ -158,7 +158,7 @@ class Encode:
 
 
 @dataclass
-class EncodeVerdicts(Encode):
+class EncodeVerdicts(EncodePairs):
     """Answers with a label; pairs become two of them."""
 
     makes: ClassVar[Sequence[str]] = ("prompt_ids", "completion_ids", "label", "KL_completion_ids")
@@ -182,7 +182,7 @@ class EncodeVerdicts(Encode):
         if self.is_encoded:
             made = self._fitted(record["prompt_ids"], record["completion_ids"], label)
             return [made | {"KL_completion_ids": record.get("KL_completion_ids", [])}]
-        prompt, answer = read(record, "prompt"), read(record, "completion")
+        prompt, answer = text_or_messages(record, "prompt"), text_or_messages(record, "completion")
         if isinstance(prompt, str) != isinstance(answer, str):
             raise BadRecord('"prompt" and "completion" must be both text or both messages.')
         check_answer(answer, "completion")
@@ -198,7 +198,7 @@ class EncodeVerdicts(Encode):
 
 
 @dataclass
-class EncodeScored(Encode):
+class EncodeScored(EncodePairs):
     """Pairs of whole conversations, or texts, each of which gets a score."""
 
     makes: ClassVar[Sequence[str]] = ("chosen_ids", "rejected_ids", "margin")
@@ -225,7 +225,7 @@ def _empty(name: str) -> Any:
 # --- sets -------------------------------------------------------------------------------------------------------------
 
 
-def prepared(dataset: Any, name: str, tokenizer: Any, args: PreferenceConfig, kind: type[Encode]) -> Any:
+def prepared(dataset: Any, name: str, tokenizer: Any, args: PreferenceConfig, kind: type[EncodePairs]) -> Any:
     """The rows of a set.
 
     Raises:
@@ -281,7 +281,7 @@ def _refuse_bad(dataset: Any, rows: Any, name: str, args: PreferenceConfig) -> N
     raise UserError(bad_records(bad, are_all=False))
 
 
-def with_others(rows: Any, name: str) -> Any:
+def with_kl_answers(rows: Any, name: str) -> Any:
     """Each verdict with another record's answer: that of the one before it whose answer is another; the first look back
     to the last. Depends on the set alone, not on batches or order (KTO's baseline). In a streamed set they look back
     within runs of ``WINDOW`` records."""

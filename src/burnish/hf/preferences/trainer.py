@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from burnish.app.references import check_vocabulary
+from burnish.app.references import refuse_other_vocabulary
 from burnish.core.errors import Problem, UserError
 from burnish.core.loop import TrainOutput
 from burnish.core.meter import Totals
@@ -46,26 +46,26 @@ from burnish.hf.preferences.objective import (
     with_numbers,
 )
 from burnish.hf.preferences.rows import (
-    Encode,
+    EncodePairs,
     EncodeScored,
     EncodeVerdicts,
     VerdictsOfSteps,
     pair_row,
     prepared,
     verdict_row,
-    with_others,
+    with_kl_answers,
 )
 from burnish.hf.reporting import Count
 from burnish.hf.sft.checks import check_sets, refuse_images
 from burnish.hf.sft.rows import column_names, first_row
 from burnish.hf.sft.setup import (
-    arguments_of,
     attach_peft,
     finish_peft,
-    load_model,
+    inner_tokenizer,
+    load_named_model,
+    own_config,
     ready_model,
     set_pad,
-    tokenizer_of,
 )
 from burnish.hf.trl import TrlTrainer
 from burnish.models.dropout import switch_off_dropout
@@ -108,7 +108,7 @@ class PreferenceTrainer(TrlTrainer):
     args: PreferenceConfig
     config_class: ClassVar[type[PreferenceConfig]]
     objective_class: ClassVar[Callable[..., Any]]
-    encode_class: ClassVar[type[Encode]] = Encode
+    encode_class: ClassVar[type[EncodePairs]] = EncodePairs
     tag: ClassVar[str]
     kind: ClassVar[str] = "pairs"  # of its rows: pairs, verdicts or scores
     _counter = CountPreferences
@@ -123,7 +123,7 @@ class PreferenceTrainer(TrlTrainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
         peft_config: Any = None, **old: Any,
     ) -> None:  # fmt: skip
-        args = arguments_of(self.config_class, args, model)
+        args = own_config(self.config_class, args, model)
         processing_class = self._take_old_names(processing_class, old)
         if ref_model is not None and ref_model is model:
             raise ValueError("`model` and `ref_model` are one object: the reference would train too. Leave it out.")
@@ -139,7 +139,7 @@ class PreferenceTrainer(TrlTrainer):
             model = attach_peft(model, peft_config, added)
         if args.disable_dropout:
             switch_off_dropout(model)
-        self._tokenizer = tokenizer_of(processing_class)
+        self._tokenizer = inner_tokenizer(processing_class)
         pad = set_pad(model, processing_class, self._pad_token(args))
         if hasattr(model, "peft_config"):
             finish_peft(model, args)
@@ -212,9 +212,9 @@ class PreferenceTrainer(TrlTrainer):
         """The reference, where it is a model of its own."""
         if not self._needs_reference:
             return None
-        second = load_model(ref_model, args, None) if isinstance(ref_model, str) else ref_model
+        second = load_named_model(ref_model, args, None) if isinstance(ref_model, str) else ref_model
         if second is not None:
-            check_vocabulary(self.model, second)
+            refuse_other_vocabulary(self.model, second)
         return second
 
     def _fit(self, peft_config: Any) -> None:
@@ -387,7 +387,7 @@ class KTOTrainer(PreferenceTrainer):
     def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
         rows = super()._prepared(dataset, name, args)
         others_come_later = name == "train" and isinstance(args, KTOConfig) and args.kl_pairing == "group"
-        return rows if others_come_later or not self.objective.has_baseline else with_others(rows, name)
+        return rows if others_come_later or not self.objective.has_baseline else with_kl_answers(rows, name)
 
     def get_train_dataloader(self) -> Any:
         """Batches of the training set, whose other answers are those of their step where ``kl_pairing`` says so."""

@@ -68,7 +68,7 @@ class Preparation:
         if "input_ids" not in columns:
             dataset, columns = self._with_texts(dataset, columns, name)
             field, sample = self.args.dataset_text_field, first_row(dataset)
-            encode = Encode(self.tokenizer, field, self.completion_only, self.masks, sample)
+            encode = EncodeTexts(self.tokenizer, field, self.completion_only, self.masks, sample)
             dataset = self._mapped(dataset, encode, f"Tokenizing {name} dataset")
             columns = [*columns, "input_ids"]
         elif self.formatting_func is not None:
@@ -172,7 +172,7 @@ class Formatting:
 
 
 @dataclass
-class Encode:
+class EncodeTexts:
     """Texts, prompts with completions, or conversations -> ids, and masks where only a part is learned.
 
     Args:
@@ -210,8 +210,8 @@ class Encode:
         if not self.is_chat:
             return {"input_ids": self._ids([self._with_eos(row[self.field]) for row in rows])}
         if self.masks is None:
-            return {"input_ids": [self._chat_ids(row, plain(row["messages"])) for row in rows]}
-        found = [self.masks(plain(row["messages"]), template_arguments(row)) for row in rows]
+            return {"input_ids": [self._chat_ids(row, without_absent_keys(row["messages"])) for row in rows]}
+        found = [self.masks(without_absent_keys(row["messages"]), template_arguments(row)) for row in rows]
         return {"input_ids": [ids for ids, _ in found], "assistant_masks": [mask for _, mask in found]}
 
     @property
@@ -234,8 +234,10 @@ class Encode:
     def _completions(self, rows: list[Any]) -> Columns:
         made: Columns = {}
         if self.is_chat:
-            prompts = [self._chat_ids(row, plain(row["prompt"]), add_generation_prompt=True) for row in rows]
-            chats = [plain(row["prompt"]) + plain(row["completion"]) for row in rows]
+            prompts = [
+                self._chat_ids(row, without_absent_keys(row["prompt"]), add_generation_prompt=True) for row in rows
+            ]
+            chats = [without_absent_keys(row["prompt"]) + without_absent_keys(row["completion"]) for row in rows]
             if self.masks is None:
                 wholes = [self._chat_ids(row, chat) for row, chat in zip(rows, chats, strict=True)]
             else:
@@ -366,7 +368,7 @@ def to_messages(row: Any) -> dict[str, Any]:
     return found
 
 
-def plain(chat: list[Any]) -> list[Any]:
+def without_absent_keys(chat: list[Any]) -> list[Any]:
     """Remove keys of messages that are None only because another row of the set has them: arrow fills them in, and
     templates test whether a key is there."""
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in chat]

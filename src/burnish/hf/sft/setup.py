@@ -34,7 +34,7 @@ logger = logging.get_logger("transformers.trainer")
 Config = TypeVar("Config", bound=TrlArguments)
 
 
-def arguments_of(kind: type[Config], args: Any, model: Any) -> Config:
+def own_config(kind: type[Config], args: Any, model: Any) -> Config:
     """burnish's config of this kind: as given, or from other arguments by their names."""
     if isinstance(args, kind):
         return args
@@ -60,7 +60,7 @@ def ready_model(
         model, tokenizer or processor, and the ids of tokens that came with a chat template.
     """
     if isinstance(model, str):
-        model = load_model(model, args, quantization_config, scores)
+        model = load_named_model(model, args, quantization_config, scores)
     else:
         given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in [name for name, value in given.items() if value is not None]:
@@ -72,14 +72,14 @@ def ready_model(
         )
     if processing_class is None:
         processing_class = load_processing_class(model, args)
-    tokenizer_of(processing_class)  # refuses what is none
+    inner_tokenizer(processing_class)  # refuses what is none
     if args.eos_token is not None:
         set_eos(model, processing_class, args.eos_token)
     path = args.chat_template_path
     return model, processing_class, take_chat_template(model, processing_class, path) if path is not None else []
 
 
-def load_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
+def load_named_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
     """The model of that name or folder, in the class that its config names, in float32 unless told otherwise."""
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
@@ -128,7 +128,7 @@ def load_processing_class(model: Any, args: TrlArguments) -> Any:
     )
 
 
-def tokenizer_of(processing_class: Any) -> Any:
+def inner_tokenizer(processing_class: Any) -> Any:
     """The tokenizer itself, or the one inside a processor."""
     if isinstance(processing_class, ProcessorMixin):
         return processing_class.tokenizer
@@ -139,7 +139,7 @@ def tokenizer_of(processing_class: Any) -> Any:
 
 def set_eos(model: Any, processing_class: Any, eos_token: str) -> None:
     """Make ``eos_token`` the one that ends a text, for the tokenizer, the model and its generations."""
-    tokenizer = tokenizer_of(processing_class)
+    tokenizer = inner_tokenizer(processing_class)
     _check_in_vocabulary("eos_token", eos_token, processing_class, tokenizer, "an EOS token")
     tokenizer.eos_token = eos_token
     eos = tokenizer.eos_token_id
@@ -153,7 +153,7 @@ def set_eos(model: Any, processing_class: Any, eos_token: str) -> None:
 def set_pad(model: Any, processing_class: Any, pad_token: str | None) -> int:
     """Agree on the token that fills up rows: the one asked for, the tokenizer's own, or eos. Labels are masked by
     position, so a text that ends in eos still learns it."""
-    tokenizer = tokenizer_of(processing_class)
+    tokenizer = inner_tokenizer(processing_class)
     pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token
     _check_in_vocabulary("pad_token", pad_token, processing_class, tokenizer, "a padding token")
     tokenizer.pad_token = pad_token
@@ -183,7 +183,7 @@ def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int
             raise ValueError(f"`chat_template_path` names a file that does not exist: {Path(path).absolute()}")
         processing_class.chat_template = Path(path).read_text(encoding="utf-8")
         return []
-    tokenizer, source = tokenizer_of(processing_class), AutoTokenizer.from_pretrained(path)
+    tokenizer, source = inner_tokenizer(processing_class), AutoTokenizer.from_pretrained(path)
     before = len(tokenizer)
     processing_class.chat_template = source.get_chat_template()
     vocabulary = tokenizer.get_vocab()

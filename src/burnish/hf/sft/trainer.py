@@ -34,7 +34,7 @@ from burnish.hf.sft.config import SFTConfig
 from burnish.hf.sft.loss import flat_inputs, sums_without_logits
 from burnish.hf.sft.masks import AssistantMasks
 from burnish.hf.sft.rows import Preparation, column_names, first_row
-from burnish.hf.sft.setup import arguments_of, attach_peft, finish_peft, ready_model, set_pad, tokenizer_of
+from burnish.hf.sft.setup import attach_peft, finish_peft, inner_tokenizer, own_config, ready_model, set_pad
 from burnish.hf.trl import TrlTrainer
 from burnish.models.attention import make_padding_free
 from burnish.objectives.logits import target_positions
@@ -89,7 +89,7 @@ class SFTTrainer(TrlTrainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
         peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
     ) -> None:  # fmt: skip
-        args = arguments_of(SFTConfig, args, model)
+        args = own_config(SFTConfig, args, model)
         args, processing_class = with_old_arguments(args, processing_class, old)
         check_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
@@ -104,7 +104,7 @@ class SFTTrainer(TrlTrainer):
         if data_collator is None:
             data_collator = self._own_collator(model, processing_class, args)
         self._skip_prepare_dataset = skips_preparation(args)
-        tokenizer = tokenizer_of(processing_class)
+        tokenizer = inner_tokenizer(processing_class)
         self._prepare = Preparation(
             tokenizer, args, self.completion_only_loss, self._masks(tokenizer, args), formatting_func
         )

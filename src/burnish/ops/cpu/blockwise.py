@@ -72,8 +72,8 @@ class _Blockwise(torch.autograd.Function):
             grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), upstream)
             slope = torch.bmm(upstream, value[:, seen].transpose(1, 2))
             slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)  # dS, summed in float32
-            grad_query[:, rows] = times(slope, key[:, seen], ctx.scale).view(len(query), -1, query.shape[2])
-            grad_key[:, seen] += times(slope.transpose(1, 2), q, ctx.scale)
+            grad_query[:, rows] = scaled_product(slope, key[:, seen], ctx.scale).view(len(query), -1, query.shape[2])
+            grad_key[:, seen] += scaled_product(slope.transpose(1, 2), q, ctx.scale)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 
@@ -93,12 +93,12 @@ def _folded(x: Tensor, groups: int) -> Tensor:
 def _weights(q: Tensor, key: Tensor, scale: float, rows: slice) -> Tensor:
     """(K, G n, m) the attention weights of a block's queries (K, G n, D) on the keys (K, m, D) up to its end."""
     height, width = rows.stop - rows.start, key.shape[1]
-    scores = times(q, key.transpose(1, 2), scale)
+    scores = scaled_product(q, key.transpose(1, 2), scale)
     ahead = torch.ones(height, height, dtype=torch.bool).triu(1)
     scores.view(len(key), -1, height, width)[..., width - height :].masked_fill_(ahead, float("-inf"))
     return torch.softmax(scores, -1)
 
 
-def times(a: Tensor, b: Tensor, scale: float) -> Tensor:
+def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``scale * a b`` of batches of matrices, rounded once."""
     return torch.baddbmm(a.new_zeros(1, 1, 1), a, b, beta=0, alpha=scale)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burnish.ops.cpu.blockwise import VECTOR, times
+from burnish.ops.cpu.blockwise import VECTOR, scaled_product
 
 _WASTE = 2**16
 """Scores, over all heads, that the padding of a bucket may cost; their time is about that of another bucket's calls."""
@@ -60,7 +60,7 @@ def short_attention(
 
 
 @dataclass(frozen=True)
-class Places:
+class BucketPlaces:
     """The place of each token, or each key, when the sequences are sorted into buckets.
 
     Args:
@@ -105,8 +105,8 @@ class Buckets:
         before: B of each bucket.
     """
 
-    tokens: Places
-    keys: Places
+    tokens: BucketPlaces
+    keys: BucketPlaces
     before: tuple[int, ...]
 
 
@@ -141,7 +141,7 @@ def _shared(lengths: Lengths, heads: int) -> list[list[int]]:
 
 def _layout(
     lengths: Sequence[int], buckets: list[list[int]], fronts: list[tuple[int, int]], longest: list[int]
-) -> Places:
+) -> BucketPlaces:
     """Assign a place to each token, or each key.
 
     Args:
@@ -153,7 +153,7 @@ def _layout(
     fronts_of = {sequence: front for some, front in zip(buckets, fronts, strict=True) for sequence in some}
     num_rows = sum(fronts_of[sequence][0] + length for sequence, length in enumerate(lengths))
     if len(sizes) == 1 and num_places == num_rows:
-        return Places(sizes)
+        return BucketPlaces(sizes)
     begins, begin = [0] * len(lengths), 0
     for some, (_, size) in zip(buckets, sizes, strict=True):
         for sequence in some:
@@ -168,7 +168,7 @@ def _layout(
     )
     tokens = torch.full((num_places,), num_rows)
     tokens[places] = torch.arange(num_rows)
-    return Places(sizes, places, tokens)
+    return BucketPlaces(sizes, places, tokens)
 
 
 def _pieces(begin: int, length: int, before: int, filled: int) -> tuple[tuple[int, int], ...]:
@@ -198,7 +198,7 @@ class _Short(torch.autograd.Function):
         for q, k, v, into, before in zip(*parts, strict=True):
             length, width = q.shape[1], k.shape[1]
             q, k, v = _stacked(q, groups), _stacked(k), _stacked(v)
-            scores = times(q, k.transpose(1, 2), scale)
+            scores = scaled_product(q, k.transpose(1, 2), scale)
             scores.view(-1, length, width).add_(band(length, before, width - length))
             weights = torch.softmax(scores, -1)
             used, is_used = torch.native_dropout(weights, dropout, True) if dropout else (weights, None)
@@ -217,7 +217,7 @@ class _Short(torch.autograd.Function):
         grads = [layout.empty(grad, *shape[1:]) for layout, shape in zip(layouts, shapes, strict=True)]
         kept = zip(*[iter(ctx.saved_tensors)] * 6, strict=True)  # six tensors per bucket
         for (q, k, v, weights, used, is_used), upstream, of_query, of_key, of_value in zip(
-            kept, layouts[0].spread(grad), *map(Places.cut, layouts, grads), strict=True
+            kept, layouts[0].spread(grad), *map(BucketPlaces.cut, layouts, grads), strict=True
         ):
             upstream = _stacked(upstream, groups)
             _fill(of_value, torch.bmm(used.transpose(1, 2), upstream))
@@ -225,9 +225,9 @@ class _Short(torch.autograd.Function):
             if is_used is not None:
                 slope = torch.ops.aten.native_dropout_backward(slope, is_used, 1 / (1 - ctx.dropout))
             slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)
-            _fill(of_query, times(slope, k, ctx.scale))
-            _fill(of_key, times(slope.transpose(1, 2), q, ctx.scale))
-        return *map(Places.gathered, layouts, grads), None, None, None, None
+            _fill(of_query, scaled_product(slope, k, ctx.scale))
+            _fill(of_key, scaled_product(slope.transpose(1, 2), q, ctx.scale))
+        return *map(BucketPlaces.gathered, layouts, grads), None, None, None, None
 
 
 def _stacked(x: Tensor, groups: int = 1) -> Tensor:

@@ -24,7 +24,7 @@ from burnish.data.templates.rows import Template
 from burnish.infer.batch import answer_many
 from burnish.infer.seats import SeatLoop
 from burnish.infer.types import Ask
-from burnish.serve.evaluate.questions import LETTERS, Question, Subject
+from burnish.serve.evaluate.questions import LETTERS, ChoiceQuestion, Subject
 
 _HEADS = {
     "en": "The following are multiple choice questions (with answers) about {subject}.\n\n",
@@ -84,7 +84,7 @@ class Chooser:
             chosen.append(_chosen(scores, question))
         return chosen
 
-    def _fitting(self, subject: Subject, question: Question, number: int) -> tuple[list[int], list[list[int]]]:
+    def _fitting(self, subject: Subject, question: ChoiceQuestion, number: int) -> tuple[list[int], list[list[int]]]:
         """The prompt, with as many shots as the context holds, and the ids of each choice behind it."""
         shots = self.shots(subject, number)
         while True:
@@ -97,14 +97,14 @@ class Chooser:
                 raise UserError(what, where=subject.key, remedy="Raise infer_context, if the model allows it.")
             shots = shots[:-1]
 
-    def shots(self, subject: Subject, number: int) -> Sequence[Question]:
+    def shots(self, subject: Subject, number: int) -> Sequence[ChoiceQuestion]:
         if not self.draws:
             return subject.examples[: self.num_shots]
         key = int.from_bytes(sha256(f"{self.seed} {subject.key} {number}".encode()).digest()[:8], "big")
         drawn = random.Random(key)  # noqa: S311 (a choice of examples, not a secret)
         return drawn.sample(subject.examples, min(self.num_shots, len(subject.examples)))
 
-    def messages(self, subject: Subject, shots: Sequence[Question], question: Question) -> list[Message]:
+    def messages(self, subject: Subject, shots: Sequence[ChoiceQuestion], question: ChoiceQuestion) -> list[Message]:
         """Up to the question; its answer follows."""
         found: list[Message] = []
         for shot in shots:
@@ -113,12 +113,12 @@ class Chooser:
         head = _HEADS[self.lang].format(subject=subject.name)
         return [Message("user", head + found[0].content), *found[1:]]
 
-    def written(self, question: Question) -> str:
+    def written(self, question: ChoiceQuestion) -> str:
         lines = (f"\n{letter}. {text}" for letter, text in zip(LETTERS, question.choices, strict=False))
         return question.text + "".join(lines) + _ANSWER[self.lang]
 
     def _ids(
-        self, subject: Subject, shots: Sequence[Question], question: Question
+        self, subject: Subject, shots: Sequence[ChoiceQuestion], question: ChoiceQuestion
     ) -> tuple[list[int], list[list[int]]]:  # fmt: skip
         asked = self.messages(subject, shots, question)
         letters = LETTERS[: len(question.choices)]
@@ -139,7 +139,7 @@ class Chooser:
         return prompt, answers
 
 
-def _chosen(scores: Sequence[float], question: Question) -> Chosen:
+def _chosen(scores: Sequence[float], question: ChoiceQuestion) -> Chosen:
     most = max(scores)
     weights = [math.exp(score - most) for score in scores]
     letter = LETTERS[scores.index(most)]

@@ -30,7 +30,7 @@ from burnish.models.fingerprint import base_fingerprint
 from burnish.report.console import note
 from burnish.serve.evaluate.choices import Chooser
 from burnish.serve.evaluate.questions import Subject, read_task
-from burnish.serve.evaluate.results import Answers, compared, log_lines, summary, write
+from burnish.serve.evaluate.results import Answers, accuracies, compared, log_lines, write
 
 HARNESS = "lm_eval:"
 
@@ -141,7 +141,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
         for subject in waiting:
             answers.add(subject, chooser.choose(subject))
             advance(1)
-    found = summary(subjects, answers.done) | {"seconds": round(time.monotonic() - begun, 2), "of": facts}
+    found = accuracies(subjects, answers.done) | {"seconds": round(time.monotonic() - begun, 2), "of": facts}
     found |= {"versions": {"burnish": __version__, **{name: version(name) for name in ("torch", "transformers")}}}
     if chooser.shortened:
         note(f"{chooser.shortened} questions had fewer examples than {options.n_shot}: the context holds no more.")

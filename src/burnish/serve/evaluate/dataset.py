@@ -17,7 +17,7 @@ from burnish.app.serving import Serving, paths_of, servings_of
 from burnish.core.errors import UserError
 from burnish.core.files import expanded, named_where_full
 from burnish.core.json_files import read_object
-from burnish.core.options import Given, build, changed, option, raise_if
+from burnish.core.options import Given, build, changed_options, option, raise_if
 from burnish.data.templates.choose import RECORDED
 from burnish.infer.loading import writes_answers
 from burnish.report.console import note
@@ -37,7 +37,7 @@ class PredictOptions:
     save_dir: str | None = option(None, "The folder for what is written; predictions in the run's folder by default.")
 
 
-def predict(words: Sequence[str]) -> int:
+def predict_sets(words: Sequence[str]) -> int:
     """Write answers or scores to the evaluation sets of runs, or of ``eval_dataset``. Returns the exit status."""
     paths, _ = paths_of(words)
     servings = servings_of(words, [field.name for field in fields(PredictOptions)], with_data=True)
@@ -63,7 +63,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     rows: list[tuple[str, dict[str, float]]] = []
     for serving in servings:
         folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
-        given = {name: Given(value, HERE) for name, value in changed(serving.options).items()}
+        given = {name: Given(value, HERE) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
         if not writes or (predicts and stage in ("dpo", "kto", "rm")):
             stage = "sft" if writes else "rm"

@@ -30,7 +30,7 @@ SPLITS = ("dev", "val", "validation", "test", "train")
 
 
 @dataclass(frozen=True)
-class Question:
+class ChoiceQuestion:
     """One question. ``answer`` is the letter of the right choice; None where it is not told."""
 
     text: str
@@ -53,8 +53,8 @@ class Subject:
     key: str
     name: str
     category: str
-    examples: tuple[Question, ...]
-    questions: tuple[Question, ...]
+    examples: tuple[ChoiceQuestion, ...]
+    questions: tuple[ChoiceQuestion, ...]
     fingerprint: str
 
 
@@ -129,7 +129,7 @@ def _mapping(files: Mapping[PurePosixPath, bytes]) -> dict[str, dict[str, str]]:
     return found if isinstance(found, dict) else {}
 
 
-def _questions(path: PurePosixPath, raw: bytes) -> Iterator[Question]:
+def _questions(path: PurePosixPath, raw: bytes) -> Iterator[ChoiceQuestion]:
     try:
         text = raw.decode("utf-8-sig")
         if path.suffix == ".jsonl":
@@ -154,14 +154,16 @@ def _plain_rows(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:
         yield [*(row[place] for place in places), row[answer] if answer is not None and has_answer else ""]
 
 
-def _of_row(row: Sequence[str]) -> Question:
+def _of_row(row: Sequence[str]) -> ChoiceQuestion:
     if len(row) < 5:
         raise ValueError(f"a row has {len(row)} columns")
     answer = row[5].strip().upper() if len(row) > 5 else ""
-    return Question(row[0].strip(), tuple(cell.strip() for cell in row[1:5]), answer if answer in set("ABCD") else None)
+    return ChoiceQuestion(
+        row[0].strip(), tuple(cell.strip() for cell in row[1:5]), answer if answer in set("ABCD") else None
+    )
 
 
-def _of_record(record: Mapping[str, Any]) -> Question:
+def _of_record(record: Mapping[str, Any]) -> ChoiceQuestion:
     choices = tuple(str(choice) for choice in record["choices"])
     answer = record.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool):
@@ -172,4 +174,4 @@ def _of_record(record: Mapping[str, Any]) -> Question:
         letter = str(answer).strip().upper() if answer not in (None, "") else None
     if letter is not None and letter not in LETTERS[: len(choices)]:
         raise ValueError(f"an answer is none of the choices: {answer!r}")
-    return Question(str(record["question"]).strip(), choices, letter)
+    return ChoiceQuestion(str(record["question"]).strip(), choices, letter)

@@ -94,7 +94,7 @@ def accuracy(rights: Sequence[bool]) -> dict[str, float]:
     }
 
 
-def summary(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]) -> dict[str, Any]:
+def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]) -> dict[str, Any]:
     """Accuracies: over all questions, by category, the mean of the subjects', and by subject."""
     told = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
     told = {key: rights for key, rights in told.items() if rights}

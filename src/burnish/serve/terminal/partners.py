@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from burnish.core.errors import UserError
 
-Message: TypeAlias = dict[str, Any]
+WireMessage: TypeAlias = dict[str, Any]
 """``role``, ``content``, and where there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
 
 
@@ -48,7 +48,7 @@ class Request:
         adapter: "" for the model itself.
     """
 
-    messages: Sequence[Message]
+    messages: Sequence[WireMessage]
     settings: ChatSettings = field(default_factory=ChatSettings)
     tools: Sequence[Mapping[str, Any]] = ()
     thinks: bool | None = None
@@ -67,11 +67,11 @@ class Event:
     kind: Literal["content", "thought", "call", "end"]
     text: str = ""
     call: Mapping[str, str] | None = None
-    end: Ended | None = None
+    end: AnswerEnded | None = None
 
 
 @dataclass(frozen=True)
-class Ended:
+class AnswerEnded:
     """An answer.
 
     Args:
@@ -155,7 +155,7 @@ class LocalPartner:
         now = time.monotonic()
         yield Event(
             "end",
-            end=Ended(
+            end=AnswerEnded(
                 reason, len(found), max(first - began, 0.0), now - began, answerer.context - len(ids) - len(found),
                 tuple(ids), tuple(found), tuple(chances), error,
             ),
@@ -166,7 +166,7 @@ class LocalPartner:
         from burnish.serve.requests import ChatRequest, Settings
         from burnish.wire.errors import Refusal
 
-        def as_typed(message: Message) -> ChatMessage:
+        def as_typed(message: WireMessage) -> ChatMessage:
             calls = tuple(
                 ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
                 for call in message.get("tool_calls") or ()
@@ -273,7 +273,7 @@ class UrlPartner:
                             begun[key] += (call.get("function") or {}).get(key) or ""
         for call in calls.values():
             yield Event("call", call=call)
-        yield Event("end", end=Ended(reason, tokens, first - began if first else 0.0, time.monotonic() - began))
+        yield Event("end", end=AnswerEnded(reason, tokens, first - began if first else 0.0, time.monotonic() - began))
 
     def _open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         from urllib.error import HTTPError

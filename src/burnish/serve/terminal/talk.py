@@ -17,7 +17,7 @@ from typing import Any, Literal
 from burnish.core.conversion import as_type
 from burnish.core.errors import UserError, did_you_mean
 from burnish.core.files import expanded
-from burnish.serve.terminal.partners import ChatSettings, Ended, Message, Partner, Request
+from burnish.serve.terminal.partners import AnswerEnded, ChatSettings, Partner, Request, WireMessage
 from burnish.serve.terminal.records import read_record
 from burnish.serve.terminal.screen import Screen
 
@@ -55,12 +55,12 @@ class Talk:
         self.partner, self.screen = partner, screen
         self.settings = settings or ChatSettings()
         self._from_start = set(self.settings.given())
-        self.messages: list[Message] = []
+        self.messages: list[WireMessage] = []
         self.system, self.adapter = system, ""
         self.thinks: bool | None = None
         self.thoughts: Literal["show", "hide"] = "show"
         self.tools: list[Mapping[str, Any]] = []
-        self.last: Ended | None = None
+        self.last: AnswerEnded | None = None
         self._retries = 0
         self._begun = ""  # a message that is to be edited
 
@@ -133,7 +133,7 @@ class Talk:
         self._retries = 0
         return self._respond([*self.messages, {"role": "user", "content": text}])
 
-    def _respond(self, messages: list[Message]) -> int:
+    def _respond(self, messages: list[WireMessage]) -> int:
         """Let the partner answer these messages; where no answer comes the conversation stays as it was."""
         before, self.messages = self.messages, messages
         found = None
@@ -151,9 +151,9 @@ class Talk:
         request = Request([*first, *self.messages], settings, tuple(self.tools), self.thinks, self.adapter)
         return replace(request, **changes)
 
-    def _listen(self, request: Request) -> Message | None:
+    def _listen(self, request: Request) -> WireMessage | None:
         """Show an answer as it comes. Returns it as a message; None where it failed."""
-        found: Message = {"role": "assistant", "content": ""}
+        found: WireMessage = {"role": "assistant", "content": ""}
         thought, began, thought_s = "", time.monotonic(), 0.0
         calls: list[dict[str, Any]] = []
         ended = None
@@ -204,7 +204,7 @@ class Talk:
         if calls:
             self.screen.say("Nothing was run. /answer gives what it came back with.", "dim")
 
-    def _measured(self, ended: Ended | None) -> bool:
+    def _measured(self, ended: AnswerEnded | None) -> bool:
         """The dim line below an answer; false where it failed."""
         self.last = ended or self.last
         if ended is None:
@@ -356,7 +356,7 @@ class Talk:
             self.screen.say(piece, "yellow" if is_control else "", end="")
         self.screen.say()
 
-    def _last_ids(self) -> Ended:
+    def _last_ids(self) -> AnswerEnded:
         if self.last is None or not self.last.prompt:
             raise UserError("There is no exchange yet, or the server does not say its tokens.")
         return self.last
