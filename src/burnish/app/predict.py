@@ -145,7 +145,7 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
     for example, row in zip(examples, rows, strict=True):
         if row is None or example.text is not None:
             continue
-        ids = row["input_ids"]
+        ids = list(row["input_ids"])
         if example.completion is not None:
             prompt = ids[: next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)]
         else:

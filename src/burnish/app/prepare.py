@@ -22,7 +22,7 @@ from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
-from burnish.core.types import Example, FlatRow, Row
+from burnish.core.types import Example, Row
 from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.origins import Origins
@@ -165,7 +165,7 @@ def encode_while_training(examples: Examples, objective: Any, config: Any, optio
     """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when the
     loop uses it."""
 
-    def check(row: Row | FlatRow) -> None:
+    def check(row: Row) -> None:
         raise_if(check_context(config, max(lengths_of(row))))
 
     return encode_ahead(

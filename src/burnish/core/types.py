@@ -85,32 +85,29 @@ class Example:
 
 
 class Row(TypedDict, total=False):
-    """One encoded example: plain lists of the same length T, or of several sequences those of each."""
+    """One encoded example: columns of the same length T, or of several sequences those of each. They are arrays on
+    their way from the template to the row store, and lists from there on (``as_lists``)."""
 
-    input_ids: list[int]
-    labels: list[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
-    loss_weights: list[float]  # only where a message carried a weight other than 1
-    seq_lengths: list[int]  # only in a pack: the lengths of the rows that were concatenated to it
-    sequence: list[int]  # only where sums are wanted of each sequence in a batch: which one a token belongs to
-    chosen_input_ids: list[int]  # a pair is a row of two sequences, each with labels of its own
-    chosen_labels: list[int]
-    rejected_input_ids: list[int]
-    rejected_labels: list[int]
+    input_ids: Sequence[int]
+    labels: Sequence[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
+    loss_weights: Sequence[float]  # only where a message carried a weight other than 1
+    seq_lengths: Sequence[int]  # only in a pack: the lengths of the rows that were concatenated to it
+    sequence: Sequence[int]  # only where sums are wanted of each sequence in a batch: which one a token belongs to
+    chosen_input_ids: Sequence[int]  # a pair is a row of two sequences, each with labels of its own
+    chosen_labels: Sequence[int]
+    rejected_input_ids: Sequence[int]
+    rejected_labels: Sequence[int]
     margin: float
     reference_logps: float
     reference_kl_logps: float
     reference_chosen_logps: float  # in nats, where the reference's were computed before
     reference_rejected_logps: float
     tag: bool  # the verdict on an answer, and beside it the same prompt with another record's answer
-    kl_input_ids: list[int]
-    kl_labels: list[int]
+    kl_input_ids: Sequence[int]
+    kl_labels: Sequence[int]
 
 
-FlatRow: TypeAlias = "dict[str, array[Any]]"
-"""A row whose columns are arrays, as it goes from the template to the row store without becoming lists."""
-
-
-def as_lists(row: Row | FlatRow | None) -> Row | None:
+def as_lists(row: Row | None) -> Row | None:
     """Convert the columns of a row to plain lists."""
     columns: Mapping[str, Any] = row or {}
     lists: Any = {name: values.tolist() if isinstance(values, array) else values for name, values in columns.items()}
@@ -167,7 +164,7 @@ class Loss:
 
     total: Tensor  # () sum over items, in nats
     sums: Mapping[str, Metric] = field(default_factory=dict)  # metric -> its sum, and the count that divides it
-    outputs: Any = None  # the model's output, kept only where evaluation asked for it
+    outputs: Any = None  # numbers of each row that an evaluation keeps beside the loss, such as rewards
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.core.protocols import Engine
-from burnish.core.types import Batch, Example, FlatRow, Loss, Metric, Row, Sum
+from burnish.core.types import Batch, Example, Loss, Metric, Row, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder
 from burnish.objectives.pairs import AnswersObjective, PairChoices, asking
 from burnish.objectives.preference_losses import kto
@@ -75,7 +75,7 @@ class KtoObjective(AnswersObjective):
         sides = [f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")]
         return ["loss", *sides, "rewards/margins", "kl"]
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[FlatRow | None]:
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: answers are always held to ``cutoff_len``."""
         return self.template.encode_verdicts(examples, tally)
 

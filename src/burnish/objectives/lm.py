@@ -23,7 +23,7 @@ from torch import Tensor, is_grad_enabled, nn
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.core.patching import PatchChoice, PatchOptions, allows
-from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Row
+from burnish.core.types import IGNORE_INDEX, Batch, Example, Loss, Row
 from burnish.engine.choices import DeviceChoice
 from burnish.engine.options import device_of
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -195,7 +195,7 @@ class LmObjective(StageObjective):
 class SftObjective(LmObjective):
     """Supervised fine-tuning: answers, given the text before them."""
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[FlatRow | None]:
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
         """Encode conversations. Args: truncate: without effect: they are always truncated, turn by turn."""
         return self.template.encode_flat(examples, tally)
 
@@ -204,7 +204,7 @@ class SftObjective(LmObjective):
 class PretrainObjective(LmObjective):
     """Pretraining: plain text, all of it."""
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[FlatRow | None]:
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
         """Encode texts. Args: truncate: to ``cutoff_len``; false where packing splits rows (``splits_rows``)."""
         return self.template.encode_text(examples, tally, truncate=truncate)
 

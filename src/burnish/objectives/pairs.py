@@ -23,7 +23,7 @@ from burnish.core.errors import UserError
 from burnish.core.modes import evaluating
 from burnish.core.patching import PatchChoice
 from burnish.core.protocols import Engine
-from burnish.core.types import Batch, Example, FlatRow, Loss, Metric, Row, Stateful, Sum
+from burnish.core.types import Batch, Example, Loss, Metric, Row, Stateful, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.objectives.lm import (
     ROUTER_WITHOUT_GRADIENT,
@@ -201,7 +201,7 @@ class PairObjective(AnswersObjective):
         names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
         return [*names, "logps/chosen", "logps/rejected"]
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[FlatRow | None]:
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
         return self.template.encode_pairs(examples, tally)
 

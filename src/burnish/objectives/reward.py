@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from burnish.core.options import option
 from burnish.core.protocols import Engine
-from burnish.core.types import IGNORE_INDEX, Batch, Example, FlatRow, Loss, Metric, Row, Sum
+from burnish.core.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.objectives.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.objectives.lm import unfitted
 from burnish.objectives.logits import NOT_FOR_THE_MODEL, target_positions
@@ -136,7 +136,7 @@ class RewardObjective(StageObjective):
     def parts(self) -> Mapping[str, Any]:
         return {"value_head": HeadState(self.head)} if isinstance(self.head, ValueHead) else {}
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[FlatRow | None]:
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
         return self.template.encode_pairs(examples, tally)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from burnish.core.errors import UserError
-from burnish.core.types import FlatRow, Row, as_lists
+from burnish.core.types import Row, as_lists
 from burnish.data.length import refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.encode import (
@@ -57,7 +57,7 @@ _NO_ROW: Row = {}
 
 def encode_ahead(
     examples: Examples, encode: Encode, *, fingerprint: Mapping[str, Any], options: DataOptions,
-    check: Callable[[Row | FlatRow], None] = lambda row: None,
+    check: Callable[[Row], None] = lambda row: None,
 ) -> AheadRows:  # fmt: skip
     """The rows of ``examples``, encoded when they are used or before.
 

@@ -30,7 +30,7 @@ import burnish
 from burnish.core.bounds import LONG_RECORD
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import named_where_full, open_lock
-from burnish.core.types import Example, FlatRow, Row
+from burnish.core.types import Example, Row
 from burnish.core.work import work
 from burnish.data.length import num_characters, refuse_endless
 from burnish.data.options import DataOptions
@@ -38,9 +38,9 @@ from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_r
 from burnish.data.sets.examples import Examples, content_hash
 from burnish.data.tally import Tally
 
-Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | FlatRow | None]]"
+Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | None]]"
 """A batch of examples -> a row for each, None where it gives none; reasons go into the tally."""
-Encoded: TypeAlias = "tuple[Sequence[Row | FlatRow | None], Tally]"
+Encoded: TypeAlias = "tuple[Sequence[Row | None], Tally]"
 """A row for each example, None where it gives none, and the tally of what was dropped or cut."""
 
 BATCH_SIZE = 1000

@@ -60,7 +60,7 @@ class RowsWithOthers(RowsOver):
         begin = _begin(row)
         whole = (answer_of(beside), list(beside["labels"][_begin(beside) :]))
         answer, labels = (part[: self.limit - begin] for part in whole)
-        more = {"kl_input_ids": row["input_ids"][:begin] + answer, "kl_labels": [IGNORE_INDEX] * begin + labels}
+        more = {"kl_input_ids": [*row["input_ids"][:begin], *answer], "kl_labels": [IGNORE_INDEX] * begin + labels}
         return cast(Row, {**row, **more})
 
 

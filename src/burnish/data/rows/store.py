@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeAlias
 from burnish.core.errors import Problem, UserError
 from burnish.core.json_files import read_object, write_json
 from burnish.core.manifest import own_sha256, sha256_of
-from burnish.core.types import FlatRow, Row
+from burnish.core.types import Row
 from burnish.data.rows.row_set import RowSet
 
 MANIFEST = "rows.json"
@@ -144,7 +144,7 @@ class RowWriter:
         self._columns: dict[str, _Growing] = {}
         self._origins = array("q")
 
-    def add(self, origin: int, row: Row | FlatRow) -> None:
+    def add(self, origin: int, row: Row) -> None:
         """Append a row. Args: origin: the index of the example that the row was made from."""
         for name, values in row.items():
             if isinstance(values, Sized) and not len(values):

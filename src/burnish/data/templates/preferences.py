@@ -17,9 +17,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from burnish.core.sequences import shared_beginning
-from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Ids
+from burnish.core.types import IGNORE_INDEX, Example, Ids, Row
 from burnish.data.tally import Tally
 from burnish.data.templates.labels import TemplateChoices, Turn, label_turns, unlearned
 from burnish.data.templates.parts import TemplateParts, ends_of
@@ -44,7 +45,7 @@ class Answered:
         return len(self.prompt.ids) + len(self.answer.ids)
 
 
-def encode_pairs(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+def encode_pairs(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
     """A row per pair, None where there is nothing to learn from it (counted in ``tally``).
 
     Raises:
@@ -62,7 +63,7 @@ def encode_pairs(template: TemplateParts, examples: Sequence[Example], tally: Ta
     ]
 
 
-def encode_verdicts(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+def encode_verdicts(template: TemplateParts, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
     """A row per answer with a verdict, and its prompt with another answer where the example has one."""
     own = _encoded(template, examples, tally)
     others = _encoded(template, [_with_other(example) for example in examples], Tally())
@@ -185,38 +186,40 @@ def _refuse_long(
         refuse_long(examples, lengths, template.cutoff_len)
 
 
-def _pair_row(template: TemplateParts, example: Example, draft: list[Answered], tally: Tally) -> FlatRow | None:
+def _pair_row(template: TemplateParts, example: Example, draft: list[Answered], tally: Tally) -> Row | None:
     fitted = _fitted(template, example, draft, tally)
     if fitted is None:
         return None
     if fitted[0].answer.ids == fitted[1].answer.ids:
         tally.add(EQUAL_AFTER_CUT, example)
         return None
-    row: FlatRow = {}
+    row: Row = {}
     for side, one in zip(_SIDES, fitted, strict=True):
         row |= _columns(one, f"{side}_")
     if example.margin is not None:
-        row["margin"] = example.margin  # type: ignore[assignment]
+        row["margin"] = example.margin
     return row
 
 
 def _verdict_row(
     template: TemplateParts, example: Example, draft: Answered, other: Answered | None, tally: Tally
-) -> FlatRow | None:
+) -> Row | None:
     fitted = _fitted(template, example, [draft], tally)
     if fitted is None:
         return None
     row = _columns(fitted[0], "")
-    row["tag"] = bool(example.tag)  # type: ignore[assignment]
+    row["tag"] = bool(example.tag)
     beside = None if other is None or example.other is None else _fitted(template, example, [other], Tally())
     if beside is not None:
         row |= _columns(beside[0], "kl_")
     return row
 
 
-def _columns(one: Answered, prefix: str) -> FlatRow:
+def _columns(one: Answered, prefix: str) -> Row:
     labels = unlearned(len(one.prompt.ids)) + one.answer.labels
-    return {f"{prefix}input_ids": one.prompt.ids + one.answer.ids, f"{prefix}labels": labels}
+    columns: Any = {f"{prefix}input_ids": one.prompt.ids + one.answer.ids, f"{prefix}labels": labels}
+    row: Row = columns
+    return row
 
 
 def _fitted(template: TemplateParts, example: Example, draft: list[Answered], tally: Tally) -> list[Answered] | None:

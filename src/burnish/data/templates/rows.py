@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, Final
 
 from burnish.core.collection import without_collection
-from burnish.core.types import IGNORE_INDEX, Example, FlatRow, Ids, Row, as_lists
+from burnish.core.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 from burnish.data.tally import Tally
 from burnish.data.templates import preferences
 from burnish.data.templates.labels import TemplateChoices, label_turns, unlearned
@@ -92,12 +92,12 @@ class Template:
         """
         return [as_lists(row) for row in self.encode_flat(examples, tally)]
 
-    def encode_flat(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+    def encode_flat(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """Like ``encode``, with arrays in place of lists."""
         with without_collection():
             return self._encoded(examples, tally)
 
-    def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+    def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         is_plain = [example.text is not None or example.completion is not None for example in examples]
         conversations = self._conversations(
             [e for e, plain in zip(examples, is_plain, strict=True) if not plain], tally
@@ -105,7 +105,7 @@ class Template:
         texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], tally)
         return self._rows(examples, [next(texts if plain else conversations) for plain in is_plain], tally)
 
-    def encode_text(self, examples: Sequence[Example], tally: Tally, truncate: bool = True) -> list[FlatRow | None]:
+    def encode_text(self, examples: Sequence[Example], tally: Tally, truncate: bool = True) -> list[Row | None]:
         """Encode plain texts, all of them learned, with eos at the end, as arrays.
 
         Args:
@@ -116,12 +116,12 @@ class Template:
             return self._rows(examples, drafts, tally)
         return [None if draft is None else self._joined(draft) for draft in drafts]
 
-    def encode_pairs(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+    def encode_pairs(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """A row of two sequences per pair of answers, as arrays."""
         with without_collection():
             return preferences.encode_pairs(self, examples, tally)
 
-    def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[FlatRow | None]:
+    def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """A row per answer with a verdict on it, as arrays."""
         with without_collection():
             return preferences.encode_verdicts(self, examples, tally)
@@ -210,7 +210,7 @@ class Template:
         own = self.tokenizer("", add_special_tokens=True)["input_ids"]
         return array("i", [bos] if bos is not None and list(own[:1]) == [bos] else [])
 
-    def _rows(self, examples: Sequence[Example], drafts: Sequence[Draft | None], tally: Tally) -> list[FlatRow | None]:
+    def _rows(self, examples: Sequence[Example], drafts: Sequence[Draft | None], tally: Tally) -> list[Row | None]:
         if self.options.on_too_long == "raise":
             refuse_long(examples, (0 if draft is None else draft.length for draft in drafts), self.cutoff_len)
         return [
@@ -218,7 +218,7 @@ class Template:
             for example, draft in zip(examples, drafts, strict=True)
         ]
 
-    def _row(self, example: Example, draft: Draft, tally: Tally) -> FlatRow | None:
+    def _row(self, example: Example, draft: Draft, tally: Tally) -> Row | None:
         if draft.length > self.cutoff_len:
             if self.options.on_too_long == "drop":
                 tally.add(TOO_LONG, example)
@@ -241,16 +241,17 @@ class Template:
             tally.add(SHORTENED, example)
         return Draft(kept, draft.closing if kept else None, draft.ends)
 
-    def _joined(self, draft: Draft) -> FlatRow:
+    def _joined(self, draft: Draft) -> Row:
         """Join the turns in the order of the conversation, and the token that closes it."""
         halves = list(chain(*(reversed(draft.turns) if self.options.mask_history else draft.turns)))
-        row: FlatRow = {"input_ids": array("i"), "labels": array("i")}
+        ids, labels = array("i"), array("i")
         for half in halves:
-            row["input_ids"] += half.ids
-            row["labels"] += half.labels
+            ids += half.ids
+            labels += half.labels
         if draft.closing is not None:
-            row["input_ids"].append(draft.closing)
-            row["labels"].append(draft.closing if self._learns_closing(halves[-1]) else IGNORE_INDEX)
+            ids.append(draft.closing)
+            labels.append(draft.closing if self._learns_closing(halves[-1]) else IGNORE_INDEX)
+        row: Row = {"input_ids": ids, "labels": labels}
         if any(half.weights for half in halves):
             weights = [half.weights or [1.0] * len(half.ids) for half in halves]
             of_closing = [] if draft.closing is None else (weights[-1] or [1.0])[-1:]
