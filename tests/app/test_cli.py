@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from burnish import __version__, cli
-from burnish.app.demo import CARRIED, DemoQuestion, answers, demo_plan, held_out, share_exact
+from burnish.app.demo import CARRIED, DemoQuestion, answers, demo_plan, demo_questions, share_exact
 from burnish.app.listing import list_options
 from burnish.app.plan import RunOptions
 from burnish.core.options import specs
@@ -145,7 +145,7 @@ def test_the_demo_is_a_run_of_what_burnish_carries(tmp_path: Path, monkeypatch: 
     assert made.options.num_train_epochs == 0.5
     assert Path(made.options.model_name_or_path, "model.safetensors").is_file()
     assert made.options.output_dir == "demo-run"
-    assert len(held_out()) == 200
+    assert len(demo_questions()) == 200
 
 
 def test_an_exact_match_is_letter_for_letter() -> None:
@@ -154,7 +154,7 @@ def test_an_exact_match_is_letter_for_letter() -> None:
 
 
 def test_an_untrained_model_answers_nothing_right(tmp_path: Path) -> None:
-    questions = held_out()[:8]
+    questions = demo_questions()[:8]
     found = answers(CARRIED / "model", questions, batch_size=3)
     assert len(found) == 8
     assert share_exact(questions, found) == 0.0

@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish.app.demo import DemoQuestion, demo_plan, held_out, preferred
+from burnish.app.demo import DemoQuestion, demo_plan, demo_questions, preferred
 
 pytestmark = pytest.mark.run
 
@@ -164,7 +164,7 @@ def test_the_demo_run_points_at_the_carried_model_and_data(name):
 def test_the_demo_of_preferences_learns_from_pairs_and_says_which_answer_is_likelier():
     run = demo_plan(["max_steps=3"], "demo_dpo.yaml").options
     assert (run.stage, run.dataset, run.max_steps) == ("dpo", ["demo_pairs"], 3)
-    pairs = held_out("pairs_heldout")[::20]
+    pairs = demo_questions("pairs_heldout")[::20]
     swapped = [DemoQuestion(pair.prompt, pair.wrong, pair.answer) for pair in pairs]
     assert preferred(DEMO / "model", pairs) == 1 - preferred(DEMO / "model", swapped) > 0.5
 

@@ -41,7 +41,7 @@ def demo(words: list[str]) -> int:
     is_dpo = words[:1] == ["dpo"]
     name = "demo_dpo.yaml" if is_dpo else "demo.yaml"
     run = demo_plan(words[is_dpo:], name)
-    questions, pairs = held_out(), held_out("pairs_heldout") if is_dpo else []
+    questions, pairs = demo_questions(), demo_questions("pairs_heldout") if is_dpo else []
     note(f"A small model that was not taught this yet answers {len(questions)} held-out questions ...")
     before, knew = answers(CARRIED / "model", questions), preferred(CARRIED / "model", pairs)
     result = train_run(run)
@@ -68,7 +68,7 @@ def demo_plan(words: list[str], name: str = "demo.yaml") -> Plan:
     return plan({**given, **{name: Given(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 
-def held_out(name: str = "heldout") -> list[DemoQuestion]:
+def demo_questions(name: str = "heldout") -> list[DemoQuestion]:
     lines = (CARRIED / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [

@@ -129,7 +129,7 @@ class Trainer:
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
 
-        given.check_model(model, model_init)
+        given.check_given_model(model, model_init)
         self.model_init = model_init
         self.model: Any = self.call_model_init() if model is None else model
         self._take_model()

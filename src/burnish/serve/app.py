@@ -149,14 +149,16 @@ class Routes:
 
     async def _answer(self, request: Request, read: Callable[..., ChatRequest | CompletionRequest]) -> Any:
         body = await json_object(request)
-        from burnish.serve.completions import Told, chat, complete, respond
+        from burnish.serve.completions import Told, prepared_chat, prepared_completion, respond
 
         asked = await self._in_order(read, body, self.limits)
         desk, told = self.state.ready(), Told(model=asked.model)
         if desk.served.scorer is not None:
             message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
             raise Refusal(405, "model_cannot_generate", message, headers={"Allow": ""})
-        prepared = await self._in_order(chat if isinstance(asked, ChatRequest) else complete, desk, asked)
+        prepared = await self._in_order(
+            prepared_chat if isinstance(asked, ChatRequest) else prepared_completion, desk, asked
+        )
         self.state.ready()  # it may have begun to drain meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
 

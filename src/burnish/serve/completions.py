@@ -201,7 +201,7 @@ def _note(told: Told, answer: RequestAnswer, num_prompt_tokens: int) -> None:
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-def chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
+def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
     """A chat completion up to its answer. Tokenises: called in a thread.
 
     Raises:
@@ -239,7 +239,7 @@ def chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def complete(desk: Desk, request: CompletionRequest) -> PreparedRequest:
+def prepared_completion(desk: Desk, request: CompletionRequest) -> PreparedRequest:
     """A text completion up to its answer. Tokenises: called in a thread.
 
     Raises:

@@ -56,7 +56,7 @@ from burnish.hf.preferences.rows import (
     with_kl_answers,
 )
 from burnish.hf.reporting import Count
-from burnish.hf.sft.checks import check_sets, refuse_images
+from burnish.hf.sft.checks import check_sft_sets, refuse_images
 from burnish.hf.sft.rows import column_names, first_row
 from burnish.hf.sft.setup import (
     attach_peft,
@@ -130,7 +130,7 @@ class PreferenceTrainer(TrlTrainer):
         if quantization_config is not None and not isinstance(model, str):
             what = "`quantization_config` quantises a model while it is loaded, and this one is already instantiated."
             raise UserError(what, remedy="Give its name or folder as `model`, or leave it out.")
-        check_sets(train_dataset)
+        check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         scores = self.objective_class is RewardObjective
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config, scores)

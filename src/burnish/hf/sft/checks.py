@@ -50,7 +50,7 @@ def with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, An
     return args, old.get("tokenizer") if processing_class is None else processing_class
 
 
-def check_sets(train_dataset: Any) -> None:
+def check_sft_sets(train_dataset: Any) -> None:
     if train_dataset is None:
         raise ValueError("`train_dataset` is required")
     datasets = sys.modules.get("datasets")

@@ -23,7 +23,7 @@ from burnish.hf.prefix_sharing import fit_prefix_sharing
 from burnish.hf.reporting import Count
 from burnish.hf.sft.checks import (
     check_objective,
-    check_sets,
+    check_sft_sets,
     learns_completions,
     refuse_images,
     skips_preparation,
@@ -91,7 +91,7 @@ class SFTTrainer(TrlTrainer):
     ) -> None:  # fmt: skip
         args = own_config(SFTConfig, args, model)
         args, processing_class = with_old_arguments(args, processing_class, old)
-        check_sets(train_dataset)
+        check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         sample = first_row(train_dataset)
