@@ -14,7 +14,7 @@ from typing import Any
 
 from burnish.adapters.base import ModelState
 from burnish.app.checks import evaluates
-from burnish.app.failure import explained
+from burnish.app.failure import failure_in_words
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.predict import predict_all
@@ -137,7 +137,7 @@ class Reports:
         try:
             yield
         except OSError as error:
-            if not self._is_of_model or explained(error, None) is None:
+            if not self._is_of_model or failure_in_words(error, None) is None:
                 raise
             self._failures.append(error)
 
@@ -146,7 +146,7 @@ class Reports:
         if not self._failures:
             return
         checkpoints, step = self._run.checkpoints, self._run.state.global_step
-        found = explained(self._failures[0], str(checkpoints.folder))
+        found = failure_in_words(self._failures[0], str(checkpoints.folder))
         assert found is not None
         can_go_on = checkpoints.path(step).is_dir()  # with no step left, and write what is missing
         remedy = found.remedy if can_go_on else f"{found.remedy.partition(', then ')[0].rstrip('.')}."
