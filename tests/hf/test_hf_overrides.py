@@ -1,5 +1,10 @@
 """What a subclass overrides is what the run goes by: each method that the docstring of ``Trainer`` lists."""
 
+from collections import UserDict, defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
@@ -22,6 +27,67 @@ def test_the_docstring_lists_what_is_tested_here():
     tests = inspect.getsource(inspect.getmodule(trained))
     for name in Trainer.__doc__.split("the run goes by it:")[1].split("``")[1::2]:
         assert name in tests, name
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    labels: torch.Tensor
+
+
+class Movable:
+    """A batch of a script's own class, and how it is moved."""
+
+    def __init__(self, x, labels, moves=0):
+        self.x, self.labels, self.moves = x, labels, moves
+
+    def to(self, device):
+        return Movable(self.x.to(device), self.labels.to(device), self.moves + 1)
+
+
+class Named(dict):
+    def __init__(self, values, tag):
+        super().__init__(values)
+        self.tag = tag
+
+
+BATCHES = {
+    "a tuple": lambda x, labels: (x, labels),
+    "a named tuple": Pair,
+    "an object": Movable,
+    "a named tuple inside": lambda x, labels: {"pair": Pair(x, labels), "labels": labels},
+    "an object inside": lambda x, labels: {"pair": [Movable(x, labels)], "labels": labels},
+    "a dict with a factory": lambda x, labels: defaultdict(list, x=x, labels=labels),
+    "a dict with arguments of its own": lambda x, labels: Named({"x": x, "labels": labels}, "tag"),
+    "a dict by another name": lambda x, labels: UserDict(x=x, labels=labels),
+    "a mapping that cannot be changed": lambda x, labels: MappingProxyType({"x": x, "labels": labels}),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_compute_loss_gets_a_batch_of_the_class_that_the_collator_made(kind, tmp_path):
+    seen = []
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen.append(inputs)
+            found = inputs["pair"] if isinstance(inputs, dict) and "pair" in inputs else inputs
+            found = found[0] if isinstance(found, list) else found
+            assert getattr(found, "moves", 1) == 1
+            named = isinstance(found, Mapping)
+            x, labels = (
+                (found["x"], found["labels"]) if named else found if type(found) is tuple else (found.x, found.labels)
+            )
+            return model(x, labels)["loss"]
+
+    def collate(rows):
+        stacked = [torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ("x", "labels")]
+        return BATCHES[kind](*stacked)
+
+    given = {"remove_unused_columns": False, "max_steps": 3, "gradient_accumulation_steps": 2}
+    ours = make_trainer(tmp_path, Own, trainer={"data_collator": collate}, **given)
+    ours.train()
+    assert all(type(batch) is type(BATCHES[kind](torch.ones(1), torch.ones(1))) for batch in seen)
+    assert losses(ours) == pytest.approx(losses(trained(tmp_path, max_steps=3, gradient_accumulation_steps=2)))
 
 
 def test_compute_loss_a_mean_has_its_share_of_the_step(tmp_path):

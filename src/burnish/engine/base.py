@@ -10,7 +10,7 @@ import copy
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -87,6 +87,9 @@ class SingleEngine:
         model.to(self.device)
 
     def to_device(self, batch: Batch) -> Batch:
+        given: Any = batch
+        if not isinstance(given, MutableMapping):  # of a script's own kind, which its Trainer moves
+            return batch
         moved = copy.copy(batch)  # keeps the class of the dict, which may matter to a script
         for name, value in batch.items():
             if isinstance(value, Tensor):

@@ -20,7 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from burnish.core.protocols import Engine
 from burnish.core.types import Batch
 from burnish.hf.arguments.training import TrainingArguments
-from burnish.hf.in_step import no_rows_of
+from burnish.hf.in_step import named_in, no_rows_of
 
 
 class OwnSets:
@@ -114,14 +114,14 @@ class Gathered:
 def has_loss(inputs: Any, label_names: list[str], can_return_loss: bool) -> bool:
     """Tell whether a model gives a loss for a batch: all labels are there, or it needs none."""
     if label_names:
-        return all(inputs.get(name) is not None for name in label_names)
-    return_loss = inputs.get("return_loss")
+        return all(named_in(inputs).get(name) is not None for name in label_names)
+    return_loss = named_in(inputs).get("return_loss")
     return bool(can_return_loss if return_loss is None else return_loss)
 
 
 def labels_in(inputs: Any, label_names: list[str]) -> Any:
     """The labels of a batch; a tuple where there are several."""
-    labels = nested_detach(tuple(inputs.get(name) for name in label_names))
+    labels = nested_detach(tuple(named_in(inputs).get(name) for name in label_names))
     return labels[0] if len(labels) == 1 else labels
 
 

@@ -6,7 +6,8 @@ sharded weights) and gathering always does. A rank that has run out is lent a ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -39,15 +40,30 @@ def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, 
         current = following
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Change the tensors in a value, also those in tuples, lists and mappings."""
+def each_tensor(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Change the tensors in a value, also those in tuples, lists and mappings; each stays of its class.
+
+    Args:
+        other: changes what is none of these.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(each_tensor(item, change) for item in value)
-    if hasattr(value, "items"):
-        return type(value)({name: each_tensor(item, change) for name, item in value.items()})
-    return value
+        items = [each_tensor(item, change, other) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):  # a copy, because its class may take other arguments than a dict
+        changed = copy.copy(value)
+        for name, item in value.items():
+            changed[name] = each_tensor(item, change, other)
+        return changed
+    if isinstance(value, Mapping):
+        return type(value)({name: each_tensor(item, change, other) for name, item in value.items()})  # type: ignore[call-arg]
+    return other(value)
+
+
+def named_in(batch: Any) -> Mapping[str, Any]:
+    """The values of a batch that have names; none where a collator of a script made a tuple or an object of its own."""
+    return batch if isinstance(batch, Mapping) else {}
 
 
 def no_rows_of(values: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from burnish.core.errors import UserError
 from burnish.core.protocols import Objective
 from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric
+from burnish.hf.in_step import named_in
 from burnish.hf.stream import Lent
 
 
@@ -70,7 +71,8 @@ def weight_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tenso
     Args:
         shifts_labels: whether the first label of a row is never learned.
     """
-    labels = inputs.get("shift_labels", inputs.get("labels"))
+    named = named_in(inputs)
+    labels = named.get("shift_labels", named.get("labels"))
     if not isinstance(labels, Tensor):
         rows = find_batch_size(inputs)
         return torch.tensor(float(1 if rows is None else rows), device=device)
@@ -101,7 +103,7 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
 
 
 def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
-    if len(inputs) == 0:
+    if isinstance(inputs, Sized) and len(inputs) == 0:
         raise ValueError(
             "The batch received was empty, your model won't be able to train on it. Double-check that your "
             f"training dataset contains keys expected by the model: {','.join(columns or [])}."

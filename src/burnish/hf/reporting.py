@@ -13,6 +13,7 @@ from burnish.core.state import TrainerState
 from burnish.core.types import Batch
 from burnish.data.batches.stream import num_tokens
 from burnish.hf.arguments.training import TrainingArguments
+from burnish.hf.in_step import named_in
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
@@ -46,7 +47,7 @@ class Count:
         self._has_warned = False
 
     def __call__(self, batch: Batch) -> tuple[int, int]:
-        rows, ids = find_batch_size(batch) or 0, batch.get(self.main_input)
+        rows, ids = find_batch_size(batch) or 0, named_in(batch).get(self.main_input)
         if self.how == "no" or not isinstance(ids, torch.Tensor):
             return rows, 0
         return rows, self._without_padding(batch, ids) if self.how == "non_padding" else ids.numel()

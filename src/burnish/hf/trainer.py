@@ -50,7 +50,7 @@ from burnish.hf.arguments.values import plain_options
 from burnish.hf.callbacks import FaceHandler, default_callbacks, display_callback
 from burnish.hf.foreign import write_transformers_files
 from burnish.hf.hub import Hub
-from burnish.hf.in_step import each_tensor, in_step, with_last
+from burnish.hf.in_step import each_tensor, in_step, named_in, with_last
 from burnish.hf.loss import (
     StepUnderWay,
     TrainerObjective,
@@ -475,7 +475,10 @@ class Trainer:
         return inputs
 
     def _prepare_input(self, data: Any) -> Any:
-        return each_tensor(data, lambda tensor: tensor.to(self._engine.device))
+        device = self._engine.device
+        return each_tensor(
+            data, lambda tensor: tensor.to(device), lambda value: value.to(device) if hasattr(value, "to") else value
+        )
 
     def _weight(self, inputs: Batch) -> Tensor:
         """() the items of a micro-batch that share the step's mean."""
@@ -484,12 +487,12 @@ class Trainer:
     def _items(self, inputs: Batch, weight: Tensor) -> Tensor | None:
         """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 and not 0/0."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        return weight.clamp(min=1) if counts and isinstance(inputs.get("labels"), Tensor) else None
+        return weight.clamp(min=1) if counts and isinstance(named_in(inputs).get("labels"), Tensor) else None
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Operations of forward and backward, for ``total_flos``: 6 x tokens x parameters without embeddings."""
         main = getattr(self.model, "main_input_name", "input_ids")
-        if main not in inputs or not hasattr(self.model, "num_parameters"):
+        if main not in named_in(inputs) or not hasattr(self.model, "num_parameters"):
             return 0
         if self._num_parameters is None:
             self._num_parameters = int(self.model.num_parameters(exclude_embeddings=True))
