@@ -1,4 +1,4 @@
-"""How fast answers are made over seats and by transformers' own ways: one process, all ways by turns.
+"""The rate of answers over seats and by transformers' own ways: one process, all ways by turns.
 
 In: nothing, or "engine" for what ``ask_server.py`` is compared with. Out: a line of JSON: way -> kind of work -> ids,
 and the seconds that the process took. What is there before the first request, seats and a continuous batch, is made
@@ -124,7 +124,7 @@ WAYS: dict[str, Callable[[ExitStack], Way]] = {
 
 
 def engine_alone() -> dict[str, float]:
-    """What the engine takes without a server: seconds of a step of eight on the small model, by the clock and of
+    """Time that the engine takes without a server: seconds of a step of eight on the small model, by the clock and of
     processors; bytes of a seat."""
     prompts, length = work()["even"].prompts, 4 * EVEN
     loop, taken = SeatLoop(model_of(is_small=True), SeatLimits(SEATS, 1024)), []

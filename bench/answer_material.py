@@ -1,4 +1,4 @@
-"""What answers are measured on: a random model, a tokenizer whose words are ids, prompts and lengths.
+"""The material on which answers are measured: a random model, a tokenizer whose words are ids, prompts and lengths.
 
 Imports nothing of burnish, so that every library's process can read it. A prompt is a list of ids, or the same as text
 ("t17 t93"), for what takes messages only.

@@ -1,4 +1,4 @@
-"""What a server of answers costs: one server, started, asked and ended.
+"""The cost of a server of answers: one server, started, asked and ended.
 
     python bench/ask_server.py FOLDER SMALL WORDS ...       WORDS start the server, on folder MODEL and port PORT
 

@@ -34,7 +34,7 @@ def where(rounds: Sequence[Round], words: Sequence[str], count: int) -> str:
 
 
 def processor() -> str:
-    """What the processor calls itself, and the instructions that products in 16 bits are made with."""
+    """The processor's own name, and the instructions that products in 16 bits are made with."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     named = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     flags = next(line for line in lines if line.startswith("flags")).split()

@@ -1,4 +1,4 @@
-"""How fast conversations become token ids and labels. Runs in the environment of the library it is given.
+"""The rate at which conversations become token ids and labels. Runs in the environment of the library it is given.
 
     python bench/encode.py burnish|trl|llamafactory MATERIAL [--rows 2000] [--records FILE]
 

@@ -24,12 +24,12 @@ WARM_UP = 1
 PREFERENCES = {"dpo": "pairs", "rm": "pairs", "kto": "verdicts"}
 """Stage -> its records in the material."""
 ANSWERS = {"per_device_eval_batch_size": 8, "max_new_tokens": 32}
-"""How prompts are answered, in burnish's words; the likeliest token each time, and none that ends an answer sooner."""
+"""Options of answers, in burnish's words; the likeliest token each time, and none that ends an answer sooner."""
 LIBRARIES = ("burnish", "trl", "transformers", "llamafactory", "torch", "accelerate")
 
 
 class Gauge:
-    """What is read, as a callback; ``as_callback`` makes it one of the class that a trainer insists on.
+    """Readings of a training, as a callback; ``as_callback`` makes it one of the class that a trainer insists on.
 
     Args:
         rows_per_step: pairs or records, where these are counted instead of labels.
@@ -208,7 +208,7 @@ def versions() -> dict[str, str]:
 
 
 def common(output: str) -> dict[str, Any]:
-    """What all trainers are told, in transformers' words.
+    """Arguments that all trainers are given, in transformers' words.
 
     Eight rows to a step, one pass over the rows, AdamW, no file written but where checkpoints are measured. One log:
     the mean loss of a pass.

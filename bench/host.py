@@ -58,7 +58,7 @@ class Host:
         raise RuntimeError("".join(said)[-2000:])
 
     def run(self, words: list[str], environment: dict[str, str], timeout_s: float) -> str:
-        """What a child writes that runs the script ``words[0]`` with the other words."""
+        """Output of a child that runs the script ``words[0]`` with the other words."""
         said, pid = b"", 0
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(self.path)

@@ -1,4 +1,4 @@
-"""What importing libraries takes, which nobody's start can be below.
+"""The time to import libraries, which nobody's start can be below.
 
     python bench/imports.py torch transformers.models.qwen2.modeling_qwen2
 

@@ -1,4 +1,4 @@
-"""What every measurement is made on: a model with random weights, a tokenizer, conversations, and their rows of ids.
+"""The material of every measurement: a model with random weights, a tokenizer, conversations, and their rows of ids.
 
     python bench/material.py FOLDER [--family qwen2] [--size small] [--layers 8] [--rows 24] [--longest 1024]
 
@@ -47,7 +47,7 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gpt2")
 
 @dataclass(frozen=True)
 class Material:
-    """What is asked for.
+    """The options that are asked for.
 
     Args:
         layers: instead of the size's own number.

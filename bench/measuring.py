@@ -37,7 +37,7 @@ TIMEOUT_S = 900
 
 
 class Bench:
-    """What measures: a host per library, started when it is first wanted.
+    """The measuring hosts: one per library, started when it is first wanted.
 
     Args:
         at_once: processes at a time.
@@ -65,7 +65,7 @@ class Bench:
         return str(found) if isinstance(found, Path) else None
 
     def versions(self, library: str) -> dict[str, str]:
-        """Of what is measured and of what it is built on."""
+        """Versions of what is measured and of what it is built on."""
         words = "from gauge import versions; import json; print(json.dumps(versions()))"
         told = environment(library) | {"PYTHONPATH": f"{HERE}:{ROOT / 'src' if library == 'burnish' else ''}"}
         done = subprocess.run([self._interpreters[library], "-c", words], env=told, capture_output=True, text=True)
@@ -88,7 +88,7 @@ class Bench:
         return found
 
     def measure(self, setting: Setting, material: Path, seed: int) -> Figures:
-        """What the ``GAUGE`` line of one process says, or ``failed`` and why."""
+        """The content of the ``GAUGE`` line of one process, or ``failed`` and why."""
         output, begin = SCRATCH / "out" / f"{time.time_ns()}", time.time()
         places = {"MATERIAL": str(material), "OUTPUT": str(output)}
         words = [places.get(word, word.replace("EVALUATION", str(material / "conversations.json")))

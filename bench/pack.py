@@ -1,4 +1,4 @@
-"""How full the packs are, and what packing takes. Runs in the environment of the library it is given.
+"""The filling of packs, and what packing takes. Runs in the environment of the library it is given.
 
     python bench/pack.py burnish|trl|llamafactory [--rows 10000] [--median 200]
 

@@ -35,7 +35,7 @@ def main(words: list[str]) -> None:
 
 
 def outputs(count: int, command: list[str]) -> list[str]:
-    """What each process said.
+    """Run processes. Returns what each of them said.
 
     Raises:
         RuntimeError: with the last words of the first that failed.

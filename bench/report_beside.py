@@ -1,4 +1,4 @@
-"""What the sections on everything around a training say: start, rows, packs, checkpoints, evaluation, answers.
+"""The sections on everything around a training: start, rows, packs, checkpoints, evaluation, answers.
 
 In: per round, what each setting's process said. Out: text.
 """
@@ -72,7 +72,7 @@ def rows(rounds: Sequence[Round]) -> str:
 
 
 def packing(rounds: Sequence[Round]) -> str:
-    """How full packs are."""
+    """The filling of packs."""
     filled = {
         f"filled at {capacity:,} tokens, %": amount(rounds, f"filled_{capacity}", unit=0.01) for capacity in CAPACITIES
     }
@@ -86,7 +86,7 @@ def packing(rounds: Sequence[Round]) -> str:
 
 
 def checkpoint(rounds: Sequence[Round]) -> str:
-    """How long the loop waits for a checkpoint."""
+    """The time that the loop waits for a checkpoint."""
 
     def wait(figures: Figures) -> float:
         return statistics.median(figures["save_waits_s"])
@@ -147,7 +147,7 @@ def _way(name: str) -> str:
 
 
 def resume(rounds: Sequence[Round]) -> str:
-    """Whether it takes longer to find the place in the data behind more steps."""
+    """The time to find the place in the data, behind few steps and many."""
     columns = {f"after {step:,} steps, ms": amount(rounds, f"after_{step}_ms", ".0f") for step in STEPS}
     return (
         "A million rows, eight to a step: processor milliseconds from the beginning of the resumed epoch to its next "
@@ -157,7 +157,7 @@ def resume(rounds: Sequence[Round]) -> str:
 
 
 def evaluation(rounds: Sequence[Round]) -> str:
-    """Whether an evaluation needs more memory than the training before it, and how fast it is."""
+    """The rate of an evaluation, and its memory beside that of the training before it."""
     taken, highest = named("evaluation_cpu_s"), named("evaluation_peak_bytes")
     lines = table(
         rounds,
@@ -176,7 +176,7 @@ def evaluation(rounds: Sequence[Round]) -> str:
 
 
 def generation(rounds: Sequence[Round]) -> str:
-    """How fast prompts are answered, and whether that needs more memory than the training before it."""
+    """The rate of answers to prompts, and their memory beside that of the training before them."""
 
     def rate(figures: Figures) -> float:
         return float(figures["new_tokens"] / figures["prediction_cpu_s"])
@@ -200,7 +200,7 @@ def generation(rounds: Sequence[Round]) -> str:
 
 
 def answers(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
-    """How fast answers are made at once; a ratio is of one round."""
+    """The rate of answers that are made at once; a ratio is of one round."""
     alone = "transformers, generate one by one"
     found: list[Round] = []
     for answered in rounds:
@@ -234,7 +234,7 @@ OURS_OVER_SEATS = "burnish, over seats"
 
 
 def serve(rounds: Sequence[Round], alone: Figures) -> str:
-    """What a server costs, and what it adds to the engine's step."""
+    """The cost of a server, and what it adds to the engine's step."""
     lines = table(
         rounds,
         {

@@ -1,4 +1,4 @@
-"""What the sections on training say: rate, memory and MFU of each setting, and burnish beside the best of each peer.
+"""The sections on training: rate, memory and MFU of each setting, and burnish beside the best of each peer.
 
 In: per round, what each setting's process said, and the facts of the material. Out: text.
 """
@@ -144,7 +144,7 @@ def loop_line(rounds: Sequence[Round]) -> list[str]:
 
 
 def ways(rounds: Sequence[Round], facts: Figures) -> str:
-    """What each of burnish's own ways brings, laid on those above it."""
+    """The gain of each of burnish's own ways, laid on those above it."""
     names = list(rounds[0])
     above = dict(zip(names[1:], names, strict=False))
     lines = table(
@@ -168,7 +168,7 @@ def ways(rounds: Sequence[Round], facts: Figures) -> str:
 
 
 def batching(rounds: Sequence[Round]) -> str:
-    """What each way to make micro-batches costs."""
+    """The cost of each way to make micro-batches."""
     lines = table(
         rounds,
         {
@@ -190,7 +190,7 @@ def batching(rounds: Sequence[Round]) -> str:
 
 
 def scripts(rounds: Sequence[Round]) -> str:
-    """What a script gains that changes its import: each line of burnish beside the one above it."""
+    """The gain of a script that changes its import: each line of burnish beside the one above it."""
     names = list(rounds[0])
     before = dict(zip(names[1::2], names[::2], strict=True))
     lines = table(

@@ -1,4 +1,4 @@
-"""How long a resumed run looks for its place in the data. Runs in the environment of the library it is given.
+"""The time that a resumed run takes to find its place in the data. Runs in the environment of the library it is given.
 
     python bench/resume.py burnish|transformers [--rows 1000000]
 

@@ -190,7 +190,7 @@ def serve(asked: Asked) -> str:
 
 
 def said(asked: Asked, library: str, script: str, *words: str) -> Any:
-    """What a script prints in its last line, or how it failed."""
+    """The last line that a script prints, or how it failed."""
     python = asked.bench.python(library)
     if python is None:
         return {"failed": f"{library} is not to be had."}
@@ -278,7 +278,7 @@ def measure(parts: Sequence[str], arguments: argparse.Namespace) -> None:
 
 
 def times(told: Mapping[str, tuple[float, float]]) -> str:
-    """How long each part took.
+    """The sentence on how long each part took.
 
     Args:
         told: name -> seconds by the clock, and of all its processes.

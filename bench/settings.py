@@ -1,4 +1,4 @@
-"""What is compared: each way to run each library, by part.
+"""The comparisons: each way to run each library, by part.
 
 A peer runs as it comes and at the best that its options offer on a processor: bf16, rows laid beside each other or
 grouped by length, nothing computed twice for the sake of memory. All of them take the same rows in steps of eight; a

@@ -137,7 +137,7 @@ def answer(gauge: Gauge, made: Any, prepared: Any, planned: Any) -> None:
 
 
 def plain_parts(model: Any) -> list[str]:
-    """What ran the model's own code, where burnish has a faster one for other models."""
+    """Modules that ran the model's own code, where burnish has a faster one for other models."""
     inner = causal_lm(model)
     kinds = {type(module).__name__ for module in inner.modules() if "forward" not in vars(module)}
     found = sorted(kind for kind in kinds if kind.endswith(("Norm", "MLP")))

@@ -134,7 +134,7 @@ def _keys_of_others() -> Iterator[str]:
 
 
 def _difference(tool: str, spec: Spec, there: Any) -> str:
-    """What another tool's option of the same name is here, where it is not the same; else ""."""
+    """The meaning of another tool's option of the same name here, where it is not the same; else ""."""
     if spec.name in OTHER_MEANING and tool.startswith("TRL"):
         return OTHER_MEANING[spec.name]
     return "" if there == "?" or shown(spec.default) == shown(there) else shown(spec.default)

@@ -64,7 +64,7 @@ LORA: dict[str, dict[str, Any]] = {
 
 
 def bytes_of(config: Any, method: str, way: dict[str, Any], num_devices: int) -> int:
-    """Of one device."""
+    """The share of one device."""
     options = RunOptions(
         finetuning_type=method, bf16=True, gradient_checkpointing=True, per_device_train_batch_size=1,
         lora_rank=16, lora_target=["all"], num_processes=num_devices, model_name_or_path="model", **way,

@@ -1,4 +1,4 @@
-"""What several tests share: few threads, no network, a place for the files that only a checkout beside the data has."""
+"""Shared by all tests: few threads, no network, a place for the files that only a checkout beside the data has."""
 
 import logging
 import os

@@ -60,7 +60,7 @@ def described(records: Sequence[Any], **entry: Any) -> list[Example]:
 
 
 def refusal(**given: Any) -> str:
-    """What a user is told."""
+    """The message to the user."""
     with pytest.raises(UserError) as caught:
         load(**given)
     for problem in caught.value.problems:

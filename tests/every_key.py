@@ -1,4 +1,4 @@
-"""What each option of a run is set to, and what then has to differ: the tables of ``test_every_key.py``.
+"""Values that each option of a run is set to, and what then has to differ: the tables of ``test_every_key.py``.
 
 ``SEEN`` has a row for each option that a tiny run can show: the value, the part of the run that has to differ from the
 run without it, and how. ``SHOWN_BY`` names the test of another file that shows the rest.

@@ -135,7 +135,7 @@ def _attempt(folder: Path, words: list[str], at: int, kind: str) -> None:
 
 
 def end_of(folder: Path) -> dict[str, object]:
-    """What a run leaves: weights, the parts of its last checkpoint, the history of its logs."""
+    """Read what a run leaves: weights, the parts of its last checkpoint, the history of its logs."""
     out = folder / "out"
     history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     plain = [{k: v for k, v in e.items() if not k.endswith(TIMES)} for e in history]

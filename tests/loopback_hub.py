@@ -46,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
         return self.resolve("/".join(words[:2]), words[3], "/".join(words[4:]))
 
     def refused(self, name, revision):
-        """Whether there is no such repository for this client; the answer is sent then."""
+        """Tell whether there is no such repository for this client; the answer is sent then."""
         if name.startswith("private/") and TOKEN not in self.headers.get("Authorization", ""):
             return self.send(401, error="GatedRepo") or True
         if name not in self.folders:

@@ -32,7 +32,7 @@ FEW_TEMPLATES = {
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "templates.json").read_text(encoding="utf-8"))
-"""What LLaMA-Factory makes of the cases below (golden/make_templates_golden.py)."""
+"""Rows that LLaMA-Factory makes of the cases below (golden/make_templates_golden.py)."""
 
 WEATHER = {
     "name": "get_weather",

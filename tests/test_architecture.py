@@ -122,7 +122,7 @@ def all_imports() -> list[tuple[Path, str, int]]:
     return [(file, module, line) for file in FILES for module, line in imports(file)]
 
 
-def test_imports_point_down_and_siblings_are_strangers() -> None:
+def test_imports_point_down_and_rooms_of_one_floor_do_not_know_each_other() -> None:
     found = []
     for file, module, line in all_imports():
         package, target = package_of(file), (module + ".").split(".")[1]
@@ -308,8 +308,8 @@ def test_every_option_is_read_by_one_component() -> None:
 
     for name, packages in _readers(with_checks=False).items():
         home = specs(RunOptions)[name].group.__module__.split(".")[1]
-        strangers = packages - {home, "app", "hf", "cli", "serve"} - SHARED.get(name, set())
-        assert not strangers, f"{name} is declared in {home} and read in {strangers}"
+        others = packages - {home, "app", "hf", "cli", "serve"} - SHARED.get(name, set())
+        assert not others, f"{name} is declared in {home} and read in {others}"
 
 
 def writes_to_options(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -371,8 +371,10 @@ SETTINGS = {
     "processing_class", "peft_config",
     "args", "cudnn", "backend", "holder", "loader", "found",
 }  # fmt: skip
-"""What libraries hand out to be set: their configs, tokenizers and switches."""
+"""Objects that libraries hand out to be set: their configs, tokenizers and switches."""
 OF_TENSORS = {"data", "grad", "requires_grad"}
+CODE = {"forward", "__class__", "__call__"}
+"""Names that hold code: whoever they are set on, but ``self``, gets other code than its own."""
 ELSEWHERE = {
     "engine/deepspeed.py": "the count of micro-batches of a step that is dropped, in an optimizer made for this engine",
     "adapters/lora_model.py": "a copy of peft's config, made there",
@@ -391,7 +393,7 @@ ELSEWHERE = {
 
 @cache
 def own_attributes() -> set[str]:
-    """What burnish's own classes declare: fields, and what their methods set on ``self``."""
+    """Names that burnish's own classes declare: fields, and what their methods set on ``self``."""
     found = set()
     for node in (node for file in FILES for node in nodes_of(tree_of(file))):
         if isinstance(node, ast.ClassDef):
@@ -420,7 +422,7 @@ def assignments(tree: ast.AST) -> Iterator[tuple[ast.Attribute, int]]:
 
 
 def patches_past_the_door(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """What changes an object that is not burnish's own, without ``core.patching``."""
+    """Changes to objects that are not burnish's own, without ``core.patching``."""
     aliases = {
         target.id
         for node in nodes_of(tree)
@@ -431,12 +433,17 @@ def patches_past_the_door(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for target, line in assignments(tree):
         root = _root(target.value)
         is_declared = target.attr in own_attributes() and root not in OF_MODELS
-        if not is_declared and target.attr not in OF_TENSORS and root not in OURS | SETTINGS:
+        is_known = is_declared or target.attr in OF_TENSORS or root in OURS | SETTINGS
+        if not is_known or (target.attr in CODE and root != "self"):
             yield ast.unparse(target), line
     for node in nodes_of(tree):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            is_foreign = name in {"setattr", "delattr"} and _root(node.args[0]) not in OURS | SETTINGS
+            sets = name in {"setattr", "delattr"} or ast.unparse(node.func) in {
+                "object.__setattr__",
+                "object.__delattr__",
+            }
+            is_foreign = sets and _root(node.args[0]) not in OURS | SETTINGS
             is_hook = name.startswith("register_") and name.endswith("hook")
             is_update = name == "update" and _is_namespace(getattr(node.func, "value", node))
             if is_foreign or is_hook or is_update:
@@ -475,6 +482,8 @@ def test_what_stands_beside_the_register_is_still_there() -> None:
         "names = vars(file)\nnames['rotate'] = faster", "module.__dict__['forward'] = faster", "del module.forward",
         "layer.mlp.forward, x = faster, 1", "module.register_forward_hook(listen)", "sys.modules['peft'] = mine",
         "vars(module).update(forward=faster)", "module.__class__ = Faster", "transformers.rotate = faster",
+        "found.forward = faster", "object.__setattr__(module, 'forward', faster)",
+        "self.model.layers[0].forward = faster",
     ],
 )  # fmt: skip
 def test_a_change_past_the_register_is_found(line: str) -> None:
@@ -535,8 +544,34 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert not left, {name: sorted(needed & left.keys()) for name, needed in left.items()}
 
 
+ONE_THING_IN_SEVERAL = {
+    "main": "the entry of the command line, and that of a process",
+    "evaluate": "the loop's, and the command that asks for the same numbers",
+    "application": "an ASGI application: the API's and the page's",
+    "read_options": "the options of each of these two",
+    "DefaultFlowCallback": "burnish's flow, for scripts a subclass of transformers' class too",
+    "rms_norm": "one formula, in torch and in Triton",
+    "gated": "one formula, in torch and in Triton",
+    "turned": "one formula, in torch and in Triton",
+    "warn": "a warning of the first process, on the terminal and by Python's warnings",
+}
+
+
+def test_a_public_name_stands_for_one_thing() -> None:
+    """A class or function that files may import has a name of its own in the whole house."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for file in FILES:
+        for node in tree_of(file).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+                "_"
+            ):
+                files[node.name].append(name_of(file))
+    found = {name: places for name, places in files.items() if len(places) > 1}
+    assert found.keys() == ONE_THING_IN_SEVERAL.keys(), found
+
+
 _NAMED_BY_OTHERS = {"_get_learning_rate", "_setup_devices"}
-"""What transformers, its callbacks and its scripts ask of a Trainer and its arguments."""
+"""Names that transformers, its callbacks and its scripts ask of a Trainer and its arguments."""
 
 
 def test_nothing_is_kept_that_nobody_names() -> None:

@@ -192,7 +192,7 @@ OWN = {
 
 @pytest.fixture
 def own(monkeypatch):
-    """Which of burnish's own ways are taken out; they are put back behind the test."""
+    """Names of burnish's own ways that are taken out; they are put back behind the test."""
     before = {way: [getattr(owner, name) for owner, name in functions] for way, functions in OWN.items()}
     for owner, name in (function for functions in OWN.values() for function in functions):
         monkeypatch.setattr(owner, name, getattr(owner, name))

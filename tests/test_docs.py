@@ -1,4 +1,4 @@
-"""What the documentation says is true: names and links are there, commands are known, code runs, tables are fresh."""
+"""The documentation is true: names and links are there, commands are known, code runs, tables are fresh."""
 
 import ast
 import importlib
@@ -103,7 +103,7 @@ def commands(page):
 
 
 def a_user(folder):
-    """What the README speaks of: a model and a data set."""
+    """The model and the data set that the README speaks of."""
     make_model(folder / "models" / "my-model")
     (folder / "my_data.jsonl").write_text("\n".join(map(json.dumps, records(64))))
     return folder

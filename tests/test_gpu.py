@@ -1,4 +1,4 @@
-"""What only a GPU can tell: each fast path against the plain one, in bfloat16, and a run from end to end.
+"""Tests that only a GPU can run: each fast path against the plain one, in bfloat16, and a run from end to end.
 
 Every test is skipped without a GPU; those of a library also without that library. Differences are held to a few units
 of bfloat16's rounding (2^-8) of the greatest value: two orders of summation differ by that much.

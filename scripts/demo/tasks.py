@@ -52,7 +52,7 @@ class Task:
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a problem is kept for the held-out set. The same answer on every machine and in every run."""
+    """Tell whether a problem is kept for the held-out set. The same answer on every machine and in every run."""
     return zlib.crc32(key.encode()) % ONE_IN == 0
 
 

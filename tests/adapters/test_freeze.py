@@ -1,4 +1,4 @@
-"""Which weights move in freeze training, in full training, and with the methods of the peft library."""
+"""Weights that move in freeze training, in full training, and with the methods of the peft library."""
 
 import numpy as np
 import pytest

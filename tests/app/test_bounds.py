@@ -1,5 +1,5 @@
-"""What would never end, or fill the memory: YAML of aliases, templates of loops, pipes and devices, links in a circle.
-Each is answered within seconds, by a sentence."""
+"""Inputs that would never end, or fill the memory: YAML of aliases, templates of loops, pipes and devices, links in a
+circle. Each is answered within seconds, by a sentence."""
 
 import faulthandler
 import os

@@ -132,7 +132,7 @@ PARTS = (
     {"batch", "order", "cuts", "eval batches", "optimizer", "shapes", "dtypes", "generation", "determinism"},
     {"weights", "moved", "log", "rates", "files", "answers", "said"},
 )
-"""What is known once a run is prepared, assembled, and at its end."""
+"""Facts that are known once a run is prepared, assembled, and at its end."""
 
 
 def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:

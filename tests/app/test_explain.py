@@ -1,4 +1,4 @@
-"""What ``burnish explain`` says: sizes that are right, rows that show what is trained, one layout for all of it."""
+"""``burnish explain``: sizes that are right, rows that show what is trained, one layout for all of it."""
 
 import copy
 import re
@@ -25,7 +25,7 @@ def tiny_config(layers: int) -> Any:
 
 
 def saved_bytes(model: torch.nn.Module, tokens: int) -> int:
-    """What autograd keeps after the forward pass of the layers, parameters left out."""
+    """Bytes that autograd keeps after the forward pass of the layers, parameters left out."""
     own = {p.data_ptr() for p in model.parameters()} | {b.data_ptr() for b in model.buffers()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -72,7 +72,7 @@ CASES = {
 
 
 class Watch:
-    """What a run does: rows and tokens of its steps, bytes of its gradients and activations, and the run itself."""
+    """Measure a run: rows and tokens of its steps, bytes of its gradients and activations, and the run itself."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []

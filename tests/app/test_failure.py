@@ -1,4 +1,4 @@
-"""What a person is told when a command fails: a sentence and a status, never a traceback."""
+"""Failures of a command: a sentence and a status, never a traceback."""
 
 import errno
 import os

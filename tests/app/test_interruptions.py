@@ -1,4 +1,4 @@
-"""What comes between a run and its end: a disk that fills up, a folder that goes, a scheduler's notice, a clock."""
+"""Obstacles between a run and its end: a disk that fills up, a folder that goes, a scheduler's notice, a clock."""
 
 import errno
 import os

@@ -64,7 +64,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def as_mapping(words):
-    """What a YAML file would hold instead of the command line."""
+    """The command line as a YAML file would hold it."""
     return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
 
 

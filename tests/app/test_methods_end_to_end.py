@@ -1,4 +1,4 @@
-"""What trains and how it is held, asked for on the command line and looked at in the model: while it is trained, and as
+"""Methods of training, asked for on the command line and looked at in the model: while it is trained, and as
 it was saved."""
 
 import json
@@ -53,7 +53,7 @@ def linear(config, inv_freq):
 
 
 def stretched(kind):
-    """What transformers computes of the config for this kind of scaling."""
+    """Frequencies that transformers computes of the config for this kind of scaling."""
     return lambda config, inv_freq: ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=config.max_position_embeddings)[0]
 
 

@@ -1,4 +1,4 @@
-"""What would be read as something else than it is, and trained on all the same: refused, or counted in a sentence."""
+"""Data that would be read as something else than it is: refused, or counted in a sentence."""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ def trained(*words: str) -> dict[str, bytes]:
 
 
 JOURNAL = {"run.log", "launch.json", "run.yaml", "events.jsonl", "outcome.json"}
-"""What each launch writes anew."""
+"""Files that each launch writes anew."""
 
 
 def contents(folder: str = "out") -> dict[str, bytes]:

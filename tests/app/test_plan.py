@@ -1,4 +1,4 @@
-"""What planning decides and refuses from the options alone."""
+"""Planning: decisions and refusals from the options alone."""
 
 import dataclasses
 import json

@@ -26,7 +26,7 @@ def run_all(commands):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where one process and two, which share a gloo group, have left what they trained."""
+    """Folders in which one process and two, which share a gloo group, have left what they trained."""
     folder = tmp_path_factory.mktemp("ranks")
     given = make_user(folder, max_steps=6, plot_loss=False, save_strategy="no")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What a command loads and leaves out before it does what it was asked for."""
+"""The start of a command: what it loads and leaves out before it does what it was asked for."""
 
 import gc
 import json

@@ -21,7 +21,7 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 USUAL = re.compile(r"status of 4|net::ERR_(CONNECTION|INCOMPLETE|EMPTY|INTERNET)")
-"""What a console says of a request that was refused, or whose server was killed: that is what a test is about."""
+"""Lines of a console on a request that was refused, or whose server was killed: a test is about these."""
 IS_THERE = bool(CHROMIUM) and find_spec("playwright") is not None and find_spec("starlette") is not None
 
 

@@ -15,7 +15,7 @@ from browser.conftest import wait_for
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
 PICTURES = Path(__file__).parents[2] / "docs" / "web"
-"""Where the pictures of the documentation are made, with BURNISH_PICTURES=1."""
+"""Folder of the documentation's pictures, which are made with BURNISH_PICTURES=1."""
 VALUES = {
     "model_name_or_path": "model", "dataset": "demo_train", "dataset_dir": "data", "cutoff_len": "128",
     "per_device_train_batch_size": "8", "max_steps": "60", "logging_steps": "2", "learning_rate": "5e-4",

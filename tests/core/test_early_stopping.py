@@ -21,7 +21,7 @@ def arguments(**changes):
 
 
 def evaluations_until_stop(callback, values, args, name="eval_loss"):
-    """How many evaluations a run makes; the best is remembered after the callback has seen each, as in the loop."""
+    """The number of evaluations of a run; the best is remembered after the callback has seen each, as in the loop."""
     state, control = TrainerState(), TrainerControl()
     callback.on_train_begin(args, state, control)
     for number, value in enumerate(values, 1):

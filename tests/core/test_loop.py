@@ -209,7 +209,7 @@ def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
     assert remember_best(run.state, run.checkpoints, {"eval_loss": 2.0}, options)
 
 
-def test_a_strangers_callback_finds_the_checkpoint_whole_on_save(tmp_path):
+def test_a_foreign_callback_finds_the_checkpoint_whole_on_save(tmp_path):
     from burnish.core.manifest import faults
 
     found = []

@@ -1,4 +1,4 @@
-"""What the loop spends beside model and optimizer, counted rather than timed."""
+"""Costs of the loop beside model and optimizer, counted rather than timed."""
 
 import weakref
 

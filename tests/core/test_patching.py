@@ -148,7 +148,7 @@ def planned(folder: Path, **options: object) -> Plan:
 @pytest.mark.run
 @pytest.mark.parametrize("name", RUNS)
 def test_explain_says_what_the_run_then_does(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the structure of a model decides is counted beforehand; what weights decide may come or not."""
+    """Patches that structure decides are counted beforehand; those that weights decide may come or not."""
     words = as_words(make_user(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
     assert main(["explain", *words]) == 0
     explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # lines that were wrapped

@@ -1,4 +1,4 @@
-"""What an objective may do besides a loss: look at a whole step, make groups of a group, count metrics by themselves,
+"""An objective may do more than a loss: look at a whole step, make groups of a group, count metrics by themselves,
 train modules of its own. Each through the loop."""
 
 import dataclasses

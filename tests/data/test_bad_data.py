@@ -1,4 +1,4 @@
-"""What a user is told when their data is wrong: the file, the record or line, what stands there, and what to do."""
+"""Messages on data that is wrong: the file, the record or line, what stands there, and what to do."""
 
 import json
 from pathlib import Path

@@ -29,7 +29,7 @@ def two_rounds(**said_of_the_first_answer):
 
 @pytest.fixture
 def explained(tmp_path, monkeypatch, capsys):
-    """What ``explain`` says of a run, as one line; and the workplace it is in."""
+    """The words of ``explain`` on a run, as one line; and the workplace it is in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "300")
@@ -102,7 +102,7 @@ def test_an_argument_that_does_not_fit_is_refused(explained, given, sentence):
 
 
 def prepared(**given):
-    """What is known of a run before its first step."""
+    """A run as it is known before its first step."""
     run = {"model_name_or_path": "model", "dataset": "a", "output_dir": "out", "cutoff_len": 64, "use_cpu": True}
     return prepare(plan({name: Given(value) for name, value in {**run, **given}.items()}))
 
@@ -264,7 +264,7 @@ def test_a_column_for_another_kind_of_training_is_refused(explained, column, sen
 
 @pytest.fixture
 def hubs(monkeypatch):
-    """What the clients of the hubs are asked for; every data set there holds eight records."""
+    """Requests to the clients of the hubs; every data set there holds eight records."""
     asked = []
     rows = datasets.Dataset.from_list([qa(n, WORDS[n]) for n in range(8)])
 

@@ -1,4 +1,4 @@
-"""Which tokens are learned, held against a plain reference that goes token by token: for conversations drawn by a
+"""Labels of learned tokens, held against a plain reference that goes token by token: for conversations drawn by a
 seed, under every ``train_on_eos``, ``mask_history`` and ``train_on_prompt``, with flags and weights of messages."""
 
 import random

@@ -126,7 +126,7 @@ def test_a_dict_from_python_describes_data_sets():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """What the Hugging Face hub is asked for; every data set there holds three records."""
+    """Requests to the Hugging Face hub; every data set there holds three records."""
     asked = []
 
     def load_dataset(path, **more):
@@ -282,7 +282,7 @@ STRATEGIES = {
 
 
 def each_once():
-    """Whether the datasets that is installed deals each row once where it is asked to, which it did not before 4.8."""
+    """Tell whether the datasets that is installed deals each row once where it is asked to; before 4.8 it did not."""
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate((2, 1))]
     try:
         dealt = datasets.interleave_datasets(sets, stopping_strategy=STRATEGIES["interleave_once"])

@@ -1,4 +1,4 @@
-"""What a saved tokenizer renders is what was trained: token for token, for every named template."""
+"""A saved tokenizer renders what was trained: token for token, for every named template."""
 
 import json
 

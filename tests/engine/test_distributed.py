@@ -66,7 +66,7 @@ def train(given, place, python=sys.executable, **more):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process makes, and its options for four."""
+    """Run in one process. Returns what it made, and its options for four."""
     folder = tmp_path_factory.mktemp("alone")
     given = make_user(
         folder, max_steps=4, save_steps=2, plot_loss=False, per_device_train_batch_size=4, gradient_accumulation_steps=2

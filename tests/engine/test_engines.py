@@ -1,4 +1,4 @@
-"""Where a step runs does not change what it does: engines, precision, processes, and what cannot be had."""
+"""A step does the same wherever it runs: engines, precision, processes, and what cannot be had."""
 
 import random
 import subprocess
@@ -183,7 +183,7 @@ def test_an_update_that_is_not_finite_is_never_applied():
 
 
 def test_a_fused_optimizer_leaves_the_weights_alone_without_being_read(monkeypatch):
-    """What happens on a GPU: the kernel is told, and the host asks nothing."""
+    """As on a GPU: the kernel is told, and the host asks nothing."""
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -371,7 +371,7 @@ def test_a_group_is_left_open_at_the_end_of_a_script_that_failed(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder_of_two(tmp_path_factory):
-    """Where two processes have left what they made."""
+    """Folder in which two processes have left what they made."""
     folder = tmp_path_factory.mktemp("two")
     in_two_processes(each_of_two, str(folder))
     return folder

@@ -1,4 +1,4 @@
-"""What goes wrong in one of several processes is one fault of the run, found early and said once."""
+"""A fault in one of several processes is one fault of the run, found early and said once."""
 
 import os
 import subprocess

@@ -76,7 +76,7 @@ sys.exit(143)
 
 @pytest.fixture
 def program(monkeypatch):
-    """What is started in the place of a training."""
+    """A program that is started in the place of a training."""
 
     def take(script):
         monkeypatch.setattr(launching, "PROGRAM", ("-c", script))

@@ -1,4 +1,4 @@
-"""What is foretold of several devices, and the page that says it."""
+"""Forecasts for several devices, and the page that says them."""
 
 import subprocess
 import sys

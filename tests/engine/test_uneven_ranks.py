@@ -75,7 +75,7 @@ class BatchMeans:
 
 
 def measured(folder):
-    """What the face says of sets of every size; runs in one process and in each of two."""
+    """Evaluate sets of every size by the face; runs in one process and in each of two."""
     found = {}
     for number in (10, 11, 3, 1):
         trainer = make_trainer(

@@ -1,4 +1,4 @@
-"""What a subclass overrides is what the run goes by: each method that the docstring of ``Trainer`` lists."""
+"""A run goes by what a subclass overrides: each method that the docstring of ``Trainer`` lists."""
 
 from collections import UserDict, defaultdict
 from collections.abc import Mapping

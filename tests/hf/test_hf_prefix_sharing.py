@@ -18,7 +18,7 @@ SYSTEM = list(range(10, 60))
 
 
 def rows(num=12):
-    """Of 55 to 75 tokens, fifty of which all begin with."""
+    """Rows of 55 to 75 tokens, fifty of which all begin with."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for _ in range(num):

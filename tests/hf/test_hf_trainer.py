@@ -82,7 +82,7 @@ def test_accumulation_gives_what_one_large_batch_gives_where_transformers_does_n
 
 
 def test_smoothing_in_accumulated_batches_is_that_of_one_large_batch():
-    """Whether or not the smoother of the transformers that is installed counts the labels of a step."""
+    """With a smoother that counts the labels of a step, and with one that does not."""
     case = BY_NAME["causal LM, label smoothing"]
     large = {**case.arguments, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
     made = [

@@ -1,4 +1,4 @@
-"""What the tests of answers share: families of tiny models, and asks that are run to their end."""
+"""Shared by the tests of answers: families of tiny models, and asks that are run to their end."""
 
 from collections.abc import Sequence
 
@@ -93,7 +93,7 @@ def answers(loop: SeatLoop, asks: Sequence[Ask]) -> list[Answer]:
 
 
 def alone(model, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
-    """What transformers' ``generate`` answers, greedily."""
+    """Answers of transformers' ``generate``, greedily."""
     stops = {"eos_token_id": list(stop_ids) or None, "pad_token_id": 0}
     with torch.no_grad():
         made = model.generate(

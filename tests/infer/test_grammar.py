@@ -38,7 +38,7 @@ def grammars(answerer) -> Grammars:
 
 
 def written(answerer, grammar_of, number: int = 4, most: int = 120) -> list[str]:
-    """What the model writes at random under a grammar, once per seed."""
+    """Texts that the model writes at random under a grammar, one per seed."""
     loop = SeatLoop(answerer.model, SeatLimits(number, 200))
     stops = frozenset(answerer.stop_ids)
     asks = [

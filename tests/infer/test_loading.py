@@ -1,4 +1,4 @@
-"""What is loaded to answer: folders of all kinds, the template that trained, adapters side by side."""
+"""Loading to answer: folders of all kinds, the template that trained, adapters side by side."""
 
 import json
 from pathlib import Path

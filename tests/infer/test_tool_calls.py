@@ -48,7 +48,7 @@ def calls_of(random_: random.Random, tool_format: str) -> list[Call]:
 
 
 def schema_of(calls: list[Call]) -> dict[str, dict]:
-    """What a tool would declare: which arguments are texts. One argument has one type."""
+    """The declaration of a tool: which arguments are texts. One argument has one type."""
     kinds: dict[str, dict] = {}
     for call in calls:
         properties = kinds.setdefault(call.name, {"properties": {}})["properties"]
@@ -58,7 +58,7 @@ def schema_of(calls: list[Call]) -> dict[str, dict]:
 
 
 def agree(calls: list[Call]) -> bool:
-    """Whether no argument of one function is a text in one call and something else in another."""
+    """Tell whether no argument of one function is a text in one call and something else in another."""
     seen: dict[tuple[str, str], bool] = {}
     return all(
         seen.setdefault((call.name, key), isinstance(value, str)) == isinstance(value, str)

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass may be made again or kept elsewhere; the gradient stays the same."""
+"""Activations may be made again or kept elsewhere for the backward pass; the gradient stays the same."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def trained(model, around=None):
 
 
 def kept_bytes(model):
-    """What autograd holds after a forward pass, weights left out."""
+    """Bytes that autograd holds after a forward pass, weights left out."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen = {}
 

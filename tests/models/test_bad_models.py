@@ -1,4 +1,4 @@
-"""What a person is told when the model they name is missing, damaged or not for burnish: early, short, by name.
+"""Models that are missing, damaged or not for burnish are refused: early, short, by name.
 
 ``check_model`` reads JSON files and headers only; each case here ends before a weight is read.
 """

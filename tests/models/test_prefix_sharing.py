@@ -1,4 +1,4 @@
-"""What rows begin with alike is computed once, what no loss depends on not at all, and the step is the same."""
+"""A beginning that rows share is computed once, what no loss depends on not at all, and the step is the same."""
 
 import json
 import random

@@ -220,7 +220,7 @@ def test_the_loss_of_a_router_is_refused_where_it_would_have_no_gradient():
 
 
 def noise_of(module, batch):
-    """What is added to the embeddings of a batch."""
+    """Noise that is added to the embeddings of a batch."""
     seen = []
     embedding = module.model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda layer, inputs, output: seen.append((layer, inputs[0], output)))

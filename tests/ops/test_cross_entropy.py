@@ -81,7 +81,7 @@ def test_smoothing_is_that_of_transformers():
 
 
 def factors_by_the_book(logits, targets, alpha):
-    """Of each token: the probability of its target; (entropy of the twenty likeliest / 3) ^ alpha, in numpy."""
+    """For each token the probability of its target; (entropy of the twenty likeliest / 3) ^ alpha, in numpy."""
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)
     top = np.sort(probabilities, -1)[:, -20:]

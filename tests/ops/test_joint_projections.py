@@ -110,7 +110,7 @@ def test_an_input_without_a_gradient_gets_none():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How many layers answered together, each time."""
+    """The number of layers that answered together, each time."""
     counts = []
 
     def counted(x, made):

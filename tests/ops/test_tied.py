@@ -21,7 +21,7 @@ VOCABULARY, WIDTH = 50, 8
 
 
 def gradients(is_tied: bool, padding_id: int | None, uses_head: bool = True) -> list[Tensor]:
-    """Of the weight and of what multiplies the rows that were looked up, twice: the second step adds to the first."""
+    """Gradients of the weight and of what multiplies the rows that were looked up, of two steps added up."""
     random = torch.Generator().manual_seed(2)
     weight = torch.randn(VOCABULARY, WIDTH, generator=random).requires_grad_()
     scale = torch.randn(WIDTH, generator=random).requires_grad_()

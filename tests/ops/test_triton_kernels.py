@@ -56,7 +56,7 @@ def on_cpu(monkeypatch):
 
 
 def both(monkeypatch, function):
-    """What ``function`` gives with the kernels and without."""
+    """Call ``function`` with the kernels and without."""
     made = []
     for kinds in ({"cpu"}, set()):
         monkeypatch.setattr(kernels, "_KINDS", kinds)

@@ -95,7 +95,7 @@ class Training:
 
 
 def through_a_file(state):
-    """What a checkpoint does to a state dict: tensors beside JSON, and back."""
+    """Do to a state dict as a checkpoint does: tensors beside JSON, and back."""
     tensors, data = split(state)
     assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors.values())
     return join(tensors, json.loads(json.dumps(data)))

@@ -48,7 +48,7 @@ PLAIN = {
 
 
 def run(folder, monkeypatch, **given):
-    """What a run logs, and the norms of its weights afterwards."""
+    """Logs of a run, and the norms of its weights afterwards."""
     monkeypatch.setattr("burnish.app.prepare.load_tokenizer", golden_tokenizer)
     monkeypatch.setenv("BURNISH_CACHE", str(folder / "cache"))
     made = {**PLAIN, "dataset_dir": str(folder / "data"), "output_dir": str(folder / "out"), **given}

@@ -1,4 +1,4 @@
-"""What a person is told of a run of preferences: pictures of rewards, and why those of chosen answers fall."""
+"""Remarks on a run of preferences: pictures of rewards, and why those of chosen answers fall."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What scripts ask of TRL's trainers beside training: a reference, a collator, a new set, the loss of a router."""
+"""Attributes of TRL's trainers that scripts ask for: a reference, a collator, a new set, the loss of a router."""
 
 import pytest
 import torch

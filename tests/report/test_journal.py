@@ -1,4 +1,4 @@
-"""What a run leaves for those who look at it from outside, and how its state is read from that."""
+"""Files of a run for those who look at it from outside, and how its state is read from them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What files a run leaves: the log, the results, the pictures, the card."""
+"""Files that a run leaves: the log, the results, the pictures, the card."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def steps(folder, first, last, max_steps=10, ends=True):
 
 
 OWN_KEYS = {"grad_norm", "step_seconds", "memory_bytes", "time"}
-"""Of burnish's rows alone."""
+"""Keys of burnish's rows alone."""
 
 
 def rows(folder):

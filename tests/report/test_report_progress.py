@@ -1,4 +1,4 @@
-"""What a person sees of a run, in a terminal and elsewhere."""
+"""A run as a person sees it, in a terminal and elsewhere."""
 
 import io
 import os
@@ -219,7 +219,7 @@ fake_run(Slow(FACTS), 20, 1, eval_every=10)
 
 
 def in_terminal(columns=80, fail=-1, **environment):
-    """What a terminal of that width receives."""
+    """Text that a terminal of that width receives."""
     main, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     here = Path(__file__).parent

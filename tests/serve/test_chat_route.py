@@ -339,7 +339,7 @@ def test_metrics_count_what_was_answered(serve) -> None:
 
 
 def test_a_page_for_chatting_asks_for_models_a_stream_a_title_and_tags_and_none_waits(serve) -> None:
-    """What Open WebUI sends for one message: the chat as a stream, and beside it requests for a title and for tags."""
+    """Requests of Open WebUI for one message: the chat as a stream, and beside it requests for a title and for tags."""
     running = serve(engine=ScriptedEngine(lambda ask: [*b"<so>Hello", END], seats=4, pause_s=0.01))
     assert [one["id"] for one in json.loads(send(running, "GET", "/v1/models")[2])["data"]] == ["first"]
     streamed = open_stream(running, stream_options={"include_usage": True})

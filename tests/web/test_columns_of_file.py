@@ -1,4 +1,4 @@
-"""Which column is which, of a file that is not described."""
+"""Columns of a file that is not described: which is which."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from burnish.web.remarks import Remark, remarks, room_for_checkpoints
 
 
 def said(*losses: object, every: int = 10) -> dict[str, dict[str, object]]:
-    """What is remarked where the evaluations, one each ten steps, gave these."""
+    """Remarks on evaluations, one each ten steps, that gave these losses."""
     rows = [{"current_steps": n * every, "eval_loss": loss} for n, loss in enumerate(losses, 1)]
     return {one.key: dict(one.values) for one in remarks(columns_of(rows))}
 

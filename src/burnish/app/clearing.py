@@ -111,13 +111,13 @@ class SetAside(TrainerCallback):
         if kind is None or _has_checkpoint(self.folder):
             remove(self.aside)
         else:
-            self.give_back()
+            self.move_back()
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
         if _has_checkpoint(self.folder):
             remove(self.aside)
 
-    def give_back(self) -> None:
+    def move_back(self) -> None:
         """Move everything back; files that the failed run wrote under the same names are deleted."""
         for path in sorted(self.aside.glob("*")):
             remove(self.folder / path.name)

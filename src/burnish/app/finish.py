@@ -78,7 +78,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
             save_state(run.state, folder)
         pictures: dict[str, str] = {}
         with reports.one():
-            pictures = draw(run, options, margins)
+            pictures = draw_pictures(run, options, margins)
         with reports.one():
             describe(run, plan, prepared, results, pictures)
         reports.raise_if_missing()
@@ -183,7 +183,7 @@ def margins_of(run: Run) -> dict[str, list[float]]:
     return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
 
 
-def draw(run: Run, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
+def draw_pictures(run: Run, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
     """Draw the loss, and the margins of pairs. Returns what each picture shows -> its name."""
     folder = output_folder(options)
     pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []

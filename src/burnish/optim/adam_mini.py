@@ -54,8 +54,8 @@ def adam_mini(groups: Groups, options: OptimOptions, model: nn.Module) -> Optimi
         f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"
     }  # (I, O): GPT-2's
     named = [(n, p) for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)]
-    cuts = {parameter: _cut(name, parameter, model, name in transposed) for name, parameter in named}
-    return AdamMini(groups, cuts, **adam_arguments(options))
+    blocks = {parameter: _blocks_of(name, parameter, model, name in transposed) for name, parameter in named}
+    return AdamMini(groups, blocks, **adam_arguments(options))
 
 
 class Blocks(NamedTuple):
@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
     within: tuple[int, ...]  # the dimensions of a block
 
 
-def _cut(name: str, parameter: nn.Parameter, model: nn.Module, is_transposed: bool) -> Blocks:
+def _blocks_of(name: str, parameter: nn.Parameter, model: nn.Module, is_transposed: bool) -> Blocks:
     if name.endswith("bias"):
         return Blocks(lambda tensor: tensor.unsqueeze(-1), (-1,))
     if parameter.ndim < 2:
@@ -94,9 +94,9 @@ class AdamMini(Optimizer):
     """Adam-mini. State per parameter: ``step``, ``exp_avg`` of its shape, ``exp_avg_sq`` (float32, one per block)."""
 
     def __init__(
-        self, groups: Groups, cuts: Mapping[nn.Parameter, Blocks], lr: float, betas: tuple[float, float], eps: float
+        self, groups: Groups, blocks: Mapping[nn.Parameter, Blocks], lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        self.cuts = cuts
+        self.blocks = blocks
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class AdamMini(Optimizer):
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        view, within = self.cuts[parameter]
+        view, within = self.blocks[parameter]
         squares = view(parameter.grad).float().square().mean(within, keepdim=True)  # type: ignore[arg-type]
         if not state:
             state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(squares)}
