@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,6 +233,7 @@ def test_no_traceback_holds_a_secret(debug: list[str], user_folder: Path, monkey
     assert done.returncode == 1
     assert f"the hub refused {BLOTTED} and {BLOTTED}" in done.stderr
     Path("sitecustomize.py").unlink()
+    shutil.rmtree("__pycache__", ignore_errors=True)  # it was compiled
     assert_nowhere(done.stdout + done.stderr, user_folder)
 
 

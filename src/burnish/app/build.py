@@ -106,48 +106,62 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
     """From the engine to the last file."""
     options, folder = plan.options, output_folder(plan.options)
     engine = create_engine(options)
-    set_log_levels(options, engine.rank == 0, local_rank() == 0)
-
-    def any_rank(asked: bool) -> bool:
-        """Ranks hear of a signal at different moments and must stop at the same step; one read per step."""
-        return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
-
-    interrupts = InterruptCallback(any_rank, options.max_train_seconds)
-    with only_writer(folder, JOURNAL_NAMES) if engine.rank == 0 else nullcontext(), interrupts as interrupt:
+    is_first = engine.rank == 0
+    set_log_levels(options, is_first, local_rank() == 0)
+    interrupts = InterruptCallback(partial(any_of_ranks, engine), options.max_train_seconds)
+    with only_writer(folder, JOURNAL_NAMES) if is_first else nullcontext(), interrupts as interrupt:
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
             note(sentence)
         if start.done:
             return Result(None, folder)
-        found = start.checkpoint
-        journal = journal_of(plan, engine, prepared.tally) if engine.rank == 0 else None
-        replaces = engine.rank == 0 and found is None and options.overwrite_output_dir and trains(options)
+        journal = journal_of(plan, engine, prepared.tally) if is_first else None
+        replaces = is_first and start.checkpoint is None and options.overwrite_output_dir and trains(options)
         with journal or nullcontext(), SetAside(folder) if replaces else nullcontext() as earlier:
-            if engine.rank == 0:
-                Checkpoints(folder).remove_incomplete()
-                (folder / TRACEBACK_NAME).unlink(missing_ok=True)  # of a failure that this run makes good
-                if trains(options):
-                    (folder / FINISHED_NAME).unlink(missing_ok=True)  # of fewer steps
+            if is_first:
+                remove_remains(folder, options)
             engine.barrier()
             raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), engine)
             watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
-            run = build_run(plan, prepared, engine, found, [interrupt, *filter(None, [earlier, journal]), *watch_over])
-            if found is not None:
-                resume(run, found)
+            own = [interrupt, *filter(None, [earlier, journal]), *watch_over]
+            run = build_run(plan, prepared, engine, start.checkpoint, own)
+            if start.checkpoint is not None:
+                resume(run, start.checkpoint)
             if options.profile:
                 watch(run, folder / "profile", options)
-            collect_from_here()
-            with kept_in(folder) if engine.rank == 0 else nullcontext():
-                try:
-                    output = train_on(run, options, partial(resume, run), warn) if trains(options) else None
-                finally:
-                    run.checkpoints.wait()  # one that is under way is whole before the folder is let go
-                if interrupt.exit_code is not None:
-                    if journal is not None:
-                        journal.stopped(interrupt.exit_code)
-                    return Result(output, folder, exit_code=interrupt.exit_code)
-                metrics = finish(run, plan, prepared, output)
-                return Result(output, folder, metrics, exit_code=status_of(run.checkpoints))
+            with kept_in(folder) if is_first else nullcontext():
+                return train_and_finish(run, plan, prepared, interrupt, journal)
+
+
+def any_of_ranks(engine: Engine, asked: bool) -> bool:
+    """Tell whether a rank was asked to stop: they hear of a signal at different moments, and must stop at the same
+    step. One read per step."""
+    return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
+
+
+def remove_remains(folder: Path, options: RunOptions) -> None:
+    """Remove what an earlier start left: an unfinished checkpoint, and words on an end that this run makes good."""
+    Checkpoints(folder).remove_incomplete()
+    (folder / TRACEBACK_NAME).unlink(missing_ok=True)
+    if trains(options):
+        (folder / FINISHED_NAME).unlink(missing_ok=True)  # of fewer steps
+
+
+def train_and_finish(
+    run: Run, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
+) -> Result:
+    options, folder = plan.options, output_folder(plan.options)
+    collect_from_here()
+    try:
+        output = train_on(run, options, partial(resume, run), warn) if trains(options) else None
+    finally:
+        run.checkpoints.wait()  # one that is under way is whole before the folder is let go
+    if interrupt.exit_code is not None:
+        if journal is not None:
+            journal.stopped(interrupt.exit_code)
+        return Result(output, folder, exit_code=interrupt.exit_code)
+    metrics = finish(run, plan, prepared, output)
+    return Result(output, folder, metrics, exit_code=status_of(run.checkpoints))
 
 
 def journal_of(plan: Plan, engine: Engine, tally: Tally) -> Journal:

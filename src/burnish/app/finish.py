@@ -6,11 +6,11 @@ In: a run that has trained, or that evaluates or predicts only. Out: files, and 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from burnish.adapters.base import ModelState
 from burnish.app.checks import evaluates
@@ -35,59 +35,58 @@ from burnish.report.options import counts_tokens
 from burnish.report.plots import plot_history, plot_margins
 from burnish.report.results import save_metrics, save_state
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
-    """Write the model, the results and the pictures to ``output_dir``."""
-    options, folder = plan.options, output_folder(plan.options)
+    """Write the model, the results and the pictures to ``output_dir``. Args: output: None where nothing was trained."""
+    options, folder, is_first = plan.options, output_folder(plan.options), run.engine.rank == 0
     results: dict[str, float] = {}
     set_training_mode(run, is_training=False)  # a schedule-free optimizer has other weights for use than for training
-    is_first = run.engine.rank == 0
     if output is not None and (is_first or run.engine.is_sharded):
-        model_state = run.parts["model"].held
-        assert isinstance(model_state, ModelState)
-        adapter, model = model_state.adapter, model_state.model
         with nothing_lost(run):
-            save_model(
-                model, prepared.tokenizer, folder, adapter=None if adapter.saves_whole_model else adapter,
-                stop_token_ids=prepared.template.stop_token_ids(),
-                whole=run.engine.whole if run.engine.is_sharded else None, writes=is_first,
-            )  # fmt: skip
-            is_adapter = not adapter.saves_whole_model
-            save_head(run.objective, model, prepared.tokenizer, folder, is_adapter=is_adapter, engine=run.engine)
+            write_model(run, prepared, folder)
     reports = Reports(run, is_of_model=output is not None)
     if output is not None and is_first:
         results |= {**output.metrics, "epoch": run.state.epoch}
         if counts_tokens(options):
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
-        with reports.one():
-            save_metrics("train", results, folder)
+        reports.write(save_metrics, "train", results, folder)
     if run.eval_sets and evaluates(options):
-        metrics = last_evaluation(run, options) or evaluate_all(run)
-        metrics |= {"epoch": run.state.epoch}
-        if run.engine.rank == 0:
-            with reports.one():
-                save_metrics("eval", metrics, folder)
+        metrics = {**(last_evaluation(run, options) or evaluate_all(run)), "epoch": run.state.epoch}
+        if is_first:
+            reports.write(save_metrics, "eval", metrics, folder)
         results |= metrics
     margins = margins_of(run) if options.plot_loss and output is not None else {}
     if options.do_predict:
         results |= predict_all(run, prepared, plan)
-    if run.engine.rank == 0:
+    if is_first:
         count_late(prepared)
-    if run.engine.rank == 0 and output is not None:
-        with reports.one():
-            save_state(run.state, folder)
-        pictures: dict[str, str] = {}
-        with reports.one():
-            pictures = draw_pictures(run, options, margins)
-        with reports.one():
-            describe(run, plan, prepared, results, pictures)
+    if is_first and output is not None:
+        reports.write(save_state, run.state, folder)
+        pictures = reports.write(draw_pictures, run, options, margins) or {}
+        reports.write(describe, run, plan, prepared, results, pictures)
         reports.raise_if_missing()
-        with reports.one():
-            write_finished(folder, run.state, prepared.fingerprints())
+        reports.write(write_finished, folder, run.state, prepared.fingerprints())
         reports.raise_if_missing()
         for sentence in next_steps(folder, isinstance(run.objective, RewardObjective)):
             note(sentence)
     return results
+
+
+def write_model(run: Run, prepared: Prepared, folder: Path) -> None:
+    """Write the model or the adapter, with its tokenizer and what its objective adds. Of a sharded model all ranks call
+    this, and the first one writes."""
+    held, engine = run.parts["model"].held, run.engine
+    assert isinstance(held, ModelState)
+    is_adapter = not held.adapter.saves_whole_model
+    save_model(
+        held.model, prepared.tokenizer, folder, adapter=held.adapter if is_adapter else None,
+        stop_token_ids=prepared.template.stop_token_ids(), whole=engine.whole if engine.is_sharded else None,
+        writes=engine.rank == 0,
+    )  # fmt: skip
+    save_head(run.objective, held.model, prepared.tokenizer, folder, is_adapter=is_adapter, engine=engine)
 
 
 _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
@@ -132,14 +131,15 @@ class Reports:
         self._run, self._is_of_model = run, is_of_model
         self._failures: list[OSError] = []
 
-    @contextmanager
-    def one(self) -> Iterator[None]:
+    def write(self, report: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | None:
+        """Call ``report``. Returns its result, or None where it could not be written."""
         try:
-            yield
+            return report(*given, **named)
         except OSError as error:
             if not self._is_of_model or failure_in_words(error, None) is None:
                 raise
             self._failures.append(error)
+            return None
 
     def raise_if_missing(self) -> None:
         """Raise NotSavedError for the first file that could not be written."""

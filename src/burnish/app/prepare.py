@@ -83,37 +83,22 @@ def prepare(plan: Plan) -> Prepared:
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
-    if sets.train.stays:
-        rows: RowSet[Any] = encode_while_training(sets.train, objective, config, options)
-        where = Origins(sets.train, rows, None)
-        sample: RowSet[Row] = sample_of(rows)
-        notes += ahead_notes(options)
-    else:
-        plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
-        pack = partial(packed, options=options, stage=options.stage, capacity=options.cutoff_len)
-        rows = sample = pack(plain)
-        where = Origins(sets.train, plain, None if rows is plain else pack)
-    eval_rows = {
-        name: packed(
-            encode(some, objective, tally, options, name), options, options.stage, options.cutoff_len, is_eval=True
-        )
-        for name, some in sets.eval.items()
-    }
+    rows, sample, where = training_rows(sets, objective, config, tally, options)
+    notes += ahead_notes(options) if sets.train.stays else []
+    eval_rows = {name: evaluation_rows(some, name, objective, tally, options) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
         tally.merge(rows.counted())
         raise UserError(nothing_to_learn(tally, options))
-    longest = max((length for some in (sample, *eval_rows.values()) for length in some.sequence_lengths), default=0)
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
-    look_at = getattr(objective, "look_at", None)  # an objective of a plugin need not know of it
-    notes += look_at(sample, steps.rows_per_step) if look_at is not None and trains(options) else []
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
-    problems = check_context(config, longest) + check_curve(options, steps.max_steps)
+    look_at = getattr(objective, "look_at", None)  # an objective of a plugin need not know of it
+    notes += look_at(sample, steps.rows_per_step) if look_at is not None and trains(options) else []
+    problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.max_steps)
     problems += check_deciding_metric(options, getattr(objective, "metrics", None), eval_rows)
-    largest = max((length for some in (sample, *eval_rows.values()) for length in some.lengths), default=0)
-    problems += check_budget(options.max_tokens_per_batch, largest)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
+
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
     fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
@@ -136,6 +121,33 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
         raise UserError([*problems, *error.problems]) from error
     raise_if(problems)
     return sets
+
+
+def training_rows(
+    sets: DataSets, objective: Any, config: Any, tally: Tally, options: RunOptions
+) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
+    """The rows of the training set, those known before the first step, and where each comes from."""
+    if sets.train.stays:
+        late = encode_while_training(sets.train, objective, config, options)
+        return late, sample_of(late), Origins(sets.train, late, None)
+    plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
+    pack = partial(packed, options=options, stage=options.stage, capacity=options.cutoff_len)
+    rows = pack(plain)
+    return rows, rows, Origins(sets.train, plain, None if rows is plain else pack)
+
+
+def evaluation_rows(
+    examples: Sequence[Example], name: str, objective: Any, tally: Tally, options: RunOptions
+) -> RowSet[Row]:
+    rows = encode(examples, objective, tally, options, name)
+    return packed(rows, options, options.stage, options.cutoff_len, is_eval=True)
+
+
+def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions) -> list[Problem]:
+    """Problems of rows that the model's context, or the tokens of a micro-batch, cannot hold."""
+    longest = max((length for rows in sets for length in rows.sequence_lengths), default=0)
+    largest = max((length for rows in sets for length in rows.lengths), default=0)
+    return check_context(config, longest) + check_budget(options.max_tokens_per_batch, largest)
 
 
 def encode(
