@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from burnish import cli
 from burnish.app.export import _difference, export
 from burnish.app.modelfile import go_template
-from burnish.core.checkpoint import only_writer
 from burnish.core.errors import UserError
+from burnish.core.files import only_writer
 from burnish.core.options import Given
 from burnish.data.templates.table import table
 from small_run import make_model

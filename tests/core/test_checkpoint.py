@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from burnish.core import snapshot
-from burnish.core.checkpoint import Checkpoints, load, only_writer
+from burnish.core.checkpoint import Checkpoints, load
 from burnish.core.comparison import compare_with_checkpoint
 from burnish.core.errors import UserError
+from burnish.core.files import only_writer
 from burnish.core.loop import train
 from burnish.core.manifest import faults, write_manifest
 from burnish.core.snapshot import join, split
@@ -191,7 +192,7 @@ def test_of_several_versions_those_that_changed_are_said(tmp_path):
 def test_two_runs_cannot_write_into_one_folder(tmp_path):
     with only_writer(tmp_path):
         code = (
-            "import sys; from pathlib import Path; from burnish.core.checkpoint import only_writer\n"
+            "import sys; from pathlib import Path; from burnish.core.files import only_writer\n"
             "with only_writer(Path(sys.argv[1])): pass"
         )
         result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)

@@ -38,9 +38,10 @@ from burnish.app.rewards import begin_head
 from burnish.app.saving import PatientCheckpoints, status_of
 from burnish.app.spikes import train_on, watch_for_spikes
 from burnish.app.stall import StallWatch
-from burnish.core.checkpoint import Checkpoints, only_writer, output_folder
+from burnish.core.checkpoint import Checkpoints, output_folder
 from burnish.core.collection import collect_from_here
 from burnish.core.events import CallbackHandler
+from burnish.core.files import only_writer
 from burnish.core.loop import TrainOutput
 from burnish.core.patching import allows, patch_summary
 from burnish.core.protocols import Engine

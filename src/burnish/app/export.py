@@ -29,9 +29,8 @@ from burnish.app.modelfile import modelfile
 from burnish.app.options import RunOptions
 from burnish.app.plan import aliases
 from burnish.app.quantised_export import calibration, quantise_into
-from burnish.core.checkpoint import only_writer
 from burnish.core.errors import Problem, UserError
-from burnish.core.files import named_where_full
+from burnish.core.files import named_where_full, only_writer
 from burnish.core.options import Given, build, raise_if, specs
 from burnish.data.tally import Tally
 from burnish.data.templates.choose import check_template, fit_tokenizer, load_template

@@ -46,7 +46,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     set_training_mode(run, is_training=False)  # a schedule-free optimizer has other weights for use than for training
     if output is not None and (is_first or run.engine.is_sharded):
         with nothing_lost(run):
-            write_model(run, prepared, folder)
+            write_trained_model(run, prepared, folder)
     reports = Reports(run, is_of_model=output is not None)
     if output is not None and is_first:
         results |= {**output.metrics, "epoch": run.state.epoch}
@@ -75,7 +75,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     return results
 
 
-def write_model(run: Run, prepared: Prepared, folder: Path) -> None:
+def write_trained_model(run: Run, prepared: Prepared, folder: Path) -> None:
     """Write the model or the adapter, with its tokenizer and what its objective adds. Of a sharded model all ranks call
     this, and the first one writes."""
     held, engine = run.parts["model"].held, run.engine

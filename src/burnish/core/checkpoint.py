@@ -9,21 +9,19 @@ In:  parts by name, a step number, the fingerprints of what the run depends on.
 Out: ``output_dir/checkpoint-<step>/`` with ``model.safetensors`` (or ``adapter_model.safetensors``),
      ``trainer_state.json``, ``<part>.safetensors`` and ``<part>.json``, ``manifest.json``.
      A part of which each rank holds a stretch is written by all of them (``core/pieces.py``), and whole or not at all.
-Refuses: a damaged checkpoint, a second writer in the same folder; one of another run (``comparison.py``).
+Refuses: a damaged checkpoint; one of another run (``comparison.py``). ``files.only_writer`` refuses a second writer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import re
-import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from torch.optim import Optimizer
 
 from burnish.core.errors import Problem, UserError
 from burnish.core.events import EVENTS, CallbackHandler
-from burnish.core.files import open_lock, remove
+from burnish.core.files import remove
 from burnish.core.json_files import write_json
 from burnish.core.manifest import faults, flush_folders, write_manifest
 from burnish.core.options import option
@@ -54,7 +52,6 @@ CHECKPOINT_PREFIX = "checkpoint"
 COPIED = Reason("optimizer", "an update waits until a checkpoint under way has copied the weights")
 _NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
 _TEMPORARY = ".incomplete-"
-_LOCK = ".lock"
 
 
 @dataclass
@@ -85,6 +82,19 @@ def output_folder(options: CheckpointOptions) -> Path:
     """``output_dir``, without which no run is planned."""
     assert options.output_dir is not None
     return Path(options.output_dir)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A save that has begun: what this rank writes, and where."""
+
+    step: int
+    target: Path
+    temporary: Path
+    taken: Mapping[str, tuple[dict[str, Any], Any]]  # stem -> tensors and data
+    sharded: list[str]  # stems of which each rank writes its shard
+    copies_later: bool  # the tensors in ``taken`` are the run's own until the writer has copied them
+    best: str | None
 
 
 class Checkpoints:
@@ -153,40 +163,44 @@ class Checkpoints:
             self._has_copies.clear()
         elif self.rank == 0:
             self._add_extras(temporary)
-
-        def write() -> None:
-            if copies_later:
-                self._copy(tensors for tensors, _ in taken.values())
-            for stem in sharded:
-                path = temporary / shard_name(stem, self.rank, self.world_size)
-                write_shard(path, taken[stem][0], is_first=self.rank == 0)
-
-        def write_all() -> None:
-            write()
-            if copies_later:
-                self._add_extras(temporary)
-            for stem, (tensors, data) in taken.items():
-                _write_part(temporary, stem, {} if stem in sharded else tensors, data)
-            known = gather_reports(temporary, self.world_size) if sharded else {}
-            for stem in sharded:
-                write_index(temporary, stem, self.world_size)
-            write_manifest(temporary, step, self.fingerprints, known)
-            self._put_in_place(temporary, target)
-            self._rotate(keep={target.name, Path(best).name if best else ""})
-
-        def write_own() -> None:
-            with reporting(temporary, self.rank, [shard_name(stem, self.rank, self.world_size) for stem in sharded]):
-                write()
-
-        write_mine = write_all if self.rank == 0 else write_own
+        begun = _Begun(step, target, temporary, taken, sharded, copies_later, best)
+        write = partial(self._write_all if self.rank == 0 else self._write_own, begun)
         if self.in_background:
-            self._writer = threading.Thread(target=self._guarded, args=(write_mine,), name="burnish-checkpoint")
+            self._writer = threading.Thread(target=self._guarded, args=(write,), name="burnish-checkpoint")
             self._writer.start()
         else:
-            write_mine()
+            write()
         if self._is_heard("on_save"):
             self.wait()
         return target
+
+    def _write_all(self, begun: _Begun) -> None:
+        """Write the files of rank 0, wait for those of the others, and put the folder in its place."""
+        self._write_shards(begun)
+        if begun.copies_later:
+            self._add_extras(begun.temporary)
+        for stem, (tensors, data) in begun.taken.items():
+            _write_part(begun.temporary, stem, {} if stem in begun.sharded else tensors, data)
+        reported = gather_reports(begun.temporary, self.world_size) if begun.sharded else {}
+        for stem in begun.sharded:
+            write_index(begun.temporary, stem, self.world_size)
+        write_manifest(begun.temporary, begun.step, self.fingerprints, reported)
+        self._put_in_place(begun.temporary, begun.target)
+        self._rotate(keep={begun.target.name, Path(begun.best).name if begun.best else ""})
+
+    def _write_own(self, begun: _Begun) -> None:
+        """Write the shards of a rank that is not the first, and report them to it."""
+        names = [shard_name(stem, self.rank, self.world_size) for stem in begun.sharded]
+        with reporting(begun.temporary, self.rank, names):
+            self._write_shards(begun)
+
+    def _write_shards(self, begun: _Begun) -> None:
+        """Copy what the next update changes, and write this rank's shards."""
+        if begun.copies_later:
+            self._copy(tensors for tensors, _ in begun.taken.values())
+        for stem in begun.sharded:
+            path = begun.temporary / shard_name(stem, self.rank, self.world_size)
+            write_shard(path, begun.taken[stem][0], is_first=self.rank == 0)
 
     def _is_heard(self, event: str) -> bool:
         """Return whether a callback that was not written by burnish acts on ``event``."""
@@ -329,39 +343,6 @@ def load_part(folder: Path, part: Part) -> None:
 def load_state(folder: Path) -> TrainerState:
     """Read the state of the run at the time that ``folder`` was written."""
     return TrainerState.load_from_json(str(folder / "trainer_state.json"))
-
-
-@contextmanager
-def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
-    """Lock ``folder`` for this process. A folder made here is removed again if nothing is left in it.
-
-    Args:
-        traces: names of files that tell of an attempt, and go with such a folder where the run is refused.
-    Raises:
-        UserError: where another run holds it.
-    """
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    with open_lock(folder / _LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: the run that held it took it away just now
-        except BlockingIOError:
-            is_held = False
-        if not is_held:
-            what = "another run is writing into this folder."
-            raise UserError(what, where=str(folder), remedy="Wait for it to end, or name another folder.")
-        try:
-            yield
-        except BaseException as error:
-            leaves = {_LOCK, *(traces if isinstance(error, UserError) else ())}
-            with suppress(OSError):  # the folder may have gone, or be something else by now
-                if is_new and set(os.listdir(folder)) <= leaves:
-                    shutil.rmtree(folder)
-            raise
-        finally:
-            with suppress(OSError):
-                (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
 
 
 def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) -> None:

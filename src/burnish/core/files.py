@@ -1,19 +1,22 @@
-"""Files and folders as they lie on a disk: taken away without following links, and known for what they are."""
+"""Files and folders as they lie on a disk: taken away without following links, known for what they are,
+and a folder written by one run at a time."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from burnish.core.errors import NotSavedError, Problem
+from burnish.core.errors import NotSavedError, Problem, UserError
 
+_LOCK = ".lock"
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"), (stat.S_ISDIR, "a folder"),
@@ -87,6 +90,39 @@ def open_lock(path: Path) -> TextIO:
     if is_endless(path) or (path.is_symlink() and not path.is_dir()):
         path.unlink()
     return path.open("w", encoding="ascii")
+
+
+@contextmanager
+def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
+    """Lock ``folder`` for this process. A folder made here is removed again if nothing is left in it.
+
+    Args:
+        traces: names of files that tell of an attempt, and go with such a folder where the run is refused.
+    Raises:
+        UserError: where another run holds it.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_lock(folder / _LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: the run that held it took it away just now
+        except BlockingIOError:
+            is_held = False
+        if not is_held:
+            what = "another run is writing into this folder."
+            raise UserError(what, where=str(folder), remedy="Wait for it to end, or name another folder.")
+        try:
+            yield
+        except BaseException as error:
+            leaves = {_LOCK, *(traces if isinstance(error, UserError) else ())}
+            with suppress(OSError):  # the folder may have gone, or be something else by now
+                if is_new and set(os.listdir(folder)) <= leaves:
+                    shutil.rmtree(folder)
+            raise
+        finally:
+            with suppress(OSError):
+                (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
 
 
 def broken_link(path: Path) -> Path | None:

@@ -23,9 +23,9 @@ from burnish.app.assemble import keeping_plan
 from burnish.app.interrupt import InterruptCallback
 from burnish.app.spikes import watch_for_spikes
 from burnish.core import checkpoint
-from burnish.core.checkpoint import only_writer
 from burnish.core.comparison import compare_with_checkpoint
 from burnish.core.errors import UserError
+from burnish.core.files import only_writer
 from burnish.core.options import raise_if
 from burnish.core.patching import Reason, record, restore
 from burnish.core.protocols import Engine
