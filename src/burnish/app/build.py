@@ -341,19 +341,19 @@ def wants_prefix_sharing(objective: Any, model: Any, options: RunOptions, device
     return bool(wanted and allows is not None and allows(model))
 
 
-def load_dtype(options: RunOptions, engine: Any) -> Any:
+def load_dtype(options: RunOptions, engine: Engine) -> Any:
     """Weights that train are loaded as they are and raised to float32; others in the format they compute in."""
     if options.pure_bf16:
         return torch.bfloat16
     trains_all = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
-    return "auto" if trains_all or getattr(engine, "dtype", None) is None else engine.dtype
+    return "auto" if trains_all or engine.dtype is None else engine.dtype
 
 
-def trainable_dtype(options: RunOptions, model: Any, engine: Any) -> torch.dtype:
+def trainable_dtype(options: RunOptions, model: Any, engine: Engine) -> torch.dtype:
     """Format of the trained weights; in a run that only evaluates or predicts, that of the other weights."""
     if options.pure_bf16:
         return torch.bfloat16
     loaded: torch.dtype = next(model.parameters()).dtype
     if not trains(options):
-        return getattr(engine, "dtype", None) or loaded
+        return engine.dtype or loaded
     return loaded if keeps_load_precision(options) else torch.float32

@@ -73,7 +73,7 @@ def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, engine: E
         facts = {
             "burnish": burnish.__version__, "libraries": [version(name) for name in ("torch", "transformers")],
             "model": [type(model).__name__, model.config.to_json_string()], "patches": patch_summary(model),
-            "attention": model.config._attn_implementation, "format": str(getattr(engine, "dtype", None)),
+            "attention": model.config._attn_implementation, "format": str(engine.dtype),
             "device": engine.device.type, "rows": len(rows),
         }  # fmt: skip
         hashed.update(json.dumps(facts, sort_keys=True).encode())

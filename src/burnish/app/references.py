@@ -154,7 +154,7 @@ def _second(
         options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
         quantization_bit=options.ref_model_quantization_bit, train_from_scratch=False,
     )  # fmt: skip
-    dtype = getattr(engine, "dtype", None) or "auto"
+    dtype = engine.dtype or "auto"
     second: Any = load_model(asked, dtype=dtype, device=engine.device if asked.quantization_bit else None)
     for folder in adapter_folders(asked):
         load_adapter(second, folder)

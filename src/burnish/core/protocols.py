@@ -43,6 +43,10 @@ class Objective(Protocol):
         whose parameters the optimizer moves, and whose ``state_dict`` a checkpoint holds."""
         return model
 
+    def begin(self, module: nn.Module) -> None:
+        """Look at the module as the engine prepared it: once, before a checkpoint is loaded and a step is taken."""
+        return
+
     def expand(self, run: Running, group: Group) -> Iterator[Group]:
         """The groups that are trained on in place of ``group``: itself, or what was made of it (answers to its
         prompts). The cursor of all but the last is None: the stream moves on after the last of them."""
@@ -83,6 +87,7 @@ class Engine(Protocol):
     """Processes, devices and precision of a run."""
 
     device: torch.device
+    dtype: torch.dtype | None  # of the autocast around a forward pass; None for none
     rank: int
     world_size: int
     scales_loss: bool  # float16 with a loss scale that finds its own size: a skipped step is part of that

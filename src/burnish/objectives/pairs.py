@@ -111,6 +111,10 @@ class AnswersObjective(StageObjective):
         """The objective's own parts of a checkpoint."""
         return {} if self.reference is None else self.reference.parts
 
+    def begin(self, module: nn.Module) -> None:
+        if self.reference is not None:
+            self.reference.begin(module)
+
     def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
         """Take over how the model makes its logits. As ``LmObjective.fit``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)

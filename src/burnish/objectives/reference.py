@@ -24,6 +24,10 @@ class Reference(Protocol):
 
     parts: Mapping[str, Stateful]
 
+    def begin(self, module: nn.Module) -> None:
+        """Look at the policy as the engine prepared it, once; as ``Objective.begin``."""
+        return
+
     def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         """Inside it the module that gives the reference's numbers. Args: module: the policy, as the engine has it."""
         ...
@@ -41,7 +45,7 @@ def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-class AdapterOff:
+class AdapterOff(Reference):
     """The model without its adapter, where that is how the run began.
 
     Args:
@@ -60,7 +64,7 @@ class AdapterOff:
             yield module
 
 
-class AsItIs:
+class AsItIs(Reference):
     """The policy itself, for numbers that are computed before its first step."""
 
     parts: Mapping[str, Stateful] = {}
@@ -70,7 +74,7 @@ class AsItIs:
         yield module
 
 
-class StartOfRun:
+class StartOfRun(Reference):
     """The weights that training began with, put in the place of those that train: of a whole model a copy, of an
     adapter that is continued its size only. They follow from what the run loads at its start, so a resumed run has
     the same.
@@ -109,7 +113,7 @@ class StartOfRun:
         return self.held
 
 
-class StartInPieces:
+class StartInPieces(Reference):
     """The same where each rank holds a part of every weight (FSDP, ZeRO-3): it keeps a copy of its parts, and exchanges
     the numbers of both for the time of the reference's passes.
 
@@ -146,7 +150,7 @@ class StartInPieces:
                 other.copy_(kept)
 
 
-class SecondModel:
+class SecondModel(Reference):
     """A model of its own, frozen.
 
     Args:
@@ -183,7 +187,7 @@ class SecondModel:
         yield self.module
 
 
-class Following:
+class Following(Reference):
     """A reference that moves towards the policy every so many steps: ρ <- α π + (1 - α) ρ.  TR-DPO, Gorbatovski et al.
     2024, eq. 5, https://arxiv.org/abs/2404.09656
 

@@ -71,6 +71,9 @@ class PreferredObjective(TrainerObjective):
     def module(self, model: nn.Module) -> nn.Module:
         return self.made
 
+    def begin(self, module: nn.Module) -> None:
+        self.inner.begin(module)
+
     def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         ready: Sequence[Batch] = self.inner.ready(module, [blank_if_lent(batch) for batch in batches], engine)
         return ready
