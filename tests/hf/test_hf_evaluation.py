@@ -35,6 +35,7 @@ def test_the_metrics_are_those_of_transformers(tmp_path):
     _, ours = evaluated(tmp_path, trainer={"compute_metrics": accuracy})
     theirs = transformers.Trainer(Regression(1.5, 2.5), originals(tmp_path, per_device_eval_batch_size=3),
                                   eval_dataset=points(7), compute_metrics=accuracy).evaluate()  # fmt: skip
+    assert next(iter(ours)) == next(iter(theirs)) == "eval_loss"
     for name in ("eval_loss", "eval_near"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
 

@@ -190,6 +190,24 @@ def test_a_formatting_function_makes_the_text_whatever_the_columns_are_called(tm
     assert tokenizer().decode(row["input_ids"]) == "Add 1. ->ten " + tokenizer().eos_token
 
 
+def test_a_formatting_function_of_earlier_scripts_takes_a_batch_and_a_warning_says_it(tmp_path, caplog):
+    def older(batch):
+        return [f"{batch['prompt'][i]}->{batch['completion'][i]}" for i in range(len(batch["prompt"]))]
+
+    given = {"completion_only_loss": False}
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        logging.getLogger("transformers").addHandler(caplog.handler)
+        ours = make(tmp_path, PAIRS, trainer={"formatting_func": older}, **given).train_dataset
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    theirs = make(
+        tmp_path, PAIRS, trainer={"formatting_func": lambda row: f"{row['prompt']}->{row['completion']}"}, **given
+    ).train_dataset
+    assert ours["input_ids"] == theirs["input_ids"]
+    assert "takes a batch and returns its texts" in caplog.text
+    with pytest.raises(UserError, match=r"must return the text of the row that it is given\. Received: dict"):
+        make(tmp_path, PAIRS, trainer={"formatting_func": dict}, **given)
+
+
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_packs_hold_every_token_that_they_should(tmp_path, strategy):
     rows = make(tmp_path, TEXTS, packing=True, packing_strategy=strategy, max_length=16).train_dataset

@@ -496,6 +496,10 @@ def test_what_scripts_ask_a_trainer(tmp_path):
     assert len(trainer.get_learning_rates()) == 2
     assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
     assert trainer.accelerator.is_main_process
+    assert (trainer.deepspeed, trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (None, False, False)
+    teacher = torch.nn.Linear(1, 1)
+    trainer._move_model_to_device(teacher, trainer.args.device)
+    assert teacher.weight.device == trainer.args.device
 
 
 def test_a_model_card_is_written(tmp_path):

@@ -36,7 +36,9 @@ class EngineAccelerator:
         self.engine = engine
         self._trainer_log, self._trainer_save = trainer_log, trainer_save
         self.mixed_precision = mixed_precision
-        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None, num_processes=engine.world_size)
+        # What a script sets before it saves has no effect: save_model writes a whole model, checkpoints are in shards.
+        plugin = SimpleNamespace(set_state_dict_type=lambda *given: None) if engine.is_sharded else None
+        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=engine.world_size)
         self.parallelism_config = None
         self.sync_gradients = True
         # For scripts that read them here. burnish itself divides rows between processes, and accumulates: a step of

@@ -101,6 +101,7 @@ class Gathered:
             metrics[f"{prefix}_loss"] = loss / weight
         elif self.losses.get_arrays() is not None:
             metrics[f"{prefix}_loss"] = float(np.nan)
+        metrics = {name: metrics[name] for name in sorted(metrics, key=lambda name: not name.startswith(f"{prefix}_"))}
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         dataset = getattr(dataloader, "dataset", None)
         seen = self.engine.sum(torch.tensor(self.num_rows, device=self.engine.device))

@@ -24,7 +24,7 @@ logger = logging.get_logger("transformers.trainer")  # so that the verbosity a s
 _NEVER_CALLED = (
     "_clip_grad_norm", "_determine_best_metric", "_get_grad_norm", "_get_num_items_in_batch", "_init_training_state",
     "_inner_training_loop", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_move_model_to_device", "_prepare_for_training",
+    "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_prepare_for_training",
     "_run_epoch", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_track_num_input_tokens",
     "_update_auto_batch_size", "_wrap_model", "create_accelerator_and_postprocess", "get_batch_samples",
 )  # fmt: skip

@@ -42,7 +42,7 @@ from burnish.core.state import TrainerControl, TrainerState
 from burnish.core.types import Batch, Loss
 from burnish.engine.base import set_seed
 from burnish.engine.create import create_engine
-from burnish.engine.options import full_eval_dtype
+from burnish.engine.options import engine_name, full_eval_dtype
 from burnish.hf import card, evaluation, files, given, inspection, loaders, optimizer, reporting, search, training
 from burnish.hf.accelerator import EngineAccelerator
 from burnish.hf.arguments.training import TrainingArguments
@@ -165,7 +165,7 @@ class Trainer:
         asked = args.place_model_on_device
         self.place_model_on_device = not inspection.waits_for_its_device(model, args) if asked is None else asked
         if self.place_model_on_device and not getattr(model, "is_quantized", False):
-            model.to(self._engine.device)
+            self._move_model_to_device(model, self._engine.device)
         self.model_wrapped = model  # as the engine prepared it, once it has
         self.model_accepts_loss_kwargs = inspection.takes_loss_arguments(model)
         self.label_names = inspection.labels_of(model, args.label_names)
@@ -473,6 +473,10 @@ class Trainer:
         inputs = self._prepare_input(inputs)
         refuse_empty(inputs, self._signature_columns)
         return inputs
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model, or another one of a script, such as the teacher of a distillation."""
+        model.to(device)
 
     def _prepare_input(self, data: Any) -> Any:
         device = self._engine.device
@@ -882,6 +886,19 @@ class Trainer:
         """``trainer_state.json`` in ``output_dir``."""
         if self.is_world_process_zero():
             results.save_state(self.state, self.args.output_dir)
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's own engine around the model, once it trains; None where DeepSpeed is not asked for."""
+        return getattr(self._engine, "runner", None)
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        return engine_name(plain_options(self.args)) == "deepspeed"
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        return engine_name(plain_options(self.args)) == "fsdp"
 
     def is_local_process_zero(self) -> bool:
         return bool(self.args.local_process_index == 0)

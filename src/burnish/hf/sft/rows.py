@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from transformers.utils import logging
 
+from burnish.core.errors import UserError
 from burnish.core.sequences import shared_beginning
 from burnish.core.types import IGNORE_INDEX
 from burnish.data.batches.batching import pack
@@ -89,6 +90,12 @@ class Preparation:
         """Apply the formatting function, and convert ``messages`` to the form of chat templates."""
         if self.formatting_func is not None:
             function = Formatting(self.formatting_func, self.args.dataset_text_field)
+            function.takes_batches = formats_batches(self.formatting_func, first_row(dataset))
+            if function.takes_batches:
+                logger.warning(
+                    "`formatting_func` takes a batch and returns its texts, as earlier versions of TRL called it. "
+                    "Today it takes a row and returns its text."
+                )
             said = f"Applying formatting function to {name} dataset"
             dataset = self._mapped(dataset, function, said, drop=columns, batched=False)
             columns = column_names(dataset)
@@ -164,11 +171,35 @@ def _nothing_left(name: str) -> ValueError:
 
 @dataclass
 class Formatting:
-    function: Callable[[Any], str]
+    function: Callable[[Any], Any]
     field: str
+    takes_batches: bool = False
 
     def __call__(self, row: Any) -> dict[str, str]:
-        return {self.field: self.function(row)}
+        text = self.function(_in_batch(row))[0] if self.takes_batches else self.function(row)
+        if not isinstance(text, str):
+            what = f"formatting_func must return the text of the row that it is given. Received: {type(text).__name__}."
+            raise UserError(what)
+        return {self.field: text}
+
+
+def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
+    """Tell whether a ``formatting_func`` takes a batch and returns its texts: a row is nothing to it, a batch is."""
+    if isinstance(_returned(function, row), str):
+        return False
+    found = _returned(function, _in_batch(row))
+    return isinstance(found, list) and len(found) == 1 and isinstance(found[0], str)
+
+
+def _returned(function: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return function(given)
+    except Exception:  # a script's own, of any kind; it is raised when the set is made
+        return None
+
+
+def _in_batch(row: Any) -> dict[str, list[Any]]:
+    return {name: [value] for name, value in row.items()}
 
 
 @dataclass
