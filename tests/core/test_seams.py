@@ -1,5 +1,5 @@
 """An objective may do more than a loss: look at a whole step, make groups of a group, count metrics by themselves,
-train modules of its own. Each through the loop."""
+train modules of its own, take rows with pictures. Each through the loop."""
 
 import dataclasses
 
@@ -12,6 +12,7 @@ from burnish.core.loop import evaluate, train
 from burnish.core.meter import Totals
 from burnish.core.modes import evaluating
 from burnish.core.types import Loss, Sum
+from burnish.data.batches.stream import RowStream, StepPartition
 from toy import Regression, RegressionObjective, make_run, same, weights
 
 
@@ -157,3 +158,37 @@ def test_a_module_of_the_objective_is_trained_saved_and_loaded(tmp_path):
     again, _ = make_run(tmp_path, model=Headed().module(Regression(0.0)))
     load(tmp_path / "checkpoint-3", again.parts)
     assert same(weights(run), weights(again))
+
+
+class WithPictures(RegressionObjective):
+    """A row is (inputs, label, picture); a picture is a tensor of as many patches (patches, 4) as it has."""
+
+    def collate(self, rows):
+        pictures = [picture for *_, picture in rows]
+        return {
+            **super().collate(rows), "patches": torch.cat(pictures),
+            "num_patches": torch.tensor([len(picture) for picture in pictures]),
+        }  # fmt: skip
+
+    def loss(self, model, batch):
+        each = batch["patches"].split(batch["num_patches"].tolist())
+        seen = torch.stack([patches.mean(0) for patches in each])
+        return super().loss(model, {**batch, "input_ids": batch["input_ids"] + seen})
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
+def test_a_row_may_hold_tensors_of_a_shape_of_its_own(tmp_path, batch_size, accumulation):
+    pictures = [torch.full((1 + index % 3, 4), index / 22) for index in range(22)]
+    with_pictures = [(*row, picture) for row, picture in zip(toy.rows(), pictures, strict=True)]
+    summed = [(inputs + picture.mean(0), label) for inputs, label, picture in with_pictures]
+    found = []
+    for items, objective, cut in (
+        (with_pictures, WithPictures(), (batch_size, accumulation)), (summed, RegressionObjective(), (4, 1))
+    ):  # fmt: skip
+        run, options = make_run(tmp_path, dropout=0.0, max_steps=4)
+        run.objective = objective
+        run.stream = RowStream(items, objective.collate, StepPartition(*cut), seed=42, options=options)
+        train(run, options)
+        found.append(weights(run))
+    for name, weight in found[1].items():
+        torch.testing.assert_close(found[0][name], weight)

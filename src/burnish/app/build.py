@@ -31,7 +31,7 @@ from burnish.app.interrupt import InterruptCallback
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.prepare import Prepared, prepare
-from burnish.app.references import ask_beforehand, reference_of, with_others_of_the_step, with_place_for_numbers
+from burnish.app.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.app.resources import counts_of, formats_in, formats_in_words, loaded_dtype
 from burnish.app.resume import accumulation_for, resume, start_of
 from burnish.app.rewards import begin_head
@@ -66,6 +66,7 @@ from burnish.models.quantize import quantisation_of
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
+from burnish.objectives.base import StageObjective
 from burnish.objectives.preference_options import PREFERENCE_STAGES
 from burnish.ops.gpu.kernels import ask_for_kernels, kernel_notes
 from burnish.ops.probe import Fitted
@@ -190,8 +191,8 @@ def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None
         note(sentence)
 
     said = begin_head(objective, options, engine)
-    objective.reference, more = reference_of(objective, model, adapter, engine, options, fitted.is_padding_free)
-    for sentence in (*said, *more):
+    said += begin_reference(objective, model, adapter, engine, options, fitted.is_padding_free)
+    for sentence in said:
         note(sentence)
     trained = [*model.named_parameters(), *objective.own_parameters()]
     accumulation = accumulation_for(found, options, engine.world_size)
@@ -296,7 +297,9 @@ def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: 
     tokenizer.save_pretrained(target)
 
 
-def fit_objective(objective: Any, model: Any, tokenizer: Any, options: RunOptions) -> tuple[Fitted, list[str]]:
+def fit_objective(
+    objective: StageObjective, model: Any, tokenizer: Any, options: RunOptions
+) -> tuple[Fitted, list[str]]:
     """Choose between flat and padded batches, and find the way through layers and head.
 
     Returns:
@@ -332,13 +335,12 @@ def wants_padding_free(options: RunOptions) -> bool:
     return bool(options.padding_free or packs_rows(options, options.stage))
 
 
-def wants_prefix_sharing(objective: Any, model: Any, options: RunOptions, device: torch.device) -> bool:
+def wants_prefix_sharing(objective: StageObjective, model: Any, options: RunOptions, device: torch.device) -> bool:
     """Tell whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it.
     ``model`` need have no weights."""
     is_usual = device.type == "cpu" and not options.torch_compile
     wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
-    allows = getattr(objective, "allows_prefix_sharing", None)  # an objective of a plugin need not know of it
-    return bool(wanted and allows is not None and allows(model))
+    return bool(wanted and objective.allows_prefix_sharing(model))
 
 
 def load_dtype(options: RunOptions, engine: Engine) -> Any:

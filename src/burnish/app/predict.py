@@ -27,6 +27,7 @@ from burnish.app.checks import may_run_ahead
 from burnish.app.metrics import scores
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
+from burnish.app.prepare import Prepared
 from burnish.core.loop import set_training_mode
 from burnish.core.meter import Clock
 from burnish.core.protocols import Engine
@@ -57,7 +58,7 @@ class Question:
     label: list[int]
 
 
-def predict_all(run: Run, prepared: Any, plan: Plan) -> dict[str, float]:
+def predict_all(run: Run, prepared: Prepared, plan: Plan) -> dict[str, float]:
     """Predict every evaluation set. Returns the metrics, which rank 0 also writes.
 
     Args:
@@ -87,7 +88,7 @@ def predict_all(run: Run, prepared: Any, plan: Plan) -> dict[str, float]:
 
 
 def predict(
-    run: Run, prepared: Any, options: RunOptions, examples: Sequence[Example], name: str, folder: Path
+    run: Run, prepared: Prepared, options: RunOptions, examples: Sequence[Example], name: str, folder: Path
 ) -> dict[str, float]:
     """Predict one set: questions, answers, scores."""
     clock = Clock()

@@ -39,7 +39,7 @@ from burnish.models.check import check_model
 from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
-from burnish.objectives.base import OBJECTIVES
+from burnish.objectives.base import OBJECTIVES, StageObjective
 
 LOOKED_AT = 256
 """Number of rows encoded before the first step, for a set that is encoded while the loop runs."""
@@ -52,7 +52,7 @@ class Prepared:
     tokenizer: Any
     template: Template
     config: Any
-    objective: Any
+    objective: StageObjective
     rows: RowSet[Row | None]  # None where an example gives no row, which is found while the loop runs
     sample: RowSet[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
     eval_rows: Mapping[str, RowSet[Row]]
@@ -92,10 +92,9 @@ def prepare(plan: Plan) -> Prepared:
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
-    look_at = getattr(objective, "look_at", None)  # an objective of a plugin need not know of it
-    notes += look_at(sample, steps.rows_per_step) if look_at is not None and trains(options) else []
+    notes += objective.look_at(sample, steps.rows_per_step) if trains(options) else []
     problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.max_steps)
-    problems += check_deciding_metric(options, getattr(objective, "metrics", None), eval_rows)
+    problems += check_deciding_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
 
@@ -124,7 +123,7 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
 
 
 def training_rows(
-    sets: DataSets, objective: Any, config: Any, tally: Tally, options: RunOptions
+    sets: DataSets, objective: StageObjective, config: Any, tally: Tally, options: RunOptions
 ) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
     """The rows of the training set, those known before the first step, and where each comes from."""
     if sets.train.stays:
@@ -137,7 +136,7 @@ def training_rows(
 
 
 def evaluation_rows(
-    examples: Sequence[Example], name: str, objective: Any, tally: Tally, options: RunOptions
+    examples: Sequence[Example], name: str, objective: StageObjective, tally: Tally, options: RunOptions
 ) -> RowSet[Row]:
     rows = encode(examples, objective, tally, options, name)
     return packed(rows, options, options.stage, options.cutoff_len, is_eval=True)
@@ -151,8 +150,8 @@ def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions)
 
 
 def encode(
-    examples: Sequence[Example], objective: Any, tally: Tally, options: RunOptions, eval_name: str | None = None,
-    data: str | None = None,
+    examples: Sequence[Example], objective: StageObjective, tally: Tally, options: RunOptions,
+    eval_name: str | None = None, data: str | None = None,
 ) -> RowSet[Row]:  # fmt: skip
     """Encode a set.
 
@@ -173,7 +172,7 @@ def encode(
     )
 
 
-def encode_while_training(examples: Examples, objective: Any, config: Any, options: RunOptions) -> AheadRows:
+def encode_while_training(examples: Examples, objective: StageObjective, config: Any, options: RunOptions) -> AheadRows:
     """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when the
     loop uses it."""
 

@@ -37,6 +37,7 @@ from burnish.models.attention_choice import asked_attention
 from burnish.models.fused import patch_forwards
 from burnish.models.load import load_model
 from burnish.models.source import adapter_folders
+from burnish.objectives.base import StageObjective
 from burnish.objectives.kto import KtoObjective
 from burnish.objectives.pairs import AnswersObjective
 from burnish.objectives.reference import (
@@ -52,16 +53,25 @@ from burnish.objectives.reference import (
 from burnish.ops.probe import causal_lm, shares_prefixes
 
 
-def reference_of(
-    objective: Any, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions, is_padding_free: bool
-) -> tuple[Reference | None, list[str]]:  # fmt: skip
-    """The reference of a run, and what a person should know of it.
+def begin_reference(
+    objective: StageObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
+    is_padding_free: bool,
+) -> list[str]:  # fmt: skip
+    """Give the objective the reference that it is compared with, if any; what a person should know of it.
 
     Args:
         is_padding_free: whether sequences lie end to end in the batches, which the reference reads too.
     """
-    if not needs_reference(objective):
-        return None, []
+    if not isinstance(objective, AnswersObjective) or not objective.needs_reference:
+        return []
+    objective.reference, sentences = _reference_of(objective, model, adapter, engine, options, is_padding_free)
+    return sentences
+
+
+def _reference_of(
+    objective: AnswersObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
+    is_padding_free: bool,
+) -> tuple[Reference, list[str]]:  # fmt: skip
     if options.ref_model is not None:
         second = SecondModel(_second(objective, model, engine, options, is_padding_free))
         sentence = f"The reference is {options.ref_model}, a second model in memory."
@@ -120,7 +130,8 @@ def ask_beforehand(run: Run, prepared: Prepared, options: RunOptions) -> list[st
     return said
 
 
-def needs_reference(objective: Any) -> bool:
+def needs_reference(objective: StageObjective) -> bool:
+    """Return whether the loss compares with a reference."""
     return isinstance(objective, AnswersObjective) and objective.needs_reference
 
 

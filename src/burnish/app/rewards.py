@@ -14,7 +14,7 @@ from torch import nn
 from burnish.app.checks import trains
 from burnish.app.options import RunOptions
 from burnish.core.errors import UserError
-from burnish.core.protocols import Engine
+from burnish.core.protocols import Engine, Objective
 from burnish.models.reward_files import (
     OLD_VALUE_HEAD,
     VALUE_HEAD,
@@ -24,10 +24,11 @@ from burnish.models.reward_files import (
     write_value_head,
 )
 from burnish.models.source import adapter_folders, find_source
+from burnish.objectives.base import StageObjective
 from burnish.objectives.reward import BIAS, RewardObjective, ValueHead
 
 
-def begin_head(objective: Any, options: RunOptions, engine: Engine) -> list[str]:
+def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -> list[str]:
     """Give the objective the head that the run begins with; what a person should know of it."""
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
         return []
@@ -71,7 +72,7 @@ def head_folders(options: RunOptions) -> list[Path]:
 
 
 def save_head(
-    objective: Any, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
+    objective: Objective, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
 ) -> None:
     """Write the head of what was saved in ``folder``, so that its owner's readers find it. All ranks call it."""
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):

@@ -119,7 +119,7 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
         if not is_last:
             run.callbacks.fire("on_substep_end")
 
-    loss = sum_of([loss.total.detach() for loss in losses]) / divisor
+    loss = sum_of([each.total.detach() for each in losses]) / divisor
     norm = engine.clip(trainable(run), options.max_grad_norm)
     run.callbacks.fire("on_pre_optimizer_step")
     is_applied = engine.step(run.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
@@ -131,7 +131,7 @@ def take_step(run: Run, group: Group, options: LoopChoices) -> None:
     run.stream.advance(group)
     run.state.global_step += 1
     run.state.epoch = group.epoch
-    meter.add_step(loss, weight, joined_by_name([loss.sums for loss in losses]), norm, learning_rate, group.items)
+    meter.add_step(loss, weight, joined_by_name([each.sums for each in losses]), norm, learning_rate, group.items)
     meter.add_rows(group.num_rows, group.num_tokens)
     run.watch(engine, run.state.global_step, group, loss, norm)
     if not is_applied:

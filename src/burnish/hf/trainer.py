@@ -197,11 +197,11 @@ class Trainer:
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
-        """Add an object, or an object of a class."""
+        """Add a callback: an object, or a class, of which one is made."""
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove an object, or the first of a class, and return it; None where there is none."""
+        """Remove a callback, or the first of a class, and return it; None where there is none."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -211,7 +211,7 @@ class Trainer:
         self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **details)
 
     def end(self) -> None:
-        """At the very end of a script: leave the group of processes."""
+        """Leave the group of processes, at the very end of a script."""
         self.accelerator.end_training()
 
     # --- training: training.py, app/assemble.py, core/loop.py ---------------------------------------------------------
@@ -247,7 +247,7 @@ class Trainer:
         return output
 
     def _write_at_the_end(self) -> None:
-        """Nothing more: a checkpoint or ``save_model`` has the model."""
+        """Write what belongs beside a trained model: here nothing, a subclass may have a card."""
 
     def _begin(self, trial: Any) -> None:
         """A fresh model, optimizer and schedule where there is a ``model_init``; the values of a trial."""
@@ -459,11 +459,11 @@ class Trainer:
         return bool(is_usual if wanted is None else wanted) and self.neftune_noise_alpha is None
 
     def _flat(self, inputs: Batch) -> Batch | None:
-        """The micro-batch laid flat, without tokens that no loss depends on; None where it has to stay as it is."""
+        """The micro-batch without padding and without tokens that no loss depends on; None where it has to stay."""
         return shared_prefixes_of(inputs) if self._fitted().shares_prefixes else None
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Around a forward pass: the autocast of the run."""
+        """The context of a forward pass: the autocast of the run."""
         return self._engine.precision()
 
     autocast_smart_context_manager = compute_loss_context_manager
@@ -580,7 +580,7 @@ class Trainer:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """One batch without gradients.
+        """Predict one batch, without gradients.
 
         Returns:
             () the mean loss or None, the logits or None, the labels or None; tuples where there are several.
@@ -611,7 +611,7 @@ class Trainer:
         return metrics
 
     def _model_for_evaluation(self) -> nn.Module:
-        """Without dropout; in half precision where that is asked for, outside of training only."""
+        """The model without dropout; in half precision where that is asked for, outside of training only."""
         model, dtype = self.model_wrapped, full_eval_dtype(self.args)
         if not self.is_in_train and dtype is not None:
             model = model.to(dtype=dtype, device=self._engine.device)
@@ -719,12 +719,12 @@ class Trainer:
     # --- optimizer and schedule: optimizer.py, optim/ -----------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Both. Override it, or either of the two it calls."""
+        """Make both. Override it, or either of the two it calls."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps, self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The optimizer, unless there is one."""
+        """Make the optimizer, unless there is one."""
         if self.optimizer is not None:
             return self.optimizer
         model = self.model if model is None else model
@@ -756,7 +756,7 @@ class Trainer:
         return kind, arguments
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule, unless there is one."""
+        """Make the schedule, unless there is one."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             peak = optimizer.defaults.get("lr", self.args.learning_rate)
@@ -812,7 +812,7 @@ class Trainer:
             self._push_from_checkpoint(str(folder))
 
     def _save_now(self) -> str:
-        """A checkpoint at the step at which the run stands. Returns its folder."""
+        """Save a checkpoint at the step at which the run stands. Returns its folder."""
         if self._run is None:
             raise RuntimeError("There is no run to save: accelerator.save_state() belongs into a training.")
         loop.save(self._run)
@@ -839,7 +839,7 @@ class Trainer:
     # --- words: reporting.py, report/results.py -----------------------------------------------------------------------
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Into ``state.log_history`` and to every callback. Override it to add or change values.
+        """Append ``logs`` to ``state.log_history``, and tell every callback. Override it to add or change values.
 
         Args:
             start_time: of the training under way, for tokens per second where tokens are counted.
@@ -865,7 +865,7 @@ class Trainer:
             self.log(values)
 
     def _finalize_training(self, summary: dict[str, Any]) -> None:
-        """Memory into the summary. transformers' tracker knows the stage by the name of the function that calls it."""
+        """Add the memory to the summary. transformers' tracker knows the stage by the name of its caller."""
         self._memory_tracker.stop_and_update_metrics(summary)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -878,12 +878,12 @@ class Trainer:
             print(results.format_metrics(split, metrics))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """``<split>_results.json`` and, where ``combined``, ``all_results.json``."""
+        """Write ``<split>_results.json`` and, where ``combined``, ``all_results.json``."""
         if self.is_world_process_zero():
             results.save_metrics(split, metrics, self.args.output_dir, combined)
 
     def save_state(self) -> None:
-        """``trainer_state.json`` in ``output_dir``."""
+        """Write ``trainer_state.json`` into ``output_dir``."""
         if self.is_world_process_zero():
             results.save_state(self.state, self.args.output_dir)
 
@@ -914,7 +914,7 @@ class Trainer:
         finetuned_from: str | None = None, tasks: Any = None, dataset_tags: Any = None, dataset: Any = None,
         dataset_args: Any = None,
     ) -> None:  # fmt: skip
-        """``README.md`` in ``output_dir``, in the hub's form."""
+        """Write ``README.md`` into ``output_dir``, in the hub's form."""
         said = {"language": language, "license": license, "tags": tags, "model_name": model_name,
                 "finetuned_from": finetuned_from, "tasks": tasks, "dataset_tags": dataset_tags, "dataset": dataset,
                 "dataset_args": dataset_args}  # fmt: skip
@@ -997,7 +997,7 @@ class Trainer:
         return search.fresh_model(self.model_init, trial)
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """The values of this trial into the arguments."""
+        """Put the values of this trial into the arguments."""
         self._trial = trial
         if self._search is not None and trial is not None:
             self._search.take_values(trial, self.args)
@@ -1010,6 +1010,6 @@ class Trainer:
             state.trial_params = getattr(self._trial, "params", self._trial)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """An evaluation's objective to the trial, which may be given up for it."""
+        """Report an evaluation's objective to the trial, which may be given up for it."""
         if self._search is not None and trial is not None:
             self._search.report(trial, step, metrics, give_up=lambda: self._tell("on_train_end"))

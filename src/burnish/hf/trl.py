@@ -37,14 +37,14 @@ class TrlTrainer(Trainer):
         self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
 
     def _write_at_the_end(self) -> None:
-        """The model's card, where anything is saved."""
+        """Write the model's card, where anything is saved."""
         if self.args.save_strategy != "no":
             self.create_model_card()
 
     def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any
     ) -> None:
-        """``README.md`` in ``output_dir``; the arguments are TRL's, and those of the Trainer's by their names."""
+        """Write ``README.md`` into ``output_dir``; TRL's arguments, and those of the Trainer's by their names."""
         given = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
         super().create_model_card(**{name: value for name, value in given.items() if value is not None})
 

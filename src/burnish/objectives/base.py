@@ -5,6 +5,7 @@ A member is a class ``(options, template, tokenizer) -> Objective``. A run calls
     objective.encode(examples, tally)   rows, before a weight is read
     objective.fit(fitted, collate)      takes over what the model can do; sentences for the user
     objective.module(model)             the model and its loss as one module, for the engine to wrap
+    objective.begin(module)             the same as the engine prepared it
     objective.collate(rows)             a micro-batch
     objective.expand(run, group)        the groups that are trained on in place of one: answers to prompts
     objective.ready(module, batches)    adds to batches what depends on the whole step, before its first micro-batch
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
+
+from torch import nn
 
 from burnish.core.protocols import Objective
 from burnish.core.registry import Registry
@@ -47,10 +50,19 @@ class StageObjective(Objective, Protocol):
         """A text that changes whenever the rows of the same examples would change."""
         return f"{type(self).__name__} {self.template.fingerprint}"
 
+    @property
+    def metrics(self) -> Sequence[str] | None:
+        """Names of the metrics of an evaluation; None where they are not known beforehand."""
+        return None
+
     def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]: ...
     def look_at(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """Remarks on the training rows. Raises UserError where nothing can be learned from them."""
         return []
+
+    def allows_prefix_sharing(self, model: nn.Module) -> bool:
+        """Tell whether tokens that no loss depends on may be left out. Args: model: need have no weights."""
+        return False
 
     def fit(self, fitted: Fitted, collate: Collate) -> list[str]: ...
 
