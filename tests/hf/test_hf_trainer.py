@@ -14,6 +14,7 @@ from transformers import DataCollatorWithPadding, default_data_collator
 
 from burnish import Trainer, TrainingArguments
 from burnish.hf import reporting
+from burnish.hf.elsewhere import ELSEWHERE
 from hf_toy import (
     Regression,
     arguments,
@@ -481,6 +482,17 @@ def test_metrics_are_printed_and_kept(tmp_path, capsys):
     assert json.loads((tmp_path / "train_results.json").read_text())["train_loss"] == metrics["train_loss"]
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
     assert trainer.metrics_format({"train_runtime": 61.0})["train_runtime"] == "0:01:01.00"
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, "Trainers"])
+def test_a_name_that_is_elsewhere_is_refused_with_its_place(name):
+    with pytest.raises(ImportError, match=name) as refused:
+        exec(f"from burnish import {name}")  # as a script writes it
+    said = str(refused.value)
+    assert "{" not in said
+    assert name == "Trainers" or "cannot import name" not in said
+    library = next((library for library in ("transformers", "peft") if f"import from {library}." in said), None)
+    assert library is None or hasattr(importlib.import_module(library), name)
 
 
 def test_what_scripts_ask_a_trainer(tmp_path):
