@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from burnish.app.launch import STALLED
 from burnish.core.events import TrainerCallback
+from burnish.core.state import TrainerControl, TrainerState
 from burnish.report.console import FAILURE_FILE
 
 
@@ -28,15 +29,15 @@ class StallWatch(TrainerCallback):
         self.timeout_s = timeout_s
         self._file: TextIO | None = None
 
-    def _beat(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def _beat(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=self._file or sys.stderr)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._file is None and FAILURE_FILE in os.environ:
             self._file = open(os.environ[FAILURE_FILE] + STALLED, "w", encoding="utf-8")  # noqa: SIM115 - for good
         self._beat(args, state, control)
 
     on_step_begin = on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = _beat
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -28,7 +28,7 @@ from burnish.report.pace import Pace, clock_time
 from burnish.report.results import write_whole
 
 if TYPE_CHECKING:
-    from burnish.core.state import TrainerState
+    from burnish.core.state import TrainerControl, TrainerState
 
 LOG_NAME = "trainer_log.jsonl"
 
@@ -47,7 +47,7 @@ class JsonlCallback(TrainerCallback):
         self._row_s, self._row_step = 0.0, 0  # of the last row
         self._waiting: list[str] = []
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self._is_training = True
@@ -56,7 +56,7 @@ class JsonlCallback(TrainerCallback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept_rows(self.path, state.global_step)))
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not self._is_training or not logs:
             return
         row = {**row_of(logs, state, self.pace), **self._beside(logs, state.global_step)}
@@ -82,7 +82,7 @@ class JsonlCallback(TrainerCallback):
         found["memory_bytes"] = memory_bytes()
         return found | {name: logs[name] for name in ("grad_norm", "waiting") if logs.get(name) is not None}
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = False
 
 

@@ -27,6 +27,7 @@ from burnish.core.events import TrainerCallback
 from burnish.core.options import option
 from burnish.core.patching import Reason, patch
 from burnish.core.run import Run
+from burnish.core.state import TrainerControl, TrainerState
 from burnish.report.console import note
 
 TRACE, TABLE = "trace.json.gz", "steps.txt"
@@ -140,7 +141,7 @@ class ProfileCallback(TrainerCallback):
     def is_timed(self) -> bool:
         return WARM_UP < self.begun <= WARM_UP + self.num_steps
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.begun += 1
         self.clock.is_on = self.is_timed
         if self.begun == WARM_UP + self.num_steps + 1:
@@ -152,7 +153,7 @@ class ProfileCallback(TrainerCallback):
             self.between_s += now - self.moment if self.begun > WARM_UP + 1 else 0.0
             self.moment = now
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.is_timed:
             now = self.clock.now()
             self.step_s += now - self.moment
@@ -163,7 +164,7 @@ class ProfileCallback(TrainerCallback):
             self._write(state.global_step)
             self.trace = None
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         needed = WARM_UP + self.num_steps + 1
         if self.begun < needed:
             note(f"Nothing was profiled: that takes {needed} steps, and this run had {self.begun}.")

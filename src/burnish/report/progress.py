@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-    from burnish.core.state import TrainerState
+    from burnish.core.state import TrainerControl, TrainerState
 
 TRAIN_LINES = 16
 EVAL_LINES = 8
@@ -77,7 +77,7 @@ class ProgressCallback(TrainerCallback):
         self.seen = Seen()
         self._is_training = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self.pace.start(state.global_step, state.num_input_tokens_seen)
@@ -90,22 +90,22 @@ class ProgressCallback(TrainerCallback):
         if console.is_terminal():
             console.begin_live(_LiveLine(self.seen, self.pace))
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_training and not self._stretch_has_begun:
             self._stretch_has_begun = True
             self.pace.begin_stretch(state.num_input_tokens_seen)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seen.step, self.seen.max_steps = state.global_step, state.max_steps
         self.pace.end_step()
 
-    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.pace.leave_out()
 
-    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seen.eval_batches += 1
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if "skipped_steps" in logs:
@@ -124,7 +124,9 @@ class ProgressCallback(TrainerCallback):
         if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal above the live line
             console.note(seen.plain_line(self.pace))
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
         self.seen.eval_batches = 0
         self.pace.leave_out()
         if not state.is_world_process_zero or not metrics:
@@ -135,7 +137,7 @@ class ProgressCallback(TrainerCallback):
         if not self._is_training or self._eval_lines.is_due(state.global_step, state.max_steps):
             console.note(_eval_line(state, metrics))
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._is_training:
             return
         self._is_training = False
@@ -150,11 +152,11 @@ class PrinterCallback(TrainerCallback):
     def __init__(self, facts: RunFacts | None = None) -> None:
         self.facts = facts
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_local_process_zero:
             _print_facts(self.facts, state)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_local_process_zero or not logs:
             return
         words = (f"{k} {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in logs.items() if k != "total_flos")
