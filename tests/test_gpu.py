@@ -27,7 +27,7 @@ from burnish.ops.lora import Adapted, joint_projections, lora_linear
 from small_run import make_user
 from tiny_shapes import tiny
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.run, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ROUNDING = 4 * 2**-8
 LENGTHS = [5, 1, 140, 333]
 

@@ -23,7 +23,10 @@ from burnish.ops.gpu import kernels
 from burnish.ops.gpu.rotary import rotate, turned, turns_alike
 from tiny_models import tiny_model
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (pip install triton)")
+pytestmark = [
+    pytest.mark.run,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (pip install triton)"),
+]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs with TRITON_INTERPRET=1, in a process of its own")
 compiled = pytest.mark.skipif(IS_INTERPRETED, reason="runs without TRITON_INTERPRET=1")
