@@ -12,7 +12,7 @@ import transformers
 from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
-from burnish import Trainer, TrainingArguments
+from burnish import Trainer, TrainingArguments, UserError
 from burnish.hf import reporting
 from burnish.hf.elsewhere import ELSEWHERE
 from hf_toy import (
@@ -243,6 +243,25 @@ def test_a_model_that_returns_no_loss_is_refused_with_what_it_returned(tmp_path)
     rows = [{"x": row["x"]} for row in points()]
     with pytest.raises(ValueError, match="did not return a loss from the inputs, only the following keys: logits"):
         make_trainer(tmp_path, train=rows).train()
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_ids_and_labels_beyond_the_model_are_told_with_what_helps(tmp_path, is_evaluated):
+    def run(model, rows):
+        trainer = make_trainer(tmp_path, model=model, train=rows, trainer={"eval_dataset": rows})
+        trainer.evaluate() if is_evaluated else trainer.train()
+
+    words = [{"input_ids": [1, 2, 10_000], "labels": [1, 2, 3]}] * 4
+    with pytest.raises(UserError, match=r"input_ids must be below \d+, .*: 10000\.\n.*resize_token_embeddings"):
+        run(gpt2(), words)
+    with pytest.raises(UserError, match=r"labels must be below 3, .*num_labels\. Received: 5\.\n.*num_labels=6"):
+        run(bert(), [{"input_ids": [1, 2, 3], "labels": 5}] * 4)
+
+
+def test_a_dict_of_sets_is_refused_with_its_names(tmp_path):
+    rows = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"x": 1.0, "labels": 2.0}]), "test": None})
+    with pytest.raises(UserError, match=r"Received: a DatasetDict with train, test\.\n.*dataset\[\"train\"\]"):
+        make_trainer(tmp_path, train=rows)
 
 
 def test_a_sampling_that_burnish_does_not_have_is_refused_by_name(tmp_path):

@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from burnish.core.errors import UserError
 from burnish.hf import notes
 from burnish.hf.arguments.training import TrainingArguments
 
@@ -110,6 +111,10 @@ def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any,
 
 def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, compute_metrics: Any) -> None:
     """Refuse what the arguments ask for and the sets and functions cannot give."""
+    if isinstance(train_dataset, dict) and train_dataset and all(isinstance(name, str) for name in train_dataset):
+        names = ", ".join(train_dataset)
+        what = f"train_dataset must be one set of rows. Received: a {type(train_dataset).__name__} with {names}."
+        raise UserError(what, remedy=f'Hand one in: dataset["{next(iter(train_dataset))}"].')
     by_batch = compute_metrics if args.batch_eval_metrics else None
     if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
         raise ValueError(

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence, Sized
+import math
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ from burnish.core.errors import UserError
 from burnish.core.protocols import Objective
 from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric
 from burnish.hf.in_step import named_in
+from burnish.hf.inspection import base_model, is_causal_lm
 from burnish.hf.stream import Lent
 
 
@@ -108,6 +111,35 @@ def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
             "The batch received was empty, your model won't be able to train on it. Double-check that your "
             f"training dataset contains keys expected by the model: {','.join(columns or [])}."
         )
+
+
+@contextmanager
+def explaining_ids(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """Say in the block which ids or labels are beyond the model's, where torch says only that an index is.
+
+    Raises:
+        UserError: where ids or labels are; the error itself, where it is of another kind.
+    """
+    try:
+        yield
+    except IndexError as error:
+        inside: Any = base_model(model)
+        named, config = named_in(inputs), getattr(inside, "config", None)
+        embedding = inside.get_input_embeddings() if hasattr(inside, "get_input_embeddings") else None
+        if (largest := _largest(named.get("input_ids"))) >= (size := getattr(embedding, "num_embeddings", math.inf)):
+            what = f"input_ids must be below {size}, the rows of the model's embedding. Received: {largest}."
+            remedy = "After tokens were added: model.resize_token_embeddings(len(tokenizer))."
+            raise UserError(what, remedy=remedy) from error
+        labels, classes = named.get("labels"), getattr(config, "num_labels", math.inf)
+        if isinstance(labels, Tensor) and not is_causal_lm(model) and (largest := _largest(labels)) >= classes:
+            what = f"labels must be below {classes}, the model's num_labels. Received: {largest}."
+            remedy = f"Load the model with num_labels={largest + 1}, or number the classes from 0."
+            raise UserError(what, remedy=remedy) from error
+        raise
+
+
+def _largest(ids: Any) -> int:
+    return int(ids.max()) if isinstance(ids, Tensor) and ids.numel() and not ids.is_floating_point() else -1
 
 
 def refuse_no_loss(loss: Any) -> None:

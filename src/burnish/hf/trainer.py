@@ -55,6 +55,7 @@ from burnish.hf.loss import (
     StepUnderWay,
     TrainerObjective,
     accepting,
+    explaining_ids,
     loss_of,
     refuse_empty,
     refuse_no_loss,
@@ -374,7 +375,7 @@ class Trainer:
         self._step = StepUnderWay(weight)
         items = None if self._items(batch, weight) is None else weight
         run.state.total_flos += float(self.floating_point_ops(batch))
-        with run.engine.microbatch(run.model, last=is_last):
+        with run.engine.microbatch(run.model, last=is_last), explaining_ids(self.model, batch):
             value = accepting(self.training_step, "num_items_in_batch")(run.model, batch, num_items_in_batch=items)
         sums, self._step = self._step.sums, StepUnderWay()
         return Loss(without_gradient(value, self._engine.device) * (weight / run.engine.world_size), sums)
@@ -590,7 +591,7 @@ class Trainer:
         labels = evaluation.labels_in(inputs, self.label_names) if has_loss else None
         compute = accepting(self.compute_loss, "num_items_in_batch")
         loss = None
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad(), self.compute_loss_context_manager(), explaining_ids(self.model, inputs):
             if has_loss:
                 items = self._items(inputs, self._weight(inputs))
                 if prediction_loss_only and type(self).compute_loss is Trainer.compute_loss:
