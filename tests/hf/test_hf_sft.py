@@ -675,6 +675,12 @@ def test_a_set_that_is_not_prepared_must_have_its_masks_as_labels(tmp_path):
     assert len(logged(ready, "loss")) == 3
 
 
+def test_a_folder_without_a_model_is_refused_by_its_name(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match=f'model "{tmp_path}/modle" is no folder. Did you mean'):
+        make(tmp_path, TEXTS, model=f"{tmp_path}/modle")
+
+
 def test_a_set_with_a_transform_is_refused(tmp_path):
     rows = Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
     with pytest.raises(ValueError, match=r"with_transform.*skip_prepare_dataset.*trainer-ready"):

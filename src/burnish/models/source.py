@@ -63,11 +63,7 @@ def find_source(
     path = expanded(name)
     if path.is_dir():
         return ModelSource(str(path), path)
-    if path.exists():
-        raise UserError(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it.")
-    # ``gpt2`` and ``org/model`` may be ids of a hub; ``./model`` and ``a/b/c`` are paths.
-    if not _HUB_ID.match(name) or name.startswith(".") or not (uses_modelscope() or is_hub_id(name)):
-        raise UserError(_no_folder(name, option_name))
+    refuse_no_place(name, option_name)
     if uses_modelscope():
         folder = _modelscope_folder(name, options, option_name, with_weights)
         return ModelSource(str(folder), folder, has_weights=_is_whole(folder))
@@ -79,6 +75,18 @@ def find_source(
         is_path = "/" in name and Path(name).parent.is_dir()  # for org/model: there is a local folder "org"
         raise UserError(_no_folder(name, option_name) if is_path else nowhere)
     return ModelSource(name, None)
+
+
+def refuse_no_place(name: str, option_name: str) -> None:
+    """Refuse the name of a file, and a path where nothing is. Raises UserError."""
+    path = expanded(name)
+    if path.is_dir():
+        return
+    if path.exists():
+        raise UserError(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it.")
+    # ``gpt2`` and ``org/model`` may be ids of a hub; ``./model`` and ``a/b/c`` are paths.
+    if not _HUB_ID.match(name) or name.startswith(".") or not (uses_modelscope() or is_hub_id(name)):
+        raise UserError(_no_folder(name, option_name))
 
 
 def local_folder(name: str, options: ModelOptions, option_name: str, patterns: Sequence[str]) -> Path:

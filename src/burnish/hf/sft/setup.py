@@ -27,6 +27,7 @@ from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.core.json_files import read_object
 from burnish.hf.arguments.trl import TrlArguments
 from burnish.hf.inspection import is_peft_model
+from burnish.models.source import refuse_no_place
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -89,6 +90,7 @@ def load_named_model(name: str, args: TrlArguments, quantization_config: Any, sc
                 "it in only one place, preferably as a trainer argument."
             )
         given["quantization_config"] = quantization_config
+    refuse_no_place(name, "model")
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
         base = read_object(adapter).get("base_model_name_or_path")
