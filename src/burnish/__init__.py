@@ -43,16 +43,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
-    if not name.startswith("_") and (said := _elsewhere(name)):
+    if not name.startswith("_") and (said := import_module("burnish.elsewhere").place_of(name)):
         raise ImportError(said)  # an AttributeError would lose its words in ``from burnish import ...``
     raise AttributeError(f"module 'burnish' has no attribute {name!r}")
-
-
-def _elsewhere(name: str) -> str:
-    """Say where a name of transformers, TRL or peft is that a script asks for here; "" for any other."""
-    from burnish.hf.elsewhere import ELSEWHERE
-
-    return ELSEWHERE.get(name, "").replace("{name}", name)
 
 
 def __dir__() -> list[str]:

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
 from burnish import Trainer, TrainingArguments, UserError
+from burnish.elsewhere import ELSEWHERE
 from burnish.hf import reporting
-from burnish.hf.elsewhere import ELSEWHERE
 from hf_toy import (
     Regression,
     arguments,

@@ -34,3 +34,8 @@ ELSEWHERE = {
     ),
 }
 """Name -> sentence, with ``{name}`` in it."""
+
+
+def place_of(name: str) -> str:
+    """The sentence on a name of transformers, TRL or peft that a script asks for here; "" for any other."""
+    return ELSEWHERE.get(name, "").replace("{name}", name)
