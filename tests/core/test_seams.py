@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import toy
+from burnish.core.errors import UserError
 from burnish.core.loop import evaluate, train
 from burnish.core.meter import Totals
 from burnish.core.modes import evaluating
-from burnish.core.types import Loss, Sum
+from burnish.core.types import ContentPart, Loss, Message, Sum
 from burnish.data.batches.stream import RowStream, StepPartition
 from toy import Regression, RegressionObjective, make_run, same, weights
 
@@ -163,6 +164,12 @@ def test_a_module_of_the_objective_is_trained_saved_and_loaded(tmp_path):
 class WithPictures(RegressionObjective):
     """A row is (inputs, label, picture); a picture is a tensor of as many patches (patches, 4) as it has."""
 
+    def encode(self, rows, messages):
+        """The rows, each with the picture of its message, whose name is its number."""
+        numbers = [int(part.value) for message in messages for part in message.content if part.kind == "image"]
+        pictures = [torch.full((1 + number % 3, 4), number / 22) for number in numbers]
+        return [(*row, picture) for row, picture in zip(rows, pictures, strict=True)]
+
     def collate(self, rows):
         pictures = [picture for *_, picture in rows]
         return {
@@ -177,9 +184,11 @@ class WithPictures(RegressionObjective):
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
-def test_a_row_may_hold_tensors_of_a_shape_of_its_own(tmp_path, batch_size, accumulation):
-    pictures = [torch.full((1 + index % 3, 4), index / 22) for index in range(22)]
-    with_pictures = [(*row, picture) for row, picture in zip(toy.rows(), pictures, strict=True)]
+def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_path, batch_size, accumulation):
+    messages = [
+        Message("user", (ContentPart("text", "How many?"), ContentPart("image", str(number)))) for number in range(22)
+    ]
+    with_pictures = WithPictures().encode(toy.rows(), messages)
     summed = [(inputs + picture.mean(0), label) for inputs, label, picture in with_pictures]
     found = []
     for items, objective, cut in (
@@ -192,3 +201,10 @@ def test_a_row_may_hold_tensors_of_a_shape_of_its_own(tmp_path, batch_size, accu
         found.append(weights(run))
     for name, weight in found[1].items():
         torch.testing.assert_close(found[0][name], weight)
+
+
+def test_a_messages_content_is_text_or_parts_and_parts_that_are_no_text_are_refused_where_text_is_learned():
+    assert Message("user", "one two").text == "one two"
+    assert Message("user", (ContentPart("text", "one "), ContentPart("text", "two"))).text == "one two"
+    with pytest.raises(UserError, match="a message holds image, and text alone is learned here"):
+        _ = Message("user", (ContentPart("text", "one"), ContentPart("image", "1.png"))).text

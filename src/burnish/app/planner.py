@@ -168,7 +168,7 @@ def question_of(record: Example) -> dict[str, Any]:
     messages = record.messages
     asks = max((place for place, one in enumerate(messages) if one.role == "user"), default=None)
     if asks is not None:
-        before, user, behind = messages[:asks], messages[asks].content, messages[asks + 1 :]
+        before, user, behind = messages[:asks], messages[asks].text, messages[asks + 1 :]
     elif record.prompt is not None:
         before, user, behind = (), record.prompt, ()
     else:
@@ -181,7 +181,7 @@ def question_of(record: Example) -> dict[str, Any]:
 
 
 def _text(answer: Answer | None) -> str:
-    return answer if isinstance(answer, str) else "\n\n".join(one.content for one in answer or ())
+    return answer if isinstance(answer, str) else "\n\n".join(one.text for one in answer or ())
 
 
 def _in_chat_roles(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
@@ -189,7 +189,7 @@ def _in_chat_roles(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     waiting: list[str] = []
     for place, message in enumerate(messages):
         if message.role == "function":
-            found = json.loads(message.content)
+            found = json.loads(message.text)
             calls = found if isinstance(found, list) else [found]
             waiting = [f"call_{place}_{number}" for number in range(len(calls))]
             yield {"role": "assistant", "content": "", "tool_calls": [
@@ -198,6 +198,6 @@ def _in_chat_roles(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
                 for id, call in zip(waiting, calls, strict=True)
             ]}  # fmt: skip
         elif message.role == "observation":
-            yield {"role": "tool", "content": message.content, "tool_call_id": waiting.pop(0) if waiting else "call_0"}
+            yield {"role": "tool", "content": message.text, "tool_call_id": waiting.pop(0) if waiting else "call_0"}
         else:
-            yield {"role": message.role, "content": message.content}
+            yield {"role": message.role, "content": message.text}

@@ -152,7 +152,7 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
         else:
             prompt = template.prompt(example)
         is_start = ids[: len(prompt)] == prompt
-        label = ids[len(prompt) :] if is_start else template.form.encoder.plain(example.messages[-1].content)
+        label = ids[len(prompt) :] if is_start else template.form.encoder.plain(example.messages[-1].text)
         if prompt:
             found.append(Question(prompt, until_stop(label, stops)))
     return found

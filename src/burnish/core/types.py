@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
+from burnish.core.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,6 +27,23 @@ RoleName: TypeAlias = Literal["system", "user", "assistant", "function", "observ
 
 
 @dataclass(frozen=True, slots=True)
+class ContentPart:
+    """A piece of a message's content.
+
+    Args:
+        kind: ``text``, ``image``, ``audio`` or ``video``.
+        value: the text, or where the rest lies: a path or an address.
+    """
+
+    kind: str
+    value: str
+
+
+Content: TypeAlias = "str | tuple[ContentPart, ...]"
+"""The content of a message: a text, or parts in their order where some are none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation.
 
@@ -33,9 +52,19 @@ class Message:
     """
 
     role: RoleName
-    content: str
+    content: Content
     train: bool | None = None
     weight: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """The content as one text. Raises UserError where a part is none."""
+        if isinstance(self.content, str):
+            return self.content
+        if others := sorted({part.kind for part in self.content} - {"text"}):
+            what = f"a message holds {', '.join(others)}, and text alone is learned here."
+            raise UserError(what, remedy="Leave these parts out, or write an objective that encodes them.")
+        return "".join(part.value for part in self.content)
 
 
 Answer: TypeAlias = "tuple[Message, ...] | str"

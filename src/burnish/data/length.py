@@ -19,7 +19,7 @@ REMEDY = "Cut it into several records, at the ends of its chapters or paragraphs
 def num_characters(example: Example) -> int:
     """The characters of all its texts."""
     turns = (part for part in (example.messages, example.chosen, example.rejected, example.other) if part)
-    contents = (part if isinstance(part, str) else [turn.content for turn in part] for part in turns)
+    contents = (part if isinstance(part, str) else [turn.text for turn in part] for part in turns)
     return _num_in([example.text, example.prompt, example.completion, example.system, example.tools, *contents])
 
 

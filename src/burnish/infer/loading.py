@@ -203,7 +203,7 @@ def readable_example(template: Template) -> Example | None:
 
 def as_chat(example: Example) -> list[dict[str, str]]:
     """The messages as chat templates take them."""
-    chat = [{"role": message.role, "content": message.content} for message in example.messages]
+    chat = [{"role": message.role, "content": message.text} for message in example.messages]
     return [{"role": "system", "content": example.system}, *chat] if example.system is not None else chat
 
 

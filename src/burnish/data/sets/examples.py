@@ -42,7 +42,7 @@ def content_hash(examples: Sequence[Example]) -> str:
     for example in examples:
         parts = [example.system, example.tools, example.text, example.prompt, example.completion]
         for turn in example.messages:
-            parts += (turn.role, turn.content, str(turn.train), str(turn.weight))
+            parts += (turn.role, str(turn.content), str(turn.train), str(turn.weight))
         if example.chosen is not None or example.tag is not None:
             parts += [repr((example.chosen, example.rejected, example.tag, example.other, example.margin))]
         if example.extra:
@@ -299,7 +299,7 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally
 def _marks_in(example: Example) -> list[str]:
     """The marks of images, videos and sounds in a conversation, or in a prompt and its answers."""
     parts = [example.system, example.prompt, example.completion, example.messages, example.chosen, example.rejected]
-    texts = [part if isinstance(part, str) else "\n".join(turn.content for turn in part) for part in parts if part]
+    texts = [part if isinstance(part, str) else "\n".join(turn.text for turn in part) for part in parts if part]
     return [mark for mark in MARKS if any(mark in text for text in texts)]
 
 
@@ -308,7 +308,7 @@ def _answers(example: Example) -> list[str]:
         return []  # a pair with an empty answer is a bad record
     if example.completion is not None:
         return [example.completion]
-    return [turn.content for turn in example.messages if turn.role in ("assistant", "function")]
+    return [turn.text for turn in example.messages if turn.role in ("assistant", "function")]
 
 
 def empty_problem(empty: Sequence[Example], are_all: bool) -> Problem:

@@ -107,7 +107,7 @@ def _conversations(
             raise BadRecord(f'"{column}" ends where the other answer begins: it holds no answer of its own.')
         _check_speaker(record, column, answer[-1])
     if before and before[0].role == "system":
-        example, before = replace(example, system=before[0].content), before[1:]
+        example, before = replace(example, system=before[0].text), before[1:]
     messages = example.messages if _ends(example.messages, before) else (*example.messages, *before)
     if not messages:
         what = f'"{record.layout.columns["chosen"]}" must be a message or a list that begins like "rejected".'
@@ -136,7 +136,7 @@ def _checked(example: Example, chosen: Answer, rejected: Answer) -> Example:
     if chosen == rejected:
         raise BadRecord(SAME, reason="its answers are the same")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        spoken = answer if isinstance(answer, str) else answer[-1].content
+        spoken = answer if isinstance(answer, str) else answer[-1].text
         if not spoken.strip():
             raise BadRecord(f'"{name}" is empty.', reason="an answer of it is empty")
     return replace(example, chosen=chosen, rejected=rejected)
@@ -207,4 +207,4 @@ def last_answer(example: Example) -> Answer:
 
 def said(answer: Answer) -> str:
     """The text of an answer."""
-    return answer if isinstance(answer, str) else answer[-1].content
+    return answer if isinstance(answer, str) else answer[-1].text

@@ -181,7 +181,7 @@ class JinjaFormat:
         open_calls: list[Any] = []  # the ids of calls whose answer has not come yet
         for message in example.messages:
             if message.role == "function":
-                before, calls = read_calls(hide(message.content, assistant=True), _THOUGHT, _CALL)
+                before, calls = read_calls(hide(message.text, assistant=True), _THOUGHT, _CALL)
                 called = [
                     # Mistral's templates ask for ids of nine characters; others ignore them.
                     {
@@ -195,9 +195,9 @@ class JinjaFormat:
                 chat.append({"role": "assistant", "content": content(before), "tool_calls": called})
             elif message.role == "observation":
                 of_call = {"tool_call_id": open_calls.pop(0)} if open_calls else {}
-                chat.append({"role": "tool", "content": content(hide(message.content)), **of_call})
+                chat.append({"role": "tool", "content": content(hide(message.text)), **of_call})
             else:
-                text = hide(message.content, assistant=message.role == "assistant")
+                text = hide(message.text, assistant=message.role == "assistant")
                 chat.append({"role": message.role, "content": content(text)})
         return chat
 

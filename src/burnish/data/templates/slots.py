@@ -146,7 +146,7 @@ class SlotFormat:
         joined: list[Message] = []
         for message in messages:
             if joined and joined[-1].role == message.role == "observation":
-                content = joined[-1].content + self._between + message.content
+                content = joined[-1].text + self._between + message.text
                 joined[-1] = replace(joined[-1], content=content)
             else:
                 joined.append(message)
@@ -170,11 +170,11 @@ class SlotFormat:
         for place in range(1, len(messages), 2):
             is_history = place < len(messages) - 2
             if self.thinks is False or (self.forgets_thoughts and is_history):
-                said = self._thought.sub("", messages[place].content).lstrip("\n")
+                said = self._thought.sub("", messages[place].text).lstrip("\n")
                 messages[place] = replace(messages[place], content=said)
         written = [self._written(example, place, message) for place, message in enumerate(messages)]
         for place in range(len(messages) - 1 if self.forgets_thoughts else 1, len(messages), 2):
-            if not any(word.strip() in messages[place].content for word in self.spec.thought_words):
+            if not any(word.strip() in messages[place].text for word in self.spec.thought_words):
                 if self.thinks:  # it is learned
                     written[place].elements.insert(0, (self.spec.empty_thought,))
                 else:
@@ -209,12 +209,12 @@ class SlotFormat:
         return (self.spec.default_system + tools,)
 
     def _content(self, message: Message) -> Parts:
-        if message.role == "observation" and self._between in message.content and self._between != "\n":
-            each = [self.encoder.hide(answer) for answer in message.content.split(self._between)]
+        if message.role == "observation" and self._between in message.text and self._between != "\n":
+            each = [self.encoder.hide(answer) for answer in message.text.split(self._between)]
             return ("", each[0], *chain.from_iterable((self._between, answer) for answer in each[1:]))
         if message.role in _ASKING:
-            return ("", self.encoder.hide(message.content))
-        text = self.encoder.hide(message.content, assistant=True)
+            return ("", self.encoder.hide(message.text))
+        text = self.encoder.hide(message.text, assistant=True)
         if message.role == "assistant":
             # Faster than one regular expression for two words that begin differently.
             has_thought = any(word in text for word in self.spec.thought_words)

@@ -111,7 +111,7 @@ class Chooser:
             found += [Message("user", self.written(shot)), Message("assistant", shot.answer or "")]
         found.append(Message("user", self.written(question)))
         head = _HEADS[self.lang].format(subject=subject.name)
-        return [Message("user", head + found[0].content), *found[1:]]
+        return [Message("user", head + found[0].text), *found[1:]]
 
     def written(self, question: ChoiceQuestion) -> str:
         lines = (f"\n{letter}. {text}" for letter, text in zip(LETTERS, question.choices, strict=False))
