@@ -77,10 +77,20 @@ NAMES_MISSING = {"option A21": "wandb", "option A33": "bitsandbytes", "option A3
 """Answers that name a library as missing; where it is installed they are others."""
 
 
+OF_NEWER_PYTHON = {
+    "column 35: the JSON is broken: Illegal trailing comma before end of object": (
+        "column 36: the JSON is broken: Expecting property name enclosed in double quotes"
+    )
+}
+"""What Python 3.13 says of a broken file, and what earlier ones say."""
+
+
 def said_exactly(name: str, err: str, folder: Path) -> bool:
     """Tell whether ``err`` is the whole answer to the bad input of that name, folders shown as points."""
     for place, shown in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[1], "burnish")):
         err = err.replace(str(place), shown)
+    for newer, older in OF_NEWER_PYTHON.items():
+        err = err.replace(newer, older)
     if name in NAMES_MISSING and find_spec(NAMES_MISSING[name]):
         return True
     table = json.loads(SENTENCES.read_text(encoding="utf-8")) if SENTENCES.is_file() else {}
