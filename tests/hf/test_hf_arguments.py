@@ -345,3 +345,11 @@ def test_a_word_that_is_none_of_its_options_choices_is_refused(kind, name, tmp_p
     with pytest.raises(ValueError, match=f"nonsense|{name}"):
         kind(str(tmp_path), use_cpu=True, **{name: "nonsense"})
     kind(str(tmp_path), use_cpu=True, report_to="none", **{name: kind.declared[name].choices[0]})
+
+
+@pytest.mark.parametrize(("given", "meant"), [("evalution_strategy", ' Did you mean "eval_strategy"?'), ("xyzzy", "")])
+def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(given, meant, tmp_path):
+    said = f"TrainingArguments.__init__() got an unexpected keyword argument '{given}'.{meant}"
+    with pytest.raises(TypeError) as found:
+        TrainingArguments(str(tmp_path), **{given: "no"})
+    assert str(found.value) == said

@@ -28,6 +28,7 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames, ParallelMode
 from transformers.utils import logging
 
+from burnish.core.errors import did_you_mean
 from burnish.core.options import raise_if, specs
 from burnish.core.schedule import warmup_steps_of
 from burnish.engine.base import check_engine
@@ -55,7 +56,12 @@ class AcceptsOldNames(type):
     """Replaces old names by today's before any ``__init__`` runs, including that of a user's own subclass."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **todays_names(kwargs))
+        given, known = todays_names(kwargs), inspect.signature(cls).parameters
+        unknown = [name for name in given if name not in known]
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            what = f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}."
+            raise TypeError(f"{what}{did_you_mean(unknown[0], known)}")
+        return super().__call__(*args, **given)
 
     @property
     def __signature__(cls) -> inspect.Signature:
