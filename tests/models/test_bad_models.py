@@ -68,6 +68,14 @@ def test_a_hub_id_that_is_not_cached_is_refused_at_once_where_the_hub_is_off(mon
     assert "is no local folder, is not in the hub's cache, and the hub is switched off" in found
 
 
+def test_a_name_that_a_folder_nearly_has_is_refused_with_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo-run").mkdir()
+    assert 'is switched off (HF_HUB_OFFLINE). Did you mean "demo-run"?' in told("demo-rum", cache_dir="cache")[0]
+    assert "Did you mean" not in told("nowhere", cache_dir="cache")[0]
+
+
 def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with socket.socket() as unused:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.core.environment import is_offline, uses_modelscope
-from burnish.core.errors import MissingExtraError, Problem, UserError, first_line
+from burnish.core.errors import MissingExtraError, Problem, UserError, did_you_mean, first_line
 from burnish.core.files import expanded
 from burnish.core.json_files import FETCH_AGAIN, read_object
 from burnish.core.options import raise_if
@@ -253,9 +253,16 @@ def _nearest_folders(path: Path) -> list[str]:
     return [str(place if place.is_dir() else missing.parent / item) for place, item in zip(whole, found, strict=True)]
 
 
+def _folder_meant(name: str) -> str:
+    """`` Did you mean "demo-run"?``: a folder with nearly the name, which might be a hub's too."""
+    place = expanded(name).parent
+    beside = [str(item) for item in place.iterdir() if item.is_dir()] if place.is_dir() else []
+    return did_you_mean(name, beside)
+
+
 def _offline(name: str, option_name: str, why: str) -> Problem:
     return Problem(
-        f'{option_name} "{name}" is no local folder, is not in the hub\'s cache, and {why}.',
+        f'{option_name} "{name}" is no local folder, is not in the hub\'s cache, and {why}.{_folder_meant(name)}',
         remedy="Give the path of a folder, or fetch the model first where there is a network.",
     )
 
@@ -279,7 +286,7 @@ def _refused(
         )
     if error.code in {401, 403, 404}:
         return Problem(
-            f"{here} has no such model, or not for you ({error.code}).",
+            f"{here} has no such model, or not for you ({error.code}).{_folder_meant(name)}",
             remedy="Check the name and model_revision; for a private or gated model give hf_hub_token.",
         )
     return Problem(f"{here} answered {error.code}.", remedy="Try later.")
