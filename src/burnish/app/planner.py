@@ -110,8 +110,8 @@ def _kind(member: Any) -> str:
 
 
 def _risk(spec: Spec) -> dict[str, Any]:
-    """Why a visitor of the page may not set an option, and the values that are harmless. A member of a registry that
-    another package has added is a risk: choosing it runs that package's code."""
+    """Return the reason why a visitor of the page may not set an option, and the values that are harmless. A member of
+    a registry that another package has added is a risk: choosing it runs that package's code."""
     registry = getattr(spec.raw_choices, "__self__", None)
     if isinstance(registry, Registry) and not all(member.is_ours for member in registry):
         return {
