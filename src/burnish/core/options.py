@@ -176,13 +176,13 @@ def build(group: type[Built], given: Mapping[str, Given]) -> tuple[Built, list[P
         if name in first_place:
             other, place = first_place[name]
             what = f'"{key}" and "{other}" are two names of one option; give one of them.'
-            problems.append(Problem(what, where=item.where or place))
+            problems.append(Problem(what, where=item.where or place, option=name))
             continue
         first_place[name] = (key, item.where)
         try:
             values[name] = convert(known[name], item.value)
         except ValueError as error:
-            problems.append(Problem(f'"{key}" {error}', where=item.where))
+            problems.append(Problem(f'"{key}" {error}', where=item.where, option=name))
     return group(**values), problems
 
 
@@ -225,7 +225,7 @@ def check(options: Any) -> list[Problem]:
         try:
             convert(spec, value)
         except ValueError as error:
-            problems.append(Problem(f'"{spec.name}" {error}'))
+            problems.append(Problem(f'"{spec.name}" {error}', option=spec.name))
     return problems
 
 
