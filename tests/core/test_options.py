@@ -163,3 +163,16 @@ def test_problems_make_one_error_of_at_most_four_lines_each():
         raise_if(problems)
     assert len(raised.value.problems) == 2
     assert all(len(str(problem).splitlines()) <= 4 for problem in raised.value.problems)
+
+
+def test_options_that_name_places_or_are_a_risk_say_so_in_their_declaration() -> None:
+    from burnish.app.options import RunOptions
+
+    known = specs(RunOptions)
+    places = {name for name, spec in known.items() if spec.names_place}
+    assert {"dataset", "ref_model", "ref_model_adapters", "adapter_name_or_path", "template", "deepspeed"} <= places
+    assert "run_name" not in places
+    risky = {name for name, spec in known.items() if spec.risky}
+    assert {"trust_remote_code", "attn_implementation", "llama_cpp", "report_to", "deepspeed", "infer_url"} <= risky
+    assert "sdpa" in known["attn_implementation"].harmless
+    assert "learning_rate" not in risky

@@ -35,6 +35,7 @@ class PeftOptions:
     peft_config: dict[str, Any] | str | None = option(
         None,
         "A method of the peft library: its config as a mapping with peft_type, or a file or folder that holds one.",
+        names_place=True,
     )
 
 

@@ -42,6 +42,9 @@ def option(
     lt: float | None = None,
     ignored: str = "",
     is_secret: bool = False,
+    names_place: bool = False,
+    risky: str = "",
+    harmless: Iterable[Any] = (),
 ) -> Any:
     """A dataclass field that is an option.
 
@@ -56,10 +59,15 @@ def option(
         ge, gt, le, lt: bounds of a number.
         ignored: why the option is accepted and has no effect; said once when it is given.
         is_secret: the value is shown and written nowhere (``core/secrets.py``).
+        names_place: a text in the value may be the path of a file or folder.
+        risky: why a visitor of the web page may not set the option: it runs code, starts programs, or sends data to
+            other machines.
+        harmless: values of a risky option that a visitor may set; its default and empty values always may.
     """
     metadata = {
         "help": help, "choices": choices, "refused": refused, "unit": unit, "aliases": tuple(aliases),
         "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt}, "ignored": ignored, "is_secret": is_secret,
+        "names_place": names_place, "risky": risky, "harmless": tuple(harmless),
     }  # fmt: skip
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -82,6 +90,9 @@ class Spec:
     raw_choices: Any = None
     refused: Callable[[], Iterable[Any]] = tuple
     is_secret: bool = False
+    names_place: bool = False
+    risky: str = ""
+    harmless: tuple[Any, ...] = ()
 
     @property
     def choices(self) -> list[Any] | None:
@@ -129,6 +140,9 @@ def specs(group: type) -> dict[str, Spec]:
             raw_choices=meta.get("choices"),
             refused=meta.get("refused", tuple),
             is_secret=meta.get("is_secret", False),
+            names_place=meta.get("names_place", False),
+            risky=meta.get("risky", ""),
+            harmless=meta.get("harmless", ()),
         )
     return found
 

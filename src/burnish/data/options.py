@@ -19,11 +19,13 @@ class DataOptions:
     """Data."""
 
     dataset: list[str] | None = option(
-        None, "Data sets to train on: names in dataset_info.json, or paths of files and folders."
+        None, "Data sets to train on: names in dataset_info.json, or paths of files and folders.", names_place=True
     )
-    eval_dataset: list[str] | None = option(None, "Data sets to evaluate on.")
+    eval_dataset: list[str] | None = option(None, "Data sets to evaluate on.", names_place=True)
     dataset_dir: str | dict[str, Any] = option(
-        "data", "The folder of dataset_info.json; or ONLINE, where names are hub ids, or REMOTE:<hub repository>."
+        "data",
+        "The folder of dataset_info.json; or ONLINE, where names are hub ids, or REMOTE:<hub repository>.",
+        names_place=True,
     )
     formatting: str | None = option(
         None, "The format of data sets given as paths; recognised from their columns by default.", choices=FORMATS.names
@@ -52,7 +54,7 @@ class DataOptions:
     )  # fmt: skip
     overwrite_cache: bool = option(False, "Encode again what is in the cache.")
     tokenized_path: str | None = option(
-        None, "A folder for the encoded rows: written if it is not there, read if it is."
+        None, "A folder for the encoded rows: written if it is not there, read if it is.", names_place=True
     )
     streaming: bool = option(
         False, "Leave the records where they are, read them one by one, encode them when they are wanted, and keep no "

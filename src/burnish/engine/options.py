@@ -67,7 +67,12 @@ class EngineOptions:
         aliases=("use_unsloth_gc",),
     )  # fmt: skip
     torch_compile: bool = option(False, "Compile the layers of the model with torch.compile.")
-    torch_compile_backend: str | None = option(None, "torch.compile's backend; inductor where nothing is given.")
+    torch_compile_backend: str | None = option(
+        None,
+        "torch.compile's backend; inductor where nothing is given.",
+        risky="another package can provide it",
+        harmless=("inductor", "eager", "aot_eager", "cudagraphs"),
+    )
     torch_compile_mode: str | None = option(None, 'torch.compile\'s mode, such as "reduce-overhead".')
     ddp_backend: str | None = option(None, "nccl, gloo, ...; chosen by the device where nothing is given.")
     ddp_timeout: int = option(1800, "How long a process waits for the others before it gives up.", unit="s", gt=0)
@@ -85,14 +90,20 @@ class EngineOptions:
         "whole between forward and backward), hybrid_shard (within a machine); offload keeps them on the CPU.",
     )  # fmt: skip
     fsdp_config: dict[str, Any] | str | None = option(
-        None, "FSDP's settings, by transformers' and accelerate's names, or the JSON file that holds them."
+        None,
+        "FSDP's settings, by transformers' and accelerate's names, or the JSON file that holds them.",
+        names_place=True,
     )
     deepspeed: dict[str, Any] | str | None = option(
-        None, f"DeepSpeed's settings, or the JSON file that holds them, or one of {', '.join(NAMES)}."
+        None,
+        f"DeepSpeed's settings, or the JSON file that holds them, or one of {', '.join(NAMES)}.",
+        names_place=True,
+        risky="its settings can name programs",
+        harmless=NAMES,
     )
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file.",
-        ignored="burnish deals rows to processes itself, which is all that they settle.",
+        ignored="burnish deals rows to processes itself, which is all that they settle.", names_place=True,
     )  # fmt: skip
     seed: int = option(
         42, "Of weights made anew, dropout, and the order of the rows where data_seed is not given.", ge=0, le=2**32 - 1

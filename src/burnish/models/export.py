@@ -21,7 +21,9 @@ from burnish.core.options import option, set_without
 class ExportOptions:
     """Export."""
 
-    export_dir: str | None = option(None, "The folder that burnish export writes the whole model into.")
+    export_dir: str | None = option(
+        None, "The folder that burnish export writes the whole model into.", names_place=True
+    )
     export_size: int = option(5, "The largest file of weights.", unit="GB", ge=1)
     export_device: str = option(
         "cpu", "Where adapters are merged; auto takes a GPU if there is one.", choices=("cpu", "auto")
@@ -39,9 +41,16 @@ class ExportOptions:
         "llama_cpp any that llama-quantize knows.",
     )  # fmt: skip
     llama_cpp: str | None = option(
-        None, "A checkout or an installation of llama.cpp, whose converter and quantiser write the GGUF file then."
+        None,
+        "A checkout or an installation of llama.cpp, whose converter and quantiser write the GGUF file then.",
+        names_place=True,
+        risky="programs of that folder are run",
     )
-    export_hub_model_id: str | None = option(None, "The repository on the hub that the exported folder is uploaded to.")
+    export_hub_model_id: str | None = option(
+        None,
+        "The repository on the hub that the exported folder is uploaded to.",
+        risky="it uploads to a hub in the name of whoever started the page",
+    )
 
 
 def without_gguf(options: ExportOptions) -> list[str]:

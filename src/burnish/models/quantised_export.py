@@ -55,7 +55,9 @@ class QuantisedExportOptions:
         "gptq", "How they are quantised; awq is for 4 bits.", choices=("gptq", "awq")
     )
     export_quantization_dataset: str | None = option(
-        None, "The data set to calibrate with, as dataset would name it; that of the training by default."
+        None,
+        "The data set to calibrate with, as dataset would name it; that of the training by default.",
+        names_place=True,
     )
     export_quantization_nsamples: int = option(128, "Rows to calibrate with.", unit="rows", ge=1)
     export_quantization_maxlen: int = option(1024, "The longest of those rows.", unit="tokens", ge=1)

@@ -42,8 +42,10 @@ class PreferenceOptions:
 class ReferenceOptions:
     """Reference model."""
 
-    ref_model: str | None = option(None, "The reference model; the start of this run where none is named.")
-    ref_model_adapters: list[str] | None = option(None, "Adapters that are merged into it, in order.")
+    ref_model: str | None = option(
+        None, "The reference model; the start of this run where none is named.", names_place=True
+    )
+    ref_model_adapters: list[str] | None = option(None, "Adapters that are merged into it, in order.", names_place=True)
     ref_model_quantization_bit: int | None = option(None, "Load it in so many bits.", choices=(4, 8))
     sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
     ref_model_mixup_alpha: float = option(0.6, "The policy's share when it moves.", gt=0, le=1)

@@ -26,15 +26,26 @@ class ReportOptions:
     """Output and trackers."""
 
     report_to: list[str] | None = option(
-        None, "Trackers that receive every log: tensorboard, wandb, mlflow, ...; all takes those that are installed."
+        None,
+        "Trackers that receive every log: tensorboard, wandb, mlflow, ...; all takes those that are installed.",
+        risky="it sends figures to other machines",
+        harmless=("none",),
     )
     run_name: str | None = option(None, "The name of the run in a tracker.")
     project: str = option("huggingface", "The project of the run in Trackio.")
-    logging_dir: str | None = option(None, "The folder of TensorBoard's files; output_dir/runs if not given.")
-    trackio_space_id: str | None = option(None, "The Hugging Face Space that shows a Trackio project.")
-    trackio_bucket_id: str | None = option(None, "The Hugging Face bucket that keeps a Trackio project.")
+    logging_dir: str | None = option(
+        None, "The folder of TensorBoard's files; output_dir/runs if not given.", names_place=True
+    )
+    trackio_space_id: str | None = option(
+        None, "The Hugging Face Space that shows a Trackio project.", risky="it sends figures to other machines"
+    )
+    trackio_bucket_id: str | None = option(
+        None, "The Hugging Face bucket that keeps a Trackio project.", risky="it sends figures to other machines"
+    )
     trackio_static_space_id: str | bool | None = option(
-        None, "The static Space that keeps a Trackio project after the run; false for none."
+        None,
+        "The static Space that keeps a Trackio project after the run; false for none.",
+        risky="it sends figures to other machines",
     )
     hub_private_repo: bool | None = option(None, "Whether what a tracker makes on the Hugging Face hub is private.")
     disable_tqdm: bool | None = option(None, "Print every log as a plain line instead of the live line.")

@@ -44,6 +44,7 @@ class TemplateOptions(LearnOptions):
     template: str | None = option(
         None,
         "A named template, or a file with one (.yaml, .json, .jinja); by default the tokenizer's own chat template.",
+        names_place=True,
     )
     default_system: str | None = option(
         None, "The system message where a record has none, instead of the template's; empty for no system message."

@@ -34,7 +34,9 @@ FREE_SOME_SPACE = "Free some space, or name another save_dir, and give the comma
 class PredictOptions:
     """Options of ``burnish predict`` besides those of data and of answers."""
 
-    save_dir: str | None = option(None, "The folder for what is written; predictions in the run's folder by default.")
+    save_dir: str | None = option(
+        None, "The folder for what is written; predictions in the run's folder by default.", names_place=True
+    )
 
 
 def predict_sets(words: Sequence[str]) -> int:
