@@ -229,20 +229,6 @@ def convert(spec: Spec, raw: Any) -> Any:
     return value
 
 
-def check(options: Any) -> list[Problem]:
-    """Hold every value of an instance against its declaration; for objects made in Python rather than parsed."""
-    problems = []
-    for spec in specs(options.__class__).values():
-        value = getattr(options, spec.name)
-        if value == spec.default or not isinstance(value, str | int | float | list | dict):
-            continue
-        try:
-            convert(spec, value)
-        except ValueError as error:
-            problems.append(Problem(f'"{spec.name}" {error}', option=spec.name))
-    return problems
-
-
 def changed_options(options: Any) -> dict[str, Any]:
     """The options that are not at their default."""
     return {n: getattr(options, n) for n, s in specs(options.__class__).items() if getattr(options, n) != s.default}
