@@ -418,7 +418,7 @@ def two_ranks_of_a_language_model(folder):
     mine = [objective.collate(part) for part in cut(rows(6), 2)[engine.rank :: 2]]
     if len(mine) == 1:  # three micro-batches over two ranks: the second gets a blank one
         mine.append(_blank(mine[0]))
-    weight = engine.sum(torch.stack([objective.weight(batch) for batch in mine]).sum())
+    weight = engine.sum(torch.stack([objective.num_items(batch) for batch in mine]).sum())
     for index, batch in enumerate(mine):
         with engine.microbatch(wrapped, last=index == len(mine) - 1):
             engine.backward(objective.loss(wrapped, batch).total / weight * engine.world_size)

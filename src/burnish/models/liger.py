@@ -49,7 +49,6 @@ class LigerChoice(Protocol):
     """The option that asks for Liger's kernels."""
 
     enable_liger_kernel: bool | None
-    gpu_kernels: str
 
 
 class LigerChoices(LigerChoice, Protocol):
@@ -88,7 +87,7 @@ def liger_problems(device: torch.device) -> list[Problem]:
 def takes_liger(options: LigerChoice, device: torch.device) -> bool:
     """Return whether Liger is used: as the options say, and if they do not say, wherever the kernels can run."""
     if options.enable_liger_kernel is None:
-        return options.gpu_kernels == "auto" and not liger_problems(device)
+        return not liger_problems(device)
     return bool(options.enable_liger_kernel)
 
 

@@ -194,7 +194,7 @@ class LmObjective(StageObjective):
         """The model and its loss as one module. Call ``fit`` first."""
         return ModelWithLoss(model, self.head, self.makes_some_logits, self.options, self.options)
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         """() the number of learned tokens, or the sum of their weights."""
         is_learned: Tensor = batch["labels"][:, 1:] != IGNORE_INDEX
         if "loss_weights" in batch:

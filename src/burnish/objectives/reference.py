@@ -24,7 +24,7 @@ class Reference(Protocol):
 
     parts: Mapping[str, Stateful]
 
-    def begin(self, module: nn.Module) -> None:
+    def setup(self, module: nn.Module) -> None:
         """Look at the policy as the engine prepared it, once; as ``Objective.begin``."""
         return
 
@@ -126,7 +126,7 @@ class StartInPieces(Reference):
         self.engine = engine
         self.held: list[tuple[Tensor, Tensor]] = []
 
-    def begin(self, module: nn.Module) -> None:
+    def setup(self, module: nn.Module) -> None:
         """Keep the weights as they are now, unless it did. Args: module: the policy, as the engine has it."""
         if self.held:
             return
