@@ -127,7 +127,9 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], examp
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
         what = f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".'
-        raise UserError(what, remedy="Name another folder; the rows are encoded once and kept there.")
+        raise UserError(
+            what, remedy="Name another folder; the rows are encoded once and kept there.", option="tokenized_path"
+        )
     return root / (name or "eval").replace("/", "_")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.types import IGNORE_INDEX, Ids, Message
@@ -47,10 +48,11 @@ class LearnOptions:
     )
 
 
+@check
 def check_learning(options: TemplateChoices) -> list[Problem]:
     if options.train_on_prompt and options.mask_history:
         what = "train_on_prompt and mask_history contradict each other: learn everything, or the last answer only."
-        return [Problem(what, remedy="Leave one of them out.")]
+        return [Problem(what, remedy="Leave one of them out.", option=("train_on_prompt", "mask_history"))]
     return []
 
 

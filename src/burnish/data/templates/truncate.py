@@ -42,7 +42,11 @@ class EncodingOptions:
 def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len: int) -> None:
     """Raise UserError with every example whose row is too long."""
     raise_if(
-        Problem(f"The row has {n} tokens; cutoff_len is {cutoff_len}, and on_too_long is raise.", where=example.place)
+        Problem(
+            f"The row has {n} tokens; cutoff_len is {cutoff_len}, and on_too_long is raise.",
+            where=example.place,
+            option=("cutoff_len", "on_too_long"),
+        )
         for example, n in zip(examples, lengths, strict=True)
         if n > cutoff_len
     )
