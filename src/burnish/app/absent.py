@@ -45,12 +45,20 @@ def take_absent(
     chosen = {key: item for key, item in given.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
     problems = [
         Problem(
-            f'"{key}" {item.value} is not part of burnish.', item.where, remedy=ABSENT_CHOICES[key][str(item.value)]
+            f'"{key}" {item.value} is not part of burnish.',
+            item.where,
+            remedy=ABSENT_CHOICES[key][str(item.value)],
+            option=key,
         )
         for key, item in chosen.items()
     ]
     problems += [
-        Problem(f'"{key}" is not part of burnish. Received: {item.value}.', item.where, remedy=ABSENT[key].instead)
+        Problem(
+            f'"{key}" is not part of burnish. Received: {item.value}.',
+            item.where,
+            remedy=ABSENT[key].instead,
+            option=key,
+        )
         for key, item in foreign.items()
         if key in ABSENT and not _asks_for_nothing(item.value, ABSENT[key].harmless)
     ]
