@@ -6,7 +6,6 @@ In: the words after the command. Out: 128 + the signal that ended it. Runs that 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import webbrowser
@@ -48,11 +47,11 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
         from burnish.web.home import Home
         from burnish.web.session import Sessions
         from burnish.web.site import Site
-        from burnish.wire.serving import serve
+        from burnish.wire.serving import log_to_stderr, serve
         from burnish.wire.sockets import listen, shown_address
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "burnish webui", "web") from error
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     home = Home(options.web_home)
     found = listen(options.web_host, options.web_port, "web_port")
     address = shown_address(found).replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
