@@ -286,6 +286,7 @@ def _tables(source: DataSource, options: DataOptions, is_asked: bool) -> Sequenc
             f'"streaming" reads records where they lie, and "{source.location}" lies in a cloud store.',
             where=source.where,
             remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
+            option="streaming",
         )
     return None
 
