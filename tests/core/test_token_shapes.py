@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.cli import main
-from burnish.core.secrets import BLOTTED, SecretFormatter, without_secrets
+from burnish.config.secrets import BLOTTED, SecretFormatter, without_secrets
 
 ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 HEX = "0123456789abcdef"
