@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # as the command line does, before anything is imported
+gc.set_threshold(100_000, 50, 100)  # as the command line does, before anything is imported
 
 import sys
 import time
@@ -30,7 +30,6 @@ from burnish.app.build import build_run
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
 from burnish.app.prepare import prepare
-from burnish.core.collection import collect_from_here
 from burnish.core.loop import evaluate_all, train
 from burnish.engine.create import create_engine
 from burnish.models.attention import NAME as OWN_ATTENTION
@@ -109,7 +108,6 @@ def run(material: Path, output: str, words: list[str]) -> None:
             (made.optimizer, "zero_grad"),
         ):  # fmt: skip
             setattr(owner, name, watch.around(getattr(owner, name)))
-        collect_from_here()
         begin = time.process_time()
         train(made, planned.options)
         loop_share = 1 - watch.seconds / (time.process_time() - begin)

@@ -72,7 +72,7 @@ DOORS = {
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantised_export.py"},
-    "bitsandbytes": {"models", "optim", "ops/quantised.py"},
+    "bitsandbytes": {"models", "optim"},
     "yaml": {"app/config.py", "data/templates/choose.py", "models/tokens.py"},
     "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from burnish.app import build
 from burnish.cli import main
 from burnish.models.quantize import use_kernels_that_train
-from burnish.ops.quantised import dense
+from dense_weights import dense
 from small_run import as_words, make_user
 
 G = 16

@@ -39,7 +39,6 @@ from burnish.app.saving import PatientCheckpoints, status_of
 from burnish.app.spikes import train_on, watch_for_spikes
 from burnish.app.stall import StallWatch
 from burnish.core.checkpoint import Checkpoints, output_folder
-from burnish.core.collection import collect_from_here
 from burnish.core.events import CallbackHandler
 from burnish.core.files import only_writer
 from burnish.core.loop import TrainOutput
@@ -152,7 +151,6 @@ def train_and_finish(
     run: Run, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
 ) -> Result:
     options, folder = plan.options, output_folder(plan.options)
-    collect_from_here()
     try:
         output = train_on(run, options, partial(resume, run), warn) if trains(options) else None
     finally:

@@ -18,7 +18,6 @@ from burnish.app.fingerprints import fingerprints_of
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
 from burnish.app.resources import Sizes, check_disk, formats_of, sizes_of
-from burnish.core.collection import without_collection
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import raise_if
 from burnish.core.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
@@ -65,7 +64,6 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
 
-@without_collection()
 def prepare(plan: Plan) -> Prepared:
     """Make rows of records, and refuse everything that can be refused. Reads no weight and writes no file but the cache
     of encoded rows."""

@@ -15,7 +15,6 @@ from hashlib import sha256
 from itertools import chain
 from typing import Any, Final
 
-from burnish.core.collection import without_collection
 from burnish.core.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 from burnish.data.tally import Tally
 from burnish.data.templates import preferences
@@ -94,10 +93,6 @@ class Template:
 
     def encode_flat(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """Like ``encode``, with arrays in place of lists."""
-        with without_collection():
-            return self._encoded(examples, tally)
-
-    def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         is_plain = [example.text is not None or example.completion is not None for example in examples]
         conversations = self._conversations(
             [e for e, plain in zip(examples, is_plain, strict=True) if not plain], tally
@@ -118,13 +113,11 @@ class Template:
 
     def encode_pairs(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """A row of two sequences per pair of answers, as arrays."""
-        with without_collection():
-            return preferences.encode_pairs(self, examples, tally)
+        return preferences.encode_pairs(self, examples, tally)
 
     def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """A row per answer with a verdict on it, as arrays."""
-        with without_collection():
-            return preferences.encode_verdicts(self, examples, tally)
+        return preferences.encode_verdicts(self, examples, tally)
 
     def prompt(self, example: Example) -> list[int]:
         """The ids up to the beginning of the next answer; a final answer in the example is left out."""
