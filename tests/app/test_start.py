@@ -21,7 +21,7 @@ NEVER_NEEDED = {
 }  # fmt: skip
 """A full training of local JSON reaches its end without these. What transformers imports for any model is not ours."""
 
-# The command line in a process of its own; the modules that it loaded, and the garbage collector's settings in training.
+# The command line in a process of its own; the modules that it loaded, and the garbage collector in training.
 AS_COMMAND = """
 import gc, json, sys
 from burnish.cli import command
