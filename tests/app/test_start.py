@@ -27,7 +27,7 @@ import gc, json, sys
 from burnish.cli import command
 found = {}
 if sys.argv[2] == "watched":
-    from burnish.app import spikes
+    from burnish.run.recovery import spikes
     train = spikes.train
     def watched(*given):
         found.update(enabled=gc.isenabled(), threshold=gc.get_threshold()[0])
