@@ -35,7 +35,8 @@ from burnish.data.reading.files import read_records
 from burnish.data.rows.store import read_rows_manifest
 from burnish.data.sets.dataset_info import find_sources
 from burnish.data.templates.bounds import refuse_excess
-from burnish.data.templates.tools import ToolError, describe_tools, read_calls, read_tools
+from burnish.data.templates.tool_formats import describe_tools
+from burnish.data.templates.tools import ToolError, read_calls, read_tools
 
 SECONDS = 5
 """No input takes longer."""

@@ -12,7 +12,8 @@ from burnish.core.types import Example, Message
 from burnish.data.tally import Tally
 from burnish.data.templates.choose import fit_tokenizer, load_template
 from burnish.data.templates.table import table
-from burnish.data.templates.tools import TOOL_FORMATS, Call
+from burnish.data.templates.tool_calls import Call
+from burnish.data.templates.tool_formats import TOOL_FORMATS
 from few import few
 from template_cases import (
     CALLS,

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.data.templates.table import table
 from burnish.data.templates.tool_calls import Call
-from burnish.data.templates.tools import TOOL_FORMATS
+from burnish.data.templates.tool_formats import TOOL_FORMATS
 from burnish.infer.replies import Reply, Whole, read_whole
 from burnish.infer.reply_forms import ReplyForm, form_of, opens_thought
 

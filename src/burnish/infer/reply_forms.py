@@ -12,7 +12,7 @@ from burnish.data.templates.chat_template import JinjaFormat
 from burnish.data.templates.rows import Template
 from burnish.data.templates.table import CONTENT, TemplateSpec, Token
 from burnish.data.templates.tool_calls import Call, CallReader, Offered
-from burnish.data.templates.tools import TOOL_FORMATS
+from burnish.data.templates.tool_formats import TOOL_FORMATS
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from burnish.data.templates.labels import LearnOptions, TemplateChoices, check_l
 from burnish.data.templates.rows import Template
 from burnish.data.templates.slots import SlotFormat, as_asked
 from burnish.data.templates.table import TemplateSpec, read_row, table
-from burnish.data.templates.tools import TOOL_FORMATS
+from burnish.data.templates.tool_formats import TOOL_FORMATS
 from burnish.data.tokens.encoder import Encoder
 
 FALLBACK = TemplateSpec("empty", empty_thought="", tool_list_format="default")

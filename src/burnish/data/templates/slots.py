@@ -25,7 +25,8 @@ from burnish.data.tally import Tally
 from burnish.data.templates.jinja import write_jinja
 from burnish.data.templates.labels import TemplateChoices, Turn
 from burnish.data.templates.table import CONTENT, Slots, TemplateSpec, Token
-from burnish.data.templates.tools import TOOL_FORMATS, ToolError, describe_tools, read_calls
+from burnish.data.templates.tool_formats import TOOL_FORMATS, describe_tools
+from burnish.data.templates.tools import ToolError, read_calls
 from burnish.data.tokens.encoder import Encoder
 
 Parts: TypeAlias = tuple[str, ...]
