@@ -372,7 +372,6 @@ SHOWN_BY: dict[str, str] = {
     "upcast_layernorm": "methods_end_to_end: weights_are_held_in_the_format_that_is_asked_for",
     "use_cache": "models: the_cache_is_off_while_training_and_on_in_what_is_saved",
     "patches": "patching: without_patches_the_losses_are_the_same_but_for_rounding",
-    "gpu_kernels": "liger: kernels_are_those_that_are_asked_for",
     "leave_out": "patching: explain_says_what_the_run_then_does",
     "enable_liger_kernel": "liger: the_kernels_are_taken_on_a_gpu_and_nowhere_else",
     "quantization_bit": "quantize: a_model_is_quantised_while_it_is_loaded_but_for_its_head",

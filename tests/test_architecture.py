@@ -73,7 +73,6 @@ DOORS = {
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantised_export.py"},
     "bitsandbytes": {"models", "optim", "ops/quantised.py"},
-    "triton": {"ops/gpu/kernels.py", "ops/gpu/triton_kernels.py"},
     "yaml": {"app/config.py", "data/templates/choose.py", "models/tokens.py"},
     "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},
@@ -282,7 +281,6 @@ SHARED = {
     "per_device_train_batch_size": {"engine"},  # a file of DeepSpeed says these three again
     "gradient_accumulation_steps": {"engine"},
     "max_grad_norm": {"engine"},
-    "gpu_kernels": {"models"},  # where burnish's own kernels run, Liger's do not
     "gradient_checkpointing": {"objectives"},  # one kind of it takes the gradient from a router's loss
     "gradient_checkpointing_kwargs": {"objectives"},
     # A prediction in a run and an answer elsewhere are drawn alike.
@@ -551,9 +549,6 @@ ONE_THING_IN_SEVERAL = {
     "application": "an ASGI application: the API's and the page's",
     "read_options": "the options of each of these two",
     "DefaultFlowCallback": "burnish's flow, for scripts a subclass of transformers' class too",
-    "rms_norm": "one formula, in torch and in Triton",
-    "gated": "one formula, in torch and in Triton",
-    "turned": "one formula, in torch and in Triton",
     "warn": "a warning of the first process, on the terminal and by Python's warnings",
 }
 

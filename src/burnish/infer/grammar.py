@@ -83,7 +83,9 @@ class Grammars:
             known = ", ".join(member.name for member in TOOL_FORMATS if member.value.grammar)
             written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
             what = f"a call cannot be required {written}."
-            raise UserError(what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.")
+            raise UserError(
+                what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.", option="tool_format"
+            )
         each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
         one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
         is_single = only_one or row.between is None
