@@ -86,6 +86,7 @@ DOORS = {
     "h11": {"wire/relay.py"},
     "jinja2": {
         "data/templates/bounds.py",
+        "data/templates/tool_formats.py",
         "data/templates/answers.py",
         "hf/sft/rows.py",
         "serve/prompts.py",

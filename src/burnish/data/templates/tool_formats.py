@@ -57,7 +57,7 @@ def exact_jinja(source: str) -> str:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """How a required call is constrained: JSON with ``name`` and arguments, between two texts.
+    """Constraint of a required call: JSON with ``name`` and arguments, between two texts.
 
     Args:
         opens: the text before a call.
