@@ -43,7 +43,6 @@ class JinjaFormat:
     ) -> None:
         self.tokenizer = tokenizer
         self.name = name
-        self.tokenize_by_word: bool = options.tokenize_by_word
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
         self.templates = {name: _as_asked(text, options) for name, text in by_name.items()}
         self.learns_every_end = options.train_on_eos == "all"
@@ -51,9 +50,7 @@ class JinjaFormat:
 
     def fit(self) -> None:
         """Read the tokenizer's special tokens; called again when they have changed."""
-        self.encoder = Encoder(
-            self.tokenizer, keep=_WORDS, template=str(self.templates), tokenize_by_word=self.tokenize_by_word
-        )
+        self.encoder = Encoder(self.tokenizer, keep=_WORDS, template=str(self.templates))
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=_WORDS)
         if not self.renderer.writes_messages():
             what = (

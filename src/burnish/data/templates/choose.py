@@ -61,9 +61,6 @@ class TemplateOptions(LearnOptions):
     missing_control_tokens: Literal["raise", "split"] = option(
         "raise", "When the tokenizer lacks control tokens of the template: stop, or write them as ordinary text."
     )
-    tokenize_by_word: bool = option(
-        True, "Look up the ids of words that were read before; false asks the tokenizer for every text. Same ids."
-    )
 
 
 class NamedTemplate(TemplateChoices, Protocol):

@@ -25,7 +25,6 @@ class TemplateChoices(Protocol):
     default_system: str | None
     enable_thinking: bool | None
     preserve_thinking: bool
-    tokenize_by_word: bool
     tool_format: str | None
     mask_history: bool
     train_on_prompt: bool

@@ -82,12 +82,7 @@ class SlotFormat:
 
     def fit(self) -> None:
         """Read the tokenizer's special tokens; called again when they have changed."""
-        self.encoder = Encoder(
-            self.tokenizer,
-            keep=_words(self.spec),
-            template=str(self.spec),
-            tokenize_by_word=self.options.tokenize_by_word,
-        )
+        self.encoder = Encoder(self.tokenizer, keep=_words(self.spec), template=str(self.spec))
         slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
         self._tokens = {slot: self._token(slot) for slot in slots if isinstance(slot, Token)}
 
