@@ -28,10 +28,15 @@ from burnish.config.errors import UserError
 from burnish.config.options import Given, specs
 from burnish.data.chat.bounds import refuse_excess
 from burnish.data.chat.tools.tool_formats import describe_tools
-from burnish.data.chat.tools.tools import ToolError, describe_tools, read_calls, read_tools
+from burnish.data.chat.tools.tools import ToolError, read_calls, read_tools
 from burnish.data.reading.files import read_records
 from burnish.data.rows.store import read_rows_manifest
 from burnish.data.sets.dataset_info import find_sources
+from burnish.loop.state import TrainerState
+from burnish.run.plan.config_files import read_config
+from burnish.run.plan.plan import RunOptions, plan
+from burnish.run.recovery.resume import read_finished
+from burnish.utils.tensor_files import read_header
 
 SECONDS = 5
 """No input takes longer."""
