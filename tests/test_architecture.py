@@ -89,6 +89,7 @@ DOORS = {
     "h11": {"serve/http/relay.py"},
     "jinja2": {
         "data/chat/bounds.py",
+        "data/chat/tools/tool_formats.py",
         "data/chat/answers.py",
         "trainer/trl/sft/rows.py",
         "serve/api/prompts.py",
