@@ -69,6 +69,7 @@ DOORS = {
         "report/trackers.py",
         "app/demo.py",
         "infer/cache.py",
+        "data/templates/render_worker.py",
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantised_export.py"},
@@ -86,9 +87,6 @@ DOORS = {
     "uvicorn": {"wire/serving.py"},
     "h11": {"wire/relay.py"},
     "jinja2": {
-        "data/templates/bounds.py",
-        "data/templates/answers.py",
-        "hf/sft/rows.py",
         "serve/prompts.py",
         "web/app.py",
     },

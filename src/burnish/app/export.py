@@ -34,6 +34,7 @@ from burnish.core.files import named_where_full, only_writer
 from burnish.core.options import Given, build, raise_if, specs
 from burnish.data.tally import Tally
 from burnish.data.templates.choose import check_template, fit_tokenizer, load_template
+from burnish.data.templates.rendering import PROMPT, Conversation, chat_ids
 from burnish.data.templates.rows import Template
 from burnish.infer.loading import (
     LONG_ENOUGH,
@@ -190,11 +191,8 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     assert row is not None
     chat = as_chat(example)
     for trained, exported in (
-        (row["input_ids"], tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]),
-        (
-            template.prompt(example),
-            tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"],
-        ),
+        (row["input_ids"], chat_ids(tokenizer, [Conversation(chat)])[0]),
+        (template.prompt(example), chat_ids(tokenizer, [Conversation(chat[:-1], parts=[PROMPT])])[0]),
     ):
         if list(trained) != list(exported):
             return [_difference(list(trained), list(exported), tokenizer)]

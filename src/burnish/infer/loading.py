@@ -31,9 +31,9 @@ from burnish.core.options import raise_if
 from burnish.core.types import Example, Message
 from burnish.core.work import watched
 from burnish.data.tally import Tally
-from burnish.data.templates.answers import UnreadableTemplate
 from burnish.data.templates.chat_template import JinjaFormat
 from burnish.data.templates.choose import RECORDED, fit_tokenizer, load_template
+from burnish.data.templates.rendering import UnreadableTemplate
 from burnish.data.templates.rows import Template
 from burnish.engine.options import device_of
 from burnish.infer.answerer import Answerer

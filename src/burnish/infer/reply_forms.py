@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.core.errors import UserError
-from burnish.data.templates.answers import UnreadableTemplate
 from burnish.data.templates.chat_template import JinjaFormat
+from burnish.data.templates.rendering import UnreadableTemplate
 from burnish.data.templates.rows import Template
 from burnish.data.templates.table import CONTENT, TemplateSpec, Token
 from burnish.data.templates.tool_calls import Call, CallReader, Offered
