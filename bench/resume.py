@@ -41,7 +41,7 @@ def burnish(rows: Rows, step: int) -> Any:
 
     stream = RowStream(rows, collate_padding_free, StepPartition(ROWS_PER_STEP, accumulation=1), seed=17)
     stream.load_state_dict({"epoch": 0, "position": step * ROWS_PER_STEP})
-    return next(iter(stream.groups()))
+    return next(iter(stream.step_batches()))
 
 
 def transformers(rows: Rows, step: int) -> Any:

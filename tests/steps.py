@@ -43,7 +43,7 @@ def gradients(model, groups, **given):
     """Loss and gradients of one step whose micro-batches are ``groups`` of rows."""
     objective, module = fitted(model, **given)
     batches = [objective.collate(group) for group in groups]
-    weight = torch.stack([objective.weight(batch) for batch in batches]).sum()
+    weight = torch.stack([objective.num_items(batch) for batch in batches]).sum()
     model.zero_grad()
     losses = [objective.loss(module, batch) for batch in batches]
     for loss in losses:

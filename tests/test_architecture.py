@@ -74,7 +74,6 @@ DOORS = {
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantised_export.py"},
     "bitsandbytes": {"models", "optim", "ops/quantised.py"},
-    "triton": {"ops/gpu/kernels.py", "ops/gpu/triton_kernels.py"},
     "yaml": {"app/config.py", "data/templates/choose.py", "models/tokens.py"},
     "rich": {"app/explain_view.py", "report"},
     "matplotlib": {"report"},
@@ -139,13 +138,6 @@ def test_each_library_is_entered_by_its_door() -> None:
         if doors and not any(name_of(file) == door or name_of(file).startswith(f"{door}/") for door in doors):
             found.append(f"{name_of(file)}:{line} imports {module}; its door is {', '.join(sorted(doors))}")
     assert not found, "\n".join(found)
-
-
-def test_the_word_by_word_reader_is_entered_by_its_one_door() -> None:
-    room = "data/tokens/by_word"
-    inside = [(name_of(file), module) for file, module, _ in all_imports() if f".{room.replace('/', '.')}." in module]
-    assert inside
-    assert not [(name, module) for name, module in inside if not name.startswith(room)], f"the door is {room}"
 
 
 def test_core_imports_torch_and_the_standard_library_only() -> None:
@@ -280,7 +272,6 @@ SHARED = {
     "per_device_train_batch_size": {"engine"},  # a file of DeepSpeed says these three again
     "gradient_accumulation_steps": {"engine"},
     "max_grad_norm": {"engine"},
-    "gpu_kernels": {"models"},  # where burnish's own kernels run, Liger's do not
     "gradient_checkpointing": {"objectives"},  # one kind of it takes the gradient from a router's loss
     "gradient_checkpointing_kwargs": {"objectives"},
     # A prediction in a run and an answer elsewhere are drawn alike.
@@ -549,9 +540,6 @@ ONE_THING_IN_SEVERAL = {
     "application": "an ASGI application: the API's and the page's",
     "read_options": "the options of each of these two",
     "DefaultFlowCallback": "burnish's flow, for scripts a subclass of transformers' class too",
-    "rms_norm": "one formula, in torch and in Triton",
-    "gated": "one formula, in torch and in Triton",
-    "turned": "one formula, in torch and in Triton",
     "warn": "a warning of the first process, on the terminal and by Python's warnings",
 }
 

@@ -46,7 +46,7 @@ class RegressionObjective(Objective):
     def collate(self, rows):
         return {"input_ids": torch.stack([r[0] for r in rows]), "labels": torch.stack([r[1] for r in rows])}
 
-    def weight(self, batch):
+    def num_items(self, batch):
         return (batch["labels"] != -100).sum().float()
 
     def loss(self, model, batch):

@@ -173,7 +173,7 @@ def of_parts(run, options, prepared):
     groups = [order[start : start + stream.cut.rows_per_step] for start in (0, stream.cut.rows_per_step)]
     config = generation_config(model, prepared.tokenizer, prepared.template.stop_token_ids(), options)
     return Outcome(
-        batch={n: getattr(v, 'tolist', lambda v=v: v)() for n, v in next(stream.groups()).batches[0].items()},
+        batch={n: getattr(v, 'tolist', lambda v=v: v)() for n, v in next(stream.step_batches()).batches[0].items()},
         order=order[:12],
         cuts=[[len(part) for part in stream.cut.micro_batches(group, stream.lengths)] for group in groups],
         optimizer={

@@ -287,6 +287,8 @@ REFUSED = {
     "visual_inputs": ("visual_inputs: true", "trains on text"),
     "use_asft_loss": ("use_asft_loss: true\nasft_alpha: 0.1", "use_dft_loss: true"),
     "orpo": ("stage: orpo", "Set stage: dpo and pref_loss: orpo"),
+    "gpu_kernels": ("gpu_kernels: burnish", "Liger's kernels are used on a GPU"),
+    '"gpu_kernels" none': ("gpu_kernels: none", "Set enable_liger_kernel: false"),
     "flash_attn": ("flash_attn: 'off'", "disabled"),
     "hqq": ("quantization_bit: 4\nquantization_method: hqq", "quantization_method: bnb"),
     "mmlu_test": ("task: mmlu_test\nlang: en\nn_shot: 5", "lm-evaluation-harness"),

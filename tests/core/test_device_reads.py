@@ -83,7 +83,7 @@ def on_meta(folder, **given):
 )
 def test_a_step_reads_nothing_from_its_device(tmp_path, given):
     run, options = on_meta(tmp_path, **given)
-    for group, _ in zip(run.stream.groups(), range(2), strict=False):
+    for group, _ in zip(run.stream.step_batches(), range(2), strict=False):
         take_step(run, group, options)
         assert all(weight.device.type == "meta" for weight in run.model.parameters())
     assert run.state.global_step == 2
@@ -91,7 +91,7 @@ def test_a_step_reads_nothing_from_its_device(tmp_path, given):
 
 def test_the_log_is_where_the_device_is_read(tmp_path):
     run, options = on_meta(tmp_path)
-    take_step(run, next(iter(run.stream.groups())), options)
+    take_step(run, next(iter(run.stream.step_batches())), options)
     with pytest.raises(RuntimeError, match="meta"):
         log_step(run, options)
 
@@ -109,4 +109,4 @@ def test_without_a_kernel_the_lengths_of_the_sequences_are_read(tmp_path, monkey
     monkeypatch.setattr(attention, "_WITH_KERNELS", set())
     run, options = on_meta(tmp_path)
     with pytest.raises(RuntimeError, match="meta"):
-        take_step(run, next(iter(run.stream.groups())), options)
+        take_step(run, next(iter(run.stream.step_batches())), options)

@@ -109,7 +109,7 @@ class Wide(Objective):
     def collate(self, rows):
         return {"input_ids": torch.stack([row[0] for row in rows]), "labels": torch.stack([row[1] for row in rows])}
 
-    def weight(self, batch):
+    def num_items(self, batch):
         return torch.tensor(float(len(batch["labels"])))
 
     def loss(self, model, batch):

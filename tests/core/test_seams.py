@@ -27,7 +27,7 @@ def trained(folder, objective, **given):
 class Centred(RegressionObjective):
     """Errors are measured from half their mean over the whole step, which no micro-batch knows by itself."""
 
-    def ready(self, module, batches, engine):
+    def prepare_step(self, module, batches, engine):
         with evaluating(module):
             assert not module.training
             errors = [module(batch["input_ids"]) - batch["labels"] for batch in batches]
@@ -49,7 +49,7 @@ def test_a_mean_over_the_step_is_the_same_however_the_step_is_cut(tmp_path, batc
 class Twice(RegressionObjective):
     """Trains on each group two times, as a rollout trains more than once on the answers that it drew."""
 
-    def expand(self, run, group):
+    def rollout(self, run, group):
         yield dataclasses.replace(group, cursor=None)
         yield group
 

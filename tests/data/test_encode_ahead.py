@@ -253,7 +253,7 @@ def test_a_micro_batch_of_gaps_is_blank(tmp_path):
     rows, _ = number_rows(6, tmp_path)
     stream = RowStream(rows, batch_of, StepPartition(1, 1), seed=0, read=LateReader(rows, batch_of))
     stream.options.train_sampling_strategy = "sequential"
-    assert [learned(group.batches[0]) for group in stream.groups()] == [[], [1], [2], [3], [4], []]
+    assert [learned(group.batches[0]) for group in stream.step_batches()] == [[], [1], [2], [3], [4], []]
 
 
 def batch_of(rows):

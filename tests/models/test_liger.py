@@ -14,7 +14,6 @@ from burnish.hf.arguments.training import TrainingArguments
 from burnish.hf.trainer import Trainer
 from burnish.models import liger
 from burnish.models.liger import apply_liger, check_liger, takes_liger
-from burnish.ops.gpu import kernels
 from tiny_models import tiny_model, token_ids
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -45,7 +44,7 @@ def asked(monkeypatch):
 
 
 def options(**given):
-    usual = {"gpu_kernels": "auto", "enable_liger_kernel": None}
+    usual = {"enable_liger_kernel": None}
     return SimpleNamespace(**{**usual, "liger_kernel_config": None, "use_cpu": True, **given})
 
 
@@ -54,17 +53,6 @@ def test_the_kernels_are_taken_on_a_gpu_and_nowhere_else():
     assert takes_liger(options(), GPU)
     assert not takes_liger(options(enable_liger_kernel=False), GPU)
     assert not takes_liger(options(), CPU)
-
-
-@pytest.mark.usefixtures("asked")
-def test_kernels_are_those_that_are_asked_for(monkeypatch):
-    monkeypatch.setattr(kernels, "_KINDS", set())
-    monkeypatch.setattr(kernels, "obstacle", lambda device: "" if device.type == "cuda" else "a CPU")
-    for asked, is_liger, is_own in (("auto", True, False), ("burnish", False, True), ("none", False, False)):
-        kernels.ask_for_kernels(asked)
-        assert takes_liger(options(gpu_kernels=asked), GPU) == is_liger
-        assert ("cuda" in kernels._KINDS) == is_own
-        assert takes_liger(options(gpu_kernels=asked, enable_liger_kernel=True), GPU)
 
 
 def test_to_ask_for_them_on_a_cpu_or_without_the_library_is_refused_by_name(monkeypatch):

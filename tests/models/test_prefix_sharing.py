@@ -128,7 +128,7 @@ def gradients(model, batch, options=None):
     objective.fit(fit(model, head_of=model), lambda rows: batch)
     module = objective.module(model)
     made = objective.collate([])
-    loss = objective.loss(module, made).total / objective.weight(made)
+    loss = objective.loss(module, made).total / objective.num_items(made)
     model.zero_grad()
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

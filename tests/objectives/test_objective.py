@@ -94,7 +94,7 @@ def test_a_batch_without_labels_gives_an_exact_zero_with_a_graph():
     loss = objective.loss(module, blank)
     loss.total.backward()
     assert loss.total == 0
-    assert objective.weight(blank) == 0
+    assert objective.num_items(blank) == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
@@ -178,7 +178,7 @@ def test_accuracy_and_entropy_are_summed_where_asked():
     for layout in LAYOUTS.values():
         objective, module = fitted(tiny(), compute_accuracy=True, compute_entropy=True, **layout)
         batch = objective.collate(rows(4))
-        sums, weight = objective.loss(module, batch).sums, objective.weight(batch)
+        sums, weight = objective.loss(module, batch).sums, objective.num_items(batch)
         assert set(sums) == {"accuracy", "entropy"}
         assert 0 <= sums["accuracy"] <= weight
         # Random weights know next to nothing: log 97 is 4.57.

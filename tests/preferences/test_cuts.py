@@ -70,8 +70,8 @@ def update(kind, cut, is_padding_free=True, needed=True, fused=True, **given):
     for size in cut:
         batches.append(objective.collate(every[start : start + size]))
         start += size
-    ready = objective.ready(module, batches, engine)
-    weight = torch.stack([objective.weight(batch) for batch in ready]).sum()
+    ready = objective.prepare_step(module, batches, engine)
+    weight = torch.stack([objective.num_items(batch) for batch in ready]).sum()
     total = 0.0
     for batch in ready:
         loss = objective.loss(module, batch)

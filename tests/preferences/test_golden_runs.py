@@ -112,8 +112,8 @@ def test_the_first_micro_batches_of_kto_are_those_of_trl(folder):
     engine = SingleEngine(EngineOptions(use_cpu=True))
     for start, expected in zip((0, 2), case["micro_losses"], strict=False):
         rows = [kto_row(record) for record in records[start : start + 2]]
-        (batch,) = objective.ready(module, [objective.collate(rows)], engine)
-        loss = objective.loss(module, batch).total / objective.weight(batch)
+        (batch,) = objective.prepare_step(module, [objective.collate(rows)], engine)
+        loss = objective.loss(module, batch).total / objective.num_items(batch)
         assert loss.item() == pytest.approx(expected, rel=LOSS)
 
 

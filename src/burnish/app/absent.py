@@ -45,12 +45,20 @@ def take_absent(
     chosen = {key: item for key, item in given.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
     problems = [
         Problem(
-            f'"{key}" {item.value} is not part of burnish.', item.where, remedy=ABSENT_CHOICES[key][str(item.value)]
+            f'"{key}" {item.value} is not part of burnish.',
+            item.where,
+            remedy=ABSENT_CHOICES[key][str(item.value)],
+            option=key,
         )
         for key, item in chosen.items()
     ]
     problems += [
-        Problem(f'"{key}" is not part of burnish. Received: {item.value}.', item.where, remedy=ABSENT[key].instead)
+        Problem(
+            f'"{key}" is not part of burnish. Received: {item.value}.',
+            item.where,
+            remedy=ABSENT[key].instead,
+            option=key,
+        )
         for key, item in foreign.items()
         if key in ABSENT and not _asks_for_nothing(item.value, ABSENT[key].harmless)
     ]
@@ -80,6 +88,7 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
         "orpo": "Set stage: dpo and pref_loss: orpo.",
     },
     "flash_attn": {"off": "Set flash_attn: disabled, which is its name since LLaMA-Factory 0.8.1."},
+    "gpu_kernels": {"none": "Set enable_liger_kernel: false."},
     "quantization_method": dict.fromkeys(
         ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."
     ),
@@ -136,6 +145,7 @@ _family(
     "asft_alpha",
 )  # fmt: skip
 _absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
+_no_effect("texts are always tokenized whole; the ids are the same.", "tokenize_by_word")
 _no_effect("the answers are what is learned, unless train_on_prompt says otherwise.", "assistant_only_loss label_names")
 _absent(
     "burnish trains on text; leave it out.",
@@ -150,6 +160,9 @@ _no_effect(
 
 # --- optimizers, adapters, models -------------------------------------------------------------------------------------
 _absent("Set optim: adafactor.", adafactor=False)
+_absent(
+    "Leave it out: Liger's kernels are used on a GPU where the library liger-kernel is installed.", gpu_kernels="auto"
+)
 _no_effect(
     "weights move after the backward pass, once gradients are added up and clipped, and not inside it; that takes the "
     "memory of the gradients.",

@@ -97,7 +97,7 @@ def assemble(options: RunChoices, pieces: RunPieces) -> Run:
     """The run that ``pieces`` make."""
     engine, callbacks, created = pieces.engine, pieces.callbacks, pieces.optimizer()
     model, optimizer = engine.prepare(pieces.objective.module(pieces.model.model), created)
-    pieces.objective.begin(model)
+    pieces.objective.setup(model)
     scheduler = pieces.scheduler(optimizer)
     state = first_state(options, pieces.steps, pieces.rows, engine)
     callbacks.state = state

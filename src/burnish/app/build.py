@@ -68,7 +68,6 @@ from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
 from burnish.objectives.base import StageObjective
 from burnish.objectives.preference_options import PREFERENCE_STAGES
-from burnish.ops.gpu.kernels import ask_for_kernels, kernel_notes
 from burnish.ops.probe import Fitted
 from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
 from burnish.report.console import kept_in, note, set_log_levels, warn
@@ -306,13 +305,11 @@ def fit_objective(
         what the model was seen to do, and sentences for a person.
     """
     device, said = next(model.parameters()).device, []
-    ask_for_kernels(options.gpu_kernels)
     is_asked = options.enable_liger_kernel is not None
     if takes_liger(options, device) and (is_asked or (not options.torch_compile and allows(options, LIGER))):
         said = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
     if not options.torch_compile:  # a compiler fuses by itself
         patch_forwards(model, options)
-        said = [*said, *kernel_notes(device)]
     fitted = fit(
         model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
         prefix_sharing=wants_prefix_sharing(objective, model, options, device),

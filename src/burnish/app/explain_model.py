@@ -28,7 +28,6 @@ from burnish.models.quantize import UNTOUCHED, quantisation_of
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fitted_shapes
 from burnish.objectives.neftune import EmbeddingNoise
-from burnish.ops.gpu.kernels import ask_for_kernels
 from burnish.ops.probe import causal_lm
 from burnish.ops.tied import TIED
 
@@ -98,7 +97,6 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
         )
     if samples_without_sampling(model):
         patch(model, "generation_config.do_sample", True, SAMPLING)
-    ask_for_kernels(options.gpu_kernels)
     if not options.torch_compile:
         patch_forwards(model, options, device_of(options))
     if options.neftune_noise_alpha is not None:

@@ -374,7 +374,7 @@ def write_scores(run: Run, folder: Path) -> None:
 @torch.no_grad()
 def _scores_of(run: Run, batches: Any) -> Iterator[tuple[int, dict[str, float]]]:
     """The number of each pair, from 0, and its scores."""
-    ready = run.objective.evaluated(run.model, batches, run.engine)
+    ready = run.objective.iter_eval(run.model, batches, run.engine)
     for numbers, batch in zip(batches.parts, ready, strict=True):
         with run.engine.precision():
             scores = run.model(batch).tolist()

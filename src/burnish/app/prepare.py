@@ -92,7 +92,7 @@ def prepare(plan: Plan) -> Prepared:
     steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
-    notes += objective.look_at(sample, steps.rows_per_step) if trains(options) else []
+    notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
     problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.max_steps)
     problems += check_deciding_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])

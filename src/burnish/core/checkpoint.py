@@ -58,14 +58,16 @@ _TEMPORARY = ".incomplete-"
 class CheckpointOptions:
     """Output folder, checkpoints, and resuming."""
 
-    output_dir: str | None = option(None, "The folder that receives everything the run writes.")
+    output_dir: str | None = option(None, "The folder that receives everything the run writes.", names_place=True)
     overwrite_output_dir: bool = option(False, "Start anew in a folder that holds an earlier run.")
     resume: str = option(
         "auto", "What to do where output_dir holds a checkpoint: continue it, never, or insist on one.",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(
-        None, "A checkpoint folder to continue from; true for the newest in output_dir, false for none."
+        None,
+        "A checkpoint folder to continue from; true for the newest in output_dir, false for none.",
+        names_place=True,
     )
     resume_despite_changes: bool = option(
         False, "Continue although data, model, seed or batch differ from the checkpoint's."
@@ -226,7 +228,12 @@ class Checkpoints:
         self.barrier()
         if not temporary.is_dir():
             what = f"rank {self.rank} does not see what rank 0 writes into output_dir."
-            raise UserError(what, where=str(self.folder), remedy="Name a folder that all machines of the run share.")
+            raise UserError(
+                what,
+                where=str(self.folder),
+                remedy="Name a folder that all machines of the run share.",
+                option="output_dir",
+            )
         for part in parts.values():
             if part.on_each_rank:
                 _write_part(temporary, part.stem_of(self.rank), *split(part.state_dict()))

@@ -37,7 +37,7 @@ from burnish.core.metrics import joined_by_name
 from burnish.core.options import option
 from burnish.core.protocols import EvalSet
 from burnish.core.run import Run
-from burnish.core.types import Batch, Group, Loss
+from burnish.core.types import Batch, Loss, StepBatch
 from burnish.core.work import watched
 
 
@@ -98,18 +98,18 @@ def train(run: Run, options: LoopChoices) -> TrainOutput:
     return end_training(run, options)
 
 
-def groups(run: Run) -> Iterator[Group]:
+def groups(run: Run) -> Iterator[StepBatch]:
     """Yield the remaining groups of the current epoch, each as the objective expands it."""
-    for group in run.stream.groups():
-        yield from run.objective.expand(run, group)
+    for group in run.stream.step_batches():
+        yield from run.objective.rollout(run, group)
 
 
-def take_step(run: Run, group: Group, options: LoopChoices) -> None:
+def take_step(run: Run, group: StepBatch, options: LoopChoices) -> None:
     """Update the weights once, from the micro-batches of ``group``."""
     engine, meter = run.engine, run.meter
     learning_rate = run.optimizer.param_groups[0]["lr"]
-    batches = run.objective.ready(run.model, [engine.to_device(batch) for batch in group.batches], engine)
-    weight = engine.sum(sum_of([run.objective.weight(batch) for batch in batches]))
+    batches = run.objective.prepare_step(run.model, [engine.to_device(batch) for batch in group.batches], engine)
+    weight = engine.sum(sum_of([run.objective.num_items(batch) for batch in batches]))
     divisor = torch.where(weight > 0, weight, 1)
 
     losses: list[Loss] = []
@@ -174,7 +174,7 @@ def log_step(run: Run, options: LoopChoices) -> None:
     means = run.meter.read(run.state, run.engine, run.flos_per_token)
     if not means:
         return
-    values = {**run.objective.shown(means), "learning_rate": run.meter.learning_rate}
+    values = {**run.objective.report(means), "learning_rate": run.meter.learning_rate}
     has_skipped = run.meter.num_skipped > 0 and not run.engine.scales_loss
     if has_skipped:
         values["skipped_steps"] = run.meter.num_skipped
@@ -211,14 +211,14 @@ def evaluate(run: Run, eval_set: EvalSet, prefix: str) -> dict[str, float]:
     """
     clock, totals = Clock(), Totals()
     set_training_mode(run, is_training=False)
-    batches = run.objective.evaluated(run.model, eval_set, run.engine)
+    batches = run.objective.iter_eval(run.model, eval_set, run.engine)
     for batch in watched(batches, "Evaluating", "batches", of=eval_set):
         with run.engine.precision():
             loss = run.objective.loss(run.model, batch)
-        totals.add(loss, run.objective.weight(batch))
+        totals.add(loss, run.objective.num_items(batch))
         run.callbacks.fire("on_prediction_step")
     set_training_mode(run, is_training=True)
-    metrics = {f"{prefix}_{name}": value for name, value in run.objective.shown(totals.means(run.engine)).items()}
+    metrics = {f"{prefix}_{name}": value for name, value in run.objective.report(totals.means(run.engine)).items()}
     metrics |= clock.rates(prefix, num_rows=eval_set.num_rows, num_steps=totals.num_batches)
     run.log(run, metrics)
     return metrics

@@ -42,6 +42,9 @@ def option(
     lt: float | None = None,
     ignored: str = "",
     is_secret: bool = False,
+    names_place: bool = False,
+    risky: str = "",
+    harmless: Iterable[Any] = (),
 ) -> Any:
     """A dataclass field that is an option.
 
@@ -56,10 +59,15 @@ def option(
         ge, gt, le, lt: bounds of a number.
         ignored: why the option is accepted and has no effect; said once when it is given.
         is_secret: the value is shown and written nowhere (``core/secrets.py``).
+        names_place: a text in the value may be the path of a file or folder.
+        risky: why a visitor of the web page may not set the option: it runs code, starts programs, or sends data to
+            other machines.
+        harmless: values of a risky option that a visitor may set; its default and empty values always may.
     """
     metadata = {
         "help": help, "choices": choices, "refused": refused, "unit": unit, "aliases": tuple(aliases),
         "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt}, "ignored": ignored, "is_secret": is_secret,
+        "names_place": names_place, "risky": risky, "harmless": tuple(harmless),
     }  # fmt: skip
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -82,6 +90,9 @@ class Spec:
     raw_choices: Any = None
     refused: Callable[[], Iterable[Any]] = tuple
     is_secret: bool = False
+    names_place: bool = False
+    risky: str = ""
+    harmless: tuple[Any, ...] = ()
 
     @property
     def choices(self) -> list[Any] | None:
@@ -129,6 +140,9 @@ def specs(group: type) -> dict[str, Spec]:
             raw_choices=meta.get("choices"),
             refused=meta.get("refused", tuple),
             is_secret=meta.get("is_secret", False),
+            names_place=meta.get("names_place", False),
+            risky=meta.get("risky", ""),
+            harmless=meta.get("harmless", ()),
         )
     return found
 
@@ -176,13 +190,13 @@ def build(group: type[Built], given: Mapping[str, Given]) -> tuple[Built, list[P
         if name in first_place:
             other, place = first_place[name]
             what = f'"{key}" and "{other}" are two names of one option; give one of them.'
-            problems.append(Problem(what, where=item.where or place))
+            problems.append(Problem(what, where=item.where or place, option=name))
             continue
         first_place[name] = (key, item.where)
         try:
             values[name] = convert(known[name], item.value)
         except ValueError as error:
-            problems.append(Problem(f'"{key}" {error}', where=item.where))
+            problems.append(Problem(f'"{key}" {error}', where=item.where, option=name))
     return group(**values), problems
 
 
@@ -213,20 +227,6 @@ def convert(spec: Spec, raw: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         check_bounds(spec, value)
     return value
-
-
-def check(options: Any) -> list[Problem]:
-    """Hold every value of an instance against its declaration; for objects made in Python rather than parsed."""
-    problems = []
-    for spec in specs(options.__class__).values():
-        value = getattr(options, spec.name)
-        if value == spec.default or not isinstance(value, str | int | float | list | dict):
-            continue
-        try:
-            convert(spec, value)
-        except ValueError as error:
-            problems.append(Problem(f'"{spec.name}" {error}'))
-    return problems
 
 
 def changed_options(options: Any) -> dict[str, Any]:

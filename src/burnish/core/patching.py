@@ -37,11 +37,6 @@ class PatchOptions:
         True, "Let parts of the model run burnish's code where that was seen to compute the same; false leaves the "
         "model as its library made it, but for what another option or a fault of the library asks for.",
     )  # fmt: skip
-    gpu_kernels: str = option(
-        "auto", "Kernels on a GPU for norms, gated layers, rotary positions and the loss: auto takes Liger's where "
-        "they are installed, else plain torch; burnish takes its own, which nobody has run on a GPU; none, none.",
-        choices=("auto", "burnish", "none"),
-    )  # fmt: skip
     leave_out: list[str] | None = option(
         None, "Kinds of patches that are not made, by the names that explain lists: norm, linear layer, ..."
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from burnish.core.types import Batch, Group, Loss, Stateful
+from burnish.core.types import Batch, Loss, Stateful, StepBatch
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +43,16 @@ class Objective(Protocol):
         whose parameters the optimizer moves, and whose ``state_dict`` a checkpoint holds."""
         return model
 
-    def begin(self, module: nn.Module) -> None:
+    def setup(self, module: nn.Module) -> None:
         """Look at the module as the engine prepared it: once, before a checkpoint is loaded and a step is taken."""
         return
 
-    def expand(self, run: Running, group: Group) -> Iterator[Group]:
+    def rollout(self, run: Running, group: StepBatch) -> Iterator[StepBatch]:
         """The groups that are trained on in place of ``group``: itself, or what was made of it (answers to its
         prompts). The cursor of all but the last is None: the stream moves on after the last of them."""
         yield group
 
-    def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         """Look at all micro-batches of a step on this rank before the first of them: add what is a function of the
         whole step (means, counts over ranks) or of another model (log-probabilities of a reference).
 
@@ -61,12 +61,12 @@ class Objective(Protocol):
         """
         return batches
 
-    def evaluated(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
         """The batches of an evaluation set, ready one by one; what is a function of a whole step is one of the set."""
         for batch in batches:
-            yield from self.ready(module, [engine.to_device(batch)], engine)
+            yield from self.prepare_step(module, [engine.to_device(batch)], engine)
 
-    def shown(self, values: dict[str, float]) -> dict[str, float]:
+    def report(self, values: dict[str, float]) -> dict[str, float]:
         """Complete the metrics of a log or an evaluation with those that follow from others."""
         return values
 
@@ -74,7 +74,7 @@ class Objective(Protocol):
         """Parameters that train beside the model's: those of a head."""
         return ()
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         """() the items of the batch that share the step's mean: label-bearing tokens, pairs, ..."""
         ...
 
@@ -171,11 +171,11 @@ class Engine(Protocol):
 class Stream(Stateful, Protocol):
     """The stream of groups of an epoch, from the cursor on, each with the cursor that follows it."""
 
-    def groups(self) -> Iterator[Group]:
+    def step_batches(self) -> Iterator[StepBatch]:
         """Yield the groups from the cursor to the end of the current epoch. May read ahead of the loop."""
         ...
 
-    def advance(self, group: Group) -> None:
+    def advance(self, group: StepBatch) -> None:
         """Move the cursor, which a checkpoint holds, to that of ``group``, which has been used, if it has one."""
         ...
 

@@ -16,18 +16,18 @@ from burnish.core.parts import Part
 from burnish.core.protocols import Engine, EvalSet, Objective, Stream
 from burnish.core.schedule import Schedule
 from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Batch, Group, Loss
+from burnish.core.types import Batch, Loss, StepBatch
 
 Microstep: TypeAlias = "Callable[[Run, Batch, Tensor, bool], Loss]"
 """(run, micro-batch, () weight of the whole step, whether it is the step's last) -> its loss; gradients are added."""
 Evaluate: TypeAlias = "Callable[[Run, EvalSet, str], dict[str, float]]"
 """(run, one set, prefix of its metrics) -> its metrics, which have been logged."""
 Log: TypeAlias = "Callable[[Run, dict[str, Any]], None]"
-Watch: TypeAlias = Callable[[Engine, int, Group, Tensor, Tensor], None]
+Watch: TypeAlias = Callable[[Engine, int, StepBatch, Tensor, Tensor], None]
 """(engine, step, group, () loss, () gradient norm) of a step; ``SpikeWatch.look``."""
 
 
-def unwatched(engine: Engine, step: int, group: Group, loss: Tensor, norm: Tensor) -> None:
+def unwatched(engine: Engine, step: int, group: StepBatch, loss: Tensor, norm: Tensor) -> None:
     """Look at nothing."""
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.core.checks import notes
 from burnish.core.options import option
 from burnish.core.protocols import Engine
-from burnish.core.types import Group
+from burnish.core.types import StepBatch
 
 _SEEN, _ENOUGH = 32, 8
 MOST = 16
@@ -53,7 +54,7 @@ class SpikeWatch:
         self.ratio = ratio
         self.norms: deque[float] = deque(maxlen=_SEEN)
 
-    def look(self, engine: Engine, step: int, group: Group, loss: Tensor, norm: Tensor) -> None:
+    def look(self, engine: Engine, step: int, group: StepBatch, loss: Tensor, norm: Tensor) -> None:
         """Raise SpikeError where the step that was just taken is a spike; on all ranks, where it is one on any."""
         usual = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
         is_applied = torch.isfinite(loss) & torch.isfinite(norm)
@@ -80,6 +81,7 @@ class SpikeWatch:
         self.norms = deque(state["norms"], maxlen=_SEEN)
 
 
+@notes
 def spike_notes(options: SpikeOptions) -> list[str]:
     """Note an option that has no effect."""
     unread = options.spike_ratio is not None and options.on_spike == "no"

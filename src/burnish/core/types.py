@@ -150,7 +150,7 @@ or, if padding-free (all sequences concatenated to one row), ``position_ids`` (1
 
 
 @dataclass(frozen=True)
-class Group:
+class StepBatch:
     """The micro-batches of one step, and where the stream stands once they have been used."""
 
     batches: Sequence[Batch]

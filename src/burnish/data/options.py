@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.data.sets.formats import FORMATS
@@ -18,11 +19,13 @@ class DataOptions:
     """Data."""
 
     dataset: list[str] | None = option(
-        None, "Data sets to train on: names in dataset_info.json, or paths of files and folders."
+        None, "Data sets to train on: names in dataset_info.json, or paths of files and folders.", names_place=True
     )
-    eval_dataset: list[str] | None = option(None, "Data sets to evaluate on.")
+    eval_dataset: list[str] | None = option(None, "Data sets to evaluate on.", names_place=True)
     dataset_dir: str | dict[str, Any] = option(
-        "data", "The folder of dataset_info.json; or ONLINE, where names are hub ids, or REMOTE:<hub repository>."
+        "data",
+        "The folder of dataset_info.json; or ONLINE, where names are hub ids, or REMOTE:<hub repository>.",
+        names_place=True,
     )
     formatting: str | None = option(
         None, "The format of data sets given as paths; recognised from their columns by default.", choices=FORMATS.names
@@ -51,7 +54,7 @@ class DataOptions:
     )  # fmt: skip
     overwrite_cache: bool = option(False, "Encode again what is in the cache.")
     tokenized_path: str | None = option(
-        None, "A folder for the encoded rows: written if it is not there, read if it is."
+        None, "A folder for the encoded rows: written if it is not there, read if it is.", names_place=True
     )
     streaming: bool = option(
         False, "Leave the records where they are, read them one by one, encode them when they are wanted, and keep no "
@@ -69,12 +72,17 @@ class DataOptions:
     )
 
 
+@check
 def check_data(options: DataOptions) -> list[Problem]:
     """Find what is wrong with the options without reading a file."""
     problems = []
     if not (options.dataset or options.eval_dataset or options.tokenized_path):
         problems.append(
-            Problem('"dataset" is missing.', remedy="Name one: dataset: <name in dataset_info.json, or a path>")
+            Problem(
+                '"dataset" is missing.',
+                remedy="Name one: dataset: <name in dataset_info.json, or a path>",
+                option="dataset",
+            )
         )
     return problems + _check_val_size(options) + _check_mix(options)
 
@@ -84,9 +92,16 @@ def _check_val_size(options: DataOptions) -> list[Problem]:
         return []
     if options.eval_dataset:
         remedy = "Keep one: eval_dataset to evaluate on a set of its own, val_size to hold out a part of dataset."
-        return [Problem("val_size and eval_dataset are both given.", remedy=remedy)]
+        return [
+            Problem("val_size and eval_dataset are both given.", remedy=remedy, option=("val_size", "eval_dataset"))
+        ]
     if options.val_size > 1 and options.val_size != int(options.val_size):
-        return [Problem(f"val_size must be a share below 1 or a whole number of rows. Received: {options.val_size}.")]
+        return [
+            Problem(
+                f"val_size must be a share below 1 or a whole number of rows. Received: {options.val_size}.",
+                option="val_size",
+            )
+        ]
     return []
 
 
@@ -96,15 +111,27 @@ def _check_mix(options: DataOptions) -> list[Problem]:
         return []
     if options.mix_strategy == "concat":
         remedy = "Set mix_strategy: interleave_under, or leave interleave_probs out."
-        return [Problem("interleave_probs is given, and mix_strategy is concat, which draws nothing.", remedy=remedy)]
+        return [
+            Problem(
+                "interleave_probs is given, and mix_strategy is concat, which draws nothing.",
+                remedy=remedy,
+                option=("interleave_probs", "mix_strategy"),
+            )
+        ]
     problems = [
         Problem(
-            f"interleave_probs must have a number for each set in {name}. Received: {len(weights)} for {len(sets)}."
+            f"interleave_probs must have a number for each set in {name}. Received: {len(weights)} for {len(sets)}.",
+            option="interleave_probs",
         )
         for name, sets in (("dataset", options.dataset), ("eval_dataset", options.eval_dataset))
         if sets and len(sets) != len(weights)
     ]
     if any(weight <= 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
         received = f"{', '.join(map(str, weights))}, which add up to {sum(weights):g}"
-        problems.append(Problem(f"interleave_probs must be greater than 0 and add up to 1. Received: {received}."))
+        problems.append(
+            Problem(
+                f"interleave_probs must be greater than 0 and add up to 1. Received: {received}.",
+                option="interleave_probs",
+            )
+        )
     return problems

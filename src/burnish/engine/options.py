@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem, did_you_mean
 from burnish.core.options import option
 from burnish.engine.checkpointing import checkpointing_problems
@@ -66,7 +67,12 @@ class EngineOptions:
         aliases=("use_unsloth_gc",),
     )  # fmt: skip
     torch_compile: bool = option(False, "Compile the layers of the model with torch.compile.")
-    torch_compile_backend: str | None = option(None, "torch.compile's backend; inductor where nothing is given.")
+    torch_compile_backend: str | None = option(
+        None,
+        "torch.compile's backend; inductor where nothing is given.",
+        risky="another package can provide it",
+        harmless=("inductor", "eager", "aot_eager", "cudagraphs"),
+    )
     torch_compile_mode: str | None = option(None, 'torch.compile\'s mode, such as "reduce-overhead".')
     ddp_backend: str | None = option(None, "nccl, gloo, ...; chosen by the device where nothing is given.")
     ddp_timeout: int = option(1800, "How long a process waits for the others before it gives up.", unit="s", gt=0)
@@ -84,14 +90,20 @@ class EngineOptions:
         "whole between forward and backward), hybrid_shard (within a machine); offload keeps them on the CPU.",
     )  # fmt: skip
     fsdp_config: dict[str, Any] | str | None = option(
-        None, "FSDP's settings, by transformers' and accelerate's names, or the JSON file that holds them."
+        None,
+        "FSDP's settings, by transformers' and accelerate's names, or the JSON file that holds them.",
+        names_place=True,
     )
     deepspeed: dict[str, Any] | str | None = option(
-        None, f"DeepSpeed's settings, or the JSON file that holds them, or one of {', '.join(NAMES)}."
+        None,
+        f"DeepSpeed's settings, or the JSON file that holds them, or one of {', '.join(NAMES)}.",
+        names_place=True,
+        risky="its settings can name programs",
+        harmless=NAMES,
     )
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file.",
-        ignored="burnish deals rows to processes itself, which is all that they settle.",
+        ignored="burnish deals rows to processes itself, which is all that they settle.", names_place=True,
     )  # fmt: skip
     seed: int = option(
         42, "Of weights made anew, dropout, and the order of the rows where data_seed is not given.", ge=0, le=2**32 - 1
@@ -100,6 +112,7 @@ class EngineOptions:
     full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
 
 
+@check
 def check_engine(options: EngineChoices) -> list[Problem]:
     """Find options that this machine, or any machine, does not support."""
     return [
@@ -123,6 +136,7 @@ def _compiling(options: EngineChoices) -> Iterator[Problem]:
             yield Problem(
                 f'"torch_compile_{name}": there is no "{value}".{did_you_mean(value, known[name])}',
                 remedy=f"Known: {', '.join(known[name])}.",
+                option=f"torch_compile_{name}",
             )
 
 
@@ -133,29 +147,55 @@ def _formats(options: EngineChoices) -> Iterator[Problem]:
             f'"{asked[0]}" and "{asked[1]}" are two number formats; a run has one.',
             why="bfloat16 has the range of float32; float16 has not, and needs a loss scale.",
             remedy="Keep bf16 where the device has it.",
+            option=tuple(asked),
         )
     if options.bf16_full_eval and options.fp16_full_eval:
-        yield Problem('"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.')
+        yield Problem(
+            '"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.',
+            option=("bf16_full_eval", "fp16_full_eval"),
+        )
     if mixed_precision(options) == "bf16" and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
-        yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.")
+        yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.", option="bf16")
 
 
 def _processes(options: EngineChoices) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(options.num_processes, str) and options.num_processes != AUTO:
-        yield Problem(f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".')
+        yield Problem(
+            f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".',
+            option="num_processes",
+        )
     elif options.engine == "single" and options.num_processes not in (AUTO, 1):
-        yield Problem(f'"engine" is single, and "num_processes" {options.num_processes}.', remedy="Leave engine out.")
+        yield Problem(
+            f'"engine" is single, and "num_processes" {options.num_processes}.',
+            remedy="Leave engine out.",
+            option=("engine", "num_processes"),
+        )
     if options.engine == "single" and num_processes > 1:
-        yield Problem(f'"engine" is single, and {num_processes} processes were started.', remedy="Leave engine out.")
+        yield Problem(
+            f'"engine" is single, and {num_processes} processes were started.',
+            remedy="Leave engine out.",
+            option=("engine", "num_processes"),
+        )
     if asks_for_deepspeed(options) and asks_for_fsdp(options):
-        yield Problem('"deepspeed" and "fsdp" are two ways to shard a model; a run has one.')
+        yield Problem(
+            '"deepspeed" and "fsdp" are two ways to shard a model; a run has one.', option=("deepspeed", "fsdp")
+        )
     if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
-        yield Problem("This run needs the library DeepSpeed, which is not installed.", remedy="pip install deepspeed")
+        yield Problem(
+            "This run needs the library DeepSpeed, which is not installed.",
+            remedy="pip install deepspeed",
+            option="deepspeed",
+        )
     if options.engine == "accelerate" and find_spec("accelerate") is None:
-        yield Problem("This run needs the library accelerate, which is not installed.", remedy="pip install accelerate")
+        yield Problem(
+            "This run needs the library accelerate, which is not installed.",
+            remedy="pip install accelerate",
+            option="engine",
+        )
 
 
+@notes
 def engine_notes(options: EngineChoices) -> list[str]:
     """Notes on options that have no effect here, or another one than expected."""
     device, notes = device_of(options), []

@@ -61,7 +61,7 @@ class TrainerObjective(Objective):
     def __init__(self, weigh: Callable[[Batch], Tensor], compute_loss: Callable[[nn.Module, Batch], Tensor]) -> None:
         self.weigh, self.compute_loss = weigh, compute_loss
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         return self.weigh(batch) * (not isinstance(batch, Lent))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:

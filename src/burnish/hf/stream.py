@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
 from burnish.core.protocols import Engine
-from burnish.core.types import Batch, Group
+from burnish.core.types import Batch, StepBatch
 from burnish.data.batches.stream import StepPartition, order_of
 from burnish.hf import notes
 from burnish.hf.in_step import in_step
@@ -172,7 +172,7 @@ class LoaderStream:
         self.source = stream_with_state(loader, 1 if engine is None else engine.world_size)
         self.source_state: Any = None  # where it stood at ``position``, until it is read on from there
 
-    def groups(self) -> Iterator[Group]:
+    def step_batches(self) -> Iterator[StepBatch]:
         """Yield the groups from the cursor to the end of the epoch."""
         start, used, total = self.position, self.position, self._total
         batches = iter(()) if start >= total else self._batches()
@@ -183,7 +183,7 @@ class LoaderStream:
             used = self.drawn = used + len(group)
             counts = [(0, 0) if isinstance(batch, Lent) else self.count(batch) for batch in group]
             is_last = used >= total
-            yield Group(
+            yield StepBatch(
                 group,
                 cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / total, 1.0),
@@ -197,7 +197,7 @@ class LoaderStream:
             self.on_empty()
         self.position = total
 
-    def advance(self, group: Group) -> None:
+    def advance(self, group: StepBatch) -> None:
         if group.cursor is not None:
             self.epoch, self.position = group.cursor["epoch"], group.cursor["position"]
 

@@ -42,7 +42,6 @@ from burnish.hf.stream import num_batches, order_in
 from burnish.models.fused import patch_forwards
 from burnish.models.liger import apply_liger, liger_problems
 from burnish.objectives.neftune import NOISE
-from burnish.ops.gpu.kernels import ask_for_kernels, kernel_notes
 from burnish.ops.lora import holds_factors
 
 WATCHED = Reason("module", "debug asks for a look at what it gives")
@@ -60,7 +59,6 @@ def made_ready(
         noise: the strength of NEFTune; None for none.
     """
     device = accelerator.device
-    ask_for_kernels(args.gpu_kernels)
     if args.use_liger_kernel:
         raise_if(liger_problems(device))
         for note in apply_liger(model, args.liger_kernel_config):
@@ -75,8 +73,6 @@ def made_ready(
     # A compiler fuses by itself. On a CPU only adapters gain: for rows of 86 tokens no time is spared otherwise.
     if not args.torch_compile and (device.type != "cpu" or any(map(holds_factors, model.modules()))):
         made += patch_forwards(model, args)
-    for note in kernel_notes(device):
-        logger.warning(note)
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
-"""Patches of a model's forward passes: norms and gated layers run ``ops.elementwise``; on a CPU, activations run it too
-and linear layers run ``ops.cpu.cast_linear``; on a GPU, rotary positions run ``ops.gpu.rotary``.
+"""Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``ops.elementwise`` and linear
+layers run ``ops.cpu.cast_linear``; on any device, adapted layers run ``ops.lora``.
 
 In: a loaded model. Out: the same model, in which modules that compute the same as burnish's functions are replaced by
 these. Modules are found by their structure, never by their class's name, and each is tested first: for the same random
@@ -13,11 +13,9 @@ replaced before, by Liger for example, stays replaced. Adapters on gate and up s
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,11 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from burnish.core.patching import Patch, PatchChoice, PatchOptions, Reason, allows, patch, standing
+from burnish.core.patching import Patch, PatchChoice, PatchOptions, Reason, allows, patch
 from burnish.ops.cpu.cast_linear import cast_linear
 from burnish.ops.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
-from burnish.ops.gpu.kernels import kernels_of
-from burnish.ops.gpu.rotary import rotate, turns_alike
 from burnish.ops.lora import LoraForward, holds_factors, together
 from burnish.ops.probe import REFUSALS
 
@@ -43,7 +39,6 @@ ACTIVATION = Reason("activation", "one operation in the place of several")
 LINEAR = Reason("linear layer", "no copy of its weights in bfloat16 is kept for the backward pass")
 ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
 ADAPTED = Reason("adapted layer", "layer and update in one product, which keeps its input once")
-ROTARY = Reason("rotary function", "queries and keys turned by one kernel each")
 
 Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
 """Builder of a forward pass for a module, and its reason; None where there is none for it."""
@@ -62,8 +57,7 @@ def forwards_of(
         device: the device on which it will run.
     """
     found = []
-    of_kernels = _OF_GPU if kernels_of(device) is not None else ()
-    of_device = (*_OF_ANY, *(_OF_CPU if device.type == "cpu" else of_kernels))
+    of_device = (*_OF_ANY, *(_OF_CPU if device.type == "cpu" else ()))
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():
             answers = (way(module) for way in of_device if "forward" not in vars(module))
@@ -81,17 +75,14 @@ def _method(forward: Callable[..., Any]) -> Callable[[nn.Module], Callable[..., 
 def patch_forwards(
     model: nn.Module, options: PatchChoice = _EVERYTHING, device: torch.device | None = None
 ) -> list[Patch]:
-    """Replace the forward passes that can be replaced, and on a GPU rotary functions.
+    """Replace the forward passes that can be replaced.
 
     Args:
         device: the device on which the model will run, if it is not there yet.
     """
     device = device or next((weight.device for weight in model.parameters()), torch.device("cpu"))
     forwards = forwards_of(model, device, options)
-    made = [patch(module, "forward", forward(module), why) for module, forward, why in forwards]
-    if kernels_of(device) is None or not allows(options, ROTARY):
-        return made
-    return made + [patch(file, _ROTATE, turn, ROTARY) for file, turn in _rotary_functions(model)]
+    return [patch(module, "forward", forward(module), why) for module, forward, why in forwards]
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -247,42 +238,6 @@ def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
     return dtype if module.weight.dtype != dtype else None
 
 
-# --- rotary positions -------------------------------------------------------------------------------------------------
-
-_ROTATE = "apply_rotary_pos_emb"
-"""transformers' name of the function that rotates queries and keys, in each of its model files that has one."""
-
-
-def _rotary_functions(model: nn.Module) -> Iterator[tuple[ModuleType, Callable[..., Any]]]:
-    """Yield the files of transformers whose rotary function computes the same as burnish's, and its replacement. This
-    changes all models of the family in this process, because they call the function by its name in their file."""
-    for file in dict.fromkeys(sys.modules[type(module).__module__] for module in model.modules() if _turns(module)):
-        own = vars(file)[_ROTATE]
-        try:
-            if standing(file, _ROTATE, _Turn) is None and turns_alike(own):
-                yield file, _Turn(own).turn
-        except REFUSALS:
-            continue
-
-
-def _turns(module: nn.Module) -> bool:
-    """Return whether a module calls the function of that name in the file of its class."""
-    kind = type(module)
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return _ROTATE in vars(sys.modules[kind.__module__]) and code is not None and _ROTATE in code.co_names
-
-
-class _Turn:
-    """transformers' rotary function, and burnish's where a kernel runs."""
-
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self.own = own
-
-    def turn(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *arguments: Any, **named: Any) -> Any:
-        made = None if arguments or named else rotate(q, k, cos, sin)
-        return self.own(q, k, cos, sin, *arguments, **named) if made is None else made
-
-
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +270,6 @@ _ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
 
 _OF_ANY = (_adapted_of, _attention_of)
 _OF_CPU = (_norm_of, _gated_of, _activation_of, _linear_of)
-_OF_GPU = (_norm_of, _gated_of)
 
 
 def _same(plain: Callable[[], Any], ours: Tensor) -> bool:

@@ -2,15 +2,17 @@
 
 A member is a class ``(options, template, tokenizer) -> Objective``. A run calls, in this order:
 
-    objective.encode(examples, tally)   rows, before a weight is read
-    objective.fit(fitted, collate)      takes over what the model can do; sentences for the user
-    objective.module(model)             the model and its loss as one module, for the engine to wrap
-    objective.begin(module)             the same as the engine prepared it
-    objective.collate(rows)             a micro-batch
-    objective.expand(run, group)        the groups that are trained on in place of one: answers to prompts
-    objective.ready(module, batches)    adds to batches what depends on the whole step, before its first micro-batch
-    objective.weight(batch)             the number of items that share the mean
-    objective.loss(module, batch)       their loss, as a sum
+    objective.encode(examples, tally)         rows, before a weight is read
+    objective.inspect(rows, rows_per_step)    remarks on the training rows
+    objective.fit(fitted, collate)            takes over what the model can do; sentences for the user
+    objective.module(model)                   the model and its loss as one module, for the engine to wrap
+    objective.setup(module)                   once, with the module as the engine prepared it
+    objective.collate(rows)                   a micro-batch
+    objective.rollout(loop, batch)            the step batches to train on in place of one: responses to prompts
+    objective.prepare_step(module, batches)   adds to batches what depends on the whole step
+    objective.num_items(batch)                the number of items that share the mean
+    objective.loss(module, batch)             their loss, as a sum
+    objective.report(values)                  completes the metrics of a log or an evaluation
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class StageObjective(Objective, Protocol):
         return None
 
     def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]: ...
-    def look_at(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
+    def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """Remarks on the training rows. Raises UserError where nothing can be learned from them."""
         return []
 

@@ -79,7 +79,7 @@ class KtoObjective(AnswersObjective):
         """Args: truncate: without effect: answers are always held to ``cutoff_len``."""
         return self.template.encode_verdicts(examples, tally)
 
-    def look_at(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
+    def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """List remarks about the verdicts of a set that the user should read.
 
         Raises:
@@ -146,13 +146,13 @@ class KtoObjective(AnswersObjective):
         beside = [next(others) if row.get("kl_input_ids") else float("nan") for row in rows]
         return {"reference_logps": logps.tolist(), "reference_kl_logps": beside}
 
-    def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         """Each micro-batch with what the reference says of it, and with z, () the baseline of the step."""
         self.step_begins(module)
         total, count = self._ratios_of_others(module, batches, engine)
         return self._with(self._baseline(total, count, engine), module, batches, engine)
 
-    def evaluated(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
         """Two passes over the set: z is the mean over all of it."""
         total, count = torch.zeros((), device=engine.device), torch.zeros((), device=engine.device)
         for batch in batches:
@@ -220,7 +220,7 @@ class KtoObjective(AnswersObjective):
         found["entropy"] = Sum((values.entropy * items).sum(), (batch["lengths"] * items).sum())
         return found
 
-    def shown(self, values: dict[str, float]) -> dict[str, float]:
+    def report(self, values: dict[str, float]) -> dict[str, float]:
         """With the margin between the means of both kinds, where there are both."""
         return with_margin(values)
 

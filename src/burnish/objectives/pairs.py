@@ -111,9 +111,9 @@ class AnswersObjective(StageObjective):
         """The objective's own parts of a checkpoint."""
         return {} if self.reference is None else self.reference.parts
 
-    def begin(self, module: nn.Module) -> None:
+    def setup(self, module: nn.Module) -> None:
         if self.reference is not None:
-            self.reference.begin(module)
+            self.reference.setup(module)
 
     def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
         """Take over how the model makes its logits. As ``LmObjective.fit``."""
@@ -144,7 +144,7 @@ class AnswersObjective(StageObjective):
         rules = LogpRules(head.softcap if head else None)
         return SequenceModel(model, head, head is None and makes_some_logits(model), rules, False, self.options)
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         """() pairs, or records."""
         items: Tensor = batch["items"]
         return items.sum()
@@ -226,7 +226,7 @@ class PairObjective(AnswersObjective):
         (logps,) = self._reference_logps(module, [engine.to_device(self.collate(rows))], engine)
         return {f"reference_{side}_logps": logps[at::2].tolist() for at, side in enumerate(("chosen", "rejected"))}
 
-    def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         """Each micro-batch with what the reference says of it, and with what its loss has to know of the whole step."""
         found: list[dict[str, Any]] = [{} for _ in batches]
         self.step_begins(module)
@@ -245,15 +245,15 @@ class PairObjective(AnswersObjective):
             made = [{**batch, "baseline": self.baseline.value.to(engine.device)} for batch in made]
         return made
 
-    def evaluated(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
-        """As ``Objective.evaluated``; ranks are those among all pairs of the set, and a mean over tokens is one over
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        """As ``Objective.iter_eval``; ranks are those among all pairs of the set, and a mean over tokens is one over
         the tokens of the set."""
         if self.sorts:
-            yield from self.ready(module, [engine.to_device(batch) for batch in batches], engine)
+            yield from self.prepare_step(module, [engine.to_device(batch) for batch in batches], engine)
             return
         share = token_share(map(engine.to_device, batches), engine) if self.counts_tokens else None
         for batch in batches:
-            (made,) = self.ready(module, [engine.to_device(batch)], engine)
+            (made,) = self.prepare_step(module, [engine.to_device(batch)], engine)
             yield made if share is None else {**made, "pairs_per_token": share}
 
     def _with_the_step(self, module: nn.Module, batches: list[Batch], engine: Engine) -> list[Batch]:

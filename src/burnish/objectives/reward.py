@@ -171,14 +171,14 @@ class RewardObjective(StageObjective):
         margins = torch.tensor([row.get("margin", 0.0) for row in rows])
         return {**batch, "items": torch.ones(len(rows)), "margin": margins}
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         """() pairs."""
         items: Tensor = batch["items"]
         return items.sum()
 
-    def evaluated(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
         self.margins.begin(batches)
-        yield from super().evaluated(module, batches, engine)
+        yield from super().iter_eval(module, batches, engine)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         scores: Tensor = module(batch)

@@ -20,7 +20,6 @@ probabilities (``loss_factors``), which counts as a constant: no gradient goes t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,17 +28,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burnish.ops.cpu import buffer_pool
-from burnish.ops.gpu.kernels import kernels_of
 
 CHUNK_BYTES = 2**26
 _CHUNK_BYTES_OF_GPU = 2**29
 """Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time. On a GPU
 each chunk reads and writes the whole gradient of the head: 110 tokens, the 64 MiB of a vocabulary of 152,000, are too
 few for that."""
-
-_OF_KERNEL = 4
-"""Factor of the chunk size on a GPU with a kernel that computes the derivative of 16-bit logits in place: plain torch
-needs, besides the logits, their probabilities in float32 and a product of the same size."""
 
 _FEWEST_TOKENS = 256
 """Least tokens of a chunk on a CPU, for any vocabulary, because a product first reorders the whole head in memory. Both
@@ -158,15 +152,11 @@ def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Te
     return (entropy / _EAFT_SCALE).pow(rules.eaft_alpha)
 
 
-def chunk_length(vocabulary: int, device: torch.device, in_place: bool = False) -> int:
-    """The largest number of tokens whose logits are in memory at a time.
-
-    Args:
-        in_place: whether a kernel computes their derivative in place, without other tensors of their size.
-    """
+def chunk_length(vocabulary: int, device: torch.device) -> int:
+    """The largest number of tokens whose logits are in memory at a time."""
     if device.type == "cpu":
         return max(_FEWEST_TOKENS, CHUNK_BYTES // (4 * vocabulary))
-    return max(1, _CHUNK_BYTES_OF_GPU * (_OF_KERNEL if in_place else 1) // (4 * vocabulary))
+    return max(1, _CHUNK_BYTES_OF_GPU // (4 * vocabulary))
 
 
 def even_length(count: int, most: int) -> int:
@@ -192,8 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = None if token_weights is None else token_weights.float()
             sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
             gradients = Gradients.zero(hidden, weight, bias, needs)
-            in_place = dtype.itemsize == 2 and _kernels(rules, h.device) is not None
-            size = even_length(len(h), chunk_length(len(w), h.device, in_place))
+            size = even_length(len(h), chunk_length(len(w), h.device))
             whole = buffer_pool.empty((min(size, len(h)), len(w)), dtype, h.device)
             for begin in range(0, len(h), size):
                 part = slice(begin, begin + size)
@@ -242,23 +231,14 @@ def token_values(
     """(n,) each: losses, whether predicted right, entropies. With ``needs_slope`` the logits (n, V) become the
     derivative of the weighted losses by them.
 
-    On a CPU a few rows at a time, which changes no result. On a GPU in one kernel, where only the loss is needed.
+    On a CPU a few rows at a time, which changes no result.
     """
-    if kernels := _kernels(rules, logits.device):
-        losses = kernels.token_losses(logits, targets, weights, rules.label_smoothing, rules.softcap, needs_slope)
-        none = torch.zeros_like(losses)
-        return losses, none, none
     height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
     parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
     counts = [None] * len(parts) if weights is None else torch.split(weights, height)
     each = [_rows(some, ids, count, rules, needs_slope) for (some, ids), count in zip(parts, counts, strict=True)]
     losses, correct, entropy = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
     return losses, correct, entropy
-
-
-def _kernels(rules: TokenLoss, device: torch.device) -> ModuleType | None:
-    """The GPU's kernels, if they compute what is needed: they compute losses only."""
-    return None if rules.accuracy or rules.entropy or rules.factor else kernels_of(device)
 
 
 def _rows(

@@ -9,14 +9,14 @@ Written with one torch operation after another, each step of a formula writes a 
 to memory and keeps it if a gradient is needed; under autocast every linear layer after a norm casts its float32 output
 again. Here a formula is computed for a few rows at a time, whose intermediate values stay in the processor's cache.
 Only the input is kept: the rest is computed again in the backward pass. The output is rounded once, to the dtype to
-which the next product would cast it. On a GPU a kernel does the same for all rows (``ops.gpu.triton_kernels``).
+which the next product would cast it. On a GPU a model's own layers, or Liger's kernels, run instead.
 """
 
 # N rows (all leading dimensions, flattened), H hidden size, I size of the gate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burnish.ops.gpu.kernels import kernels_of
 from burnish.ops.recomputed import may_be_recomputed
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -57,18 +56,16 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         activation: one of ``ACTIVATIONS``.
     """
     product: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
-    if kernels_of(gate.device) or not product.requires_grad:
+    if not product.requires_grad:
         return product
     return may_be_recomputed(product, partial(_gated_by_blocks, activation=activation), gate, up)
 
 
 def gains(x: Tensor) -> bool:
     """Return whether the functions above are faster, or need less memory, than one operation after another for hidden
-    states (..., H): on a GPU where there is a kernel; on a CPU except for a few rows without gradients, as in
-    generation."""
+    states (..., H): on a CPU, except for a few rows without gradients, as in generation."""
     if x.device.type != "cpu":
-        kernels = kernels_of(x.device)
-        return kernels is not None and x.shape[-1] <= kernels.WIDEST
+        return False
     return _rounds_as_trained or torch.is_grad_enabled() or 4 * x.numel() > _BLOCK_BYTES
 
 
@@ -118,9 +115,7 @@ def _norm_by_blocks(x: Tensor, weight: Tensor, eps: float, offset: float, dtype:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
-        kernels = kernels_of(x.device)
-        way: Callable[..., tuple[Tensor, Tensor]] = kernels.rms_norm if kernels else _norm_by_blocks
-        normed, inverse = way(x, weight, eps, offset, dtype)
+        normed, inverse = _norm_by_blocks(x, weight, eps, offset, dtype)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
         return normed
@@ -131,9 +126,6 @@ class _RmsNorm(torch.autograd.Function):
         """Gradients: d weight = Σ grad * y and d x = inverse * (m - y * mean(m * y)), where y = x * inverse and
         m = grad * scale."""
         x, weight, inverse = ctx.saved_tensors
-        if kernels := kernels_of(x.device):
-            of_x, of_weight = kernels.rms_norm_backward(grad, x, weight, inverse, ctx.offset, ctx.needs_input_grad[1])
-            return of_x, of_weight, None, None, None
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_scale = torch.zeros_like(weight, dtype=torch.float32)
         scale = weight.float() + ctx.offset
@@ -157,18 +149,14 @@ def _gated_by_blocks(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        kernels = kernels_of(gate.device)
-        way: Callable[..., Tensor] = kernels.gated if kernels else _gated_by_blocks
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return way(gate, up, activation)
+        return _gated_by_blocks(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        if kernels := kernels_of(gate.device):
-            return *kernels.gated_backward(grad, gate, up, ctx.activation), None
         grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
         for g, u, some, of_gate, of_up in _blocks(*map(_rows, (gate, up, grad, grad_gate, grad_up))):
             torch.mul(some, activated(g, ctx.activation), out=of_up)

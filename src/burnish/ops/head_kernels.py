@@ -71,18 +71,12 @@ def head_loss(
 
 
 def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> int:
-    """Bytes of the logits that are in memory at a time, for ``tokens`` learned tokens; with ``liger`` about N x H.
-
-    On a GPU the larger of two cases: in 16 bits with a kernel for their derivative, or in float32 without it.
-    """
+    """Bytes of the logits that are in memory at a time, for ``tokens`` trained tokens; with ``liger`` about N x H."""
     if way == "cut_cross_entropy":
         return 0
     if way == "liger":
         return 4 * tokens * min(hidden, vocabulary)
-    if device.type == "cpu":
-        return 4 * vocabulary * min(tokens, chunk_length(vocabulary, device))
-    ways = ((2, chunk_length(vocabulary, device, in_place=True)), (4, chunk_length(vocabulary, device)))
-    return max(size * vocabulary * min(tokens, most) for size, most in ways)
+    return 4 * vocabulary * min(tokens, chunk_length(vocabulary, device))
 
 
 def _counts(targets: Tensor, token_weights: Tensor | None) -> Tensor | None:

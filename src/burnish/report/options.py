@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.secrets import has_secret_name
@@ -25,15 +26,26 @@ class ReportOptions:
     """Output and trackers."""
 
     report_to: list[str] | None = option(
-        None, "Trackers that receive every log: tensorboard, wandb, mlflow, ...; all takes those that are installed."
+        None,
+        "Trackers that receive every log: tensorboard, wandb, mlflow, ...; all takes those that are installed.",
+        risky="it sends figures to other machines",
+        harmless=("none",),
     )
     run_name: str | None = option(None, "The name of the run in a tracker.")
     project: str = option("huggingface", "The project of the run in Trackio.")
-    logging_dir: str | None = option(None, "The folder of TensorBoard's files; output_dir/runs if not given.")
-    trackio_space_id: str | None = option(None, "The Hugging Face Space that shows a Trackio project.")
-    trackio_bucket_id: str | None = option(None, "The Hugging Face bucket that keeps a Trackio project.")
+    logging_dir: str | None = option(
+        None, "The folder of TensorBoard's files; output_dir/runs if not given.", names_place=True
+    )
+    trackio_space_id: str | None = option(
+        None, "The Hugging Face Space that shows a Trackio project.", risky="it sends figures to other machines"
+    )
+    trackio_bucket_id: str | None = option(
+        None, "The Hugging Face bucket that keeps a Trackio project.", risky="it sends figures to other machines"
+    )
     trackio_static_space_id: str | bool | None = option(
-        None, "The static Space that keeps a Trackio project after the run; false for none."
+        None,
+        "The static Space that keeps a Trackio project after the run; false for none.",
+        risky="it sends figures to other machines",
     )
     hub_private_repo: bool | None = option(None, "Whether what a tracker makes on the Hugging Face hub is private.")
     disable_tqdm: bool | None = option(None, "Print every log as a plain line instead of the live line.")
@@ -63,6 +75,7 @@ def counts_tokens(options: ReportOptions) -> bool:
     return options.include_num_input_tokens_seen not in (False, "no")
 
 
+@check
 def check_trackers(options: ReportOptions) -> list[Problem]:
     """Find, before a model is loaded, unknown trackers, trackers whose library is missing, and what one cannot do
     here."""
@@ -75,6 +88,7 @@ def check_trackers(options: ReportOptions) -> list[Problem]:
             Problem(
                 f'"report_to": WANDB_LOG_MODEL is {keeps_model}, and this run does not send its model to wandb.',
                 remedy="Unset WANDB_LOG_MODEL; the model is in output_dir.",
+                option="report_to",
             )
         )
     return problems
@@ -86,6 +100,7 @@ _FOR_TRACKERS = (
 )  # fmt: skip
 
 
+@notes
 def tracker_notes(options: ReportOptions) -> list[str]:
     """Notes on options for trackers that have no effect because there is no tracker."""
     from burnish.report.trackers import wanted_trackers

@@ -34,7 +34,9 @@ class ApiOptions:
 
     api_host: str = option("127.0.0.1", "The address to listen on. Anything but loopback needs a key.")
     api_port: int = option(8000, "The port to listen on; 0 takes a free one.", ge=0, le=65535)
-    api_socket: str | None = option(None, "A Unix socket to listen on instead of a port, for its owner alone.")
+    api_socket: str | None = option(
+        None, "A Unix socket to listen on instead of a port, for its owner alone.", names_place=True
+    )
     api_key: str | None = option(
         None, "What a request must show; made and printed once where the address is not loopback. Given in a file or "
         "in the environment as API_KEY.", is_secret=True,

@@ -28,11 +28,11 @@ class WebOptions:
     web_no_key: bool = option(
         False, "Let everybody in who reaches the address; for loopback in a container of one's own."
     )
-    web_roots: list[str] = option(["."], "Folders below which runs, models and data are looked for.")
+    web_roots: list[str] = option(["."], "Folders below which runs, models and data are looked for.", names_place=True)
     web_hosts: list[str] = option([], "Names under which the page is reached besides localhost and web_host.")
     web_allow: list[str] = option([], "Options that a page may not set unless they are named here.")
     web_root_path: str = option("", "The path under which a proxy shows the page, such as /proxy/7860.")
-    web_home: str | None = option(None, "Where the page keeps its key, presets and conversations.")
+    web_home: str | None = option(None, "Where the page keeps its key, presets and conversations.", names_place=True)
     web_open: bool = option(False, "Open a browser.")
 
 

@@ -6,7 +6,7 @@ batch_size`` on, as accelerate's ``BatchSamplerShard`` deals them. So a run that
 sees the same items in the same steps, and to resume is to set two numbers: epoch, position.
 
 In:  items (rows or packs) that can be indexed, a function that collates some of them.
-Out: ``Group``s. A rank for which the last, incomplete group has no items gets a blank batch, whose weight is 0. Where
+Out: step batches. A rank for which the last, incomplete step has no items gets a blank batch, whose weight is 0. Where
      rows are encoded while the loop runs, a micro-batch whose examples all give no row (None) is blank too.
 """
 
@@ -19,8 +19,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from burnish.core.checks import notes
 from burnish.core.options import option
-from burnish.core.types import IGNORE_INDEX, Batch, Group, Row
+from burnish.core.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.data.batches.budget import Budget
 
 
@@ -53,6 +54,7 @@ class ReadAheadChoices(Protocol):
     streaming: bool
 
 
+@notes
 def stream_notes(options: ReadAheadChoices) -> list[str]:
     """Notes on options that are not followed to the letter."""
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
@@ -217,7 +219,7 @@ class RowStream:
         across = self.cut.batch_size * self.cut.world_size
         return len(self.items) - (len(self.items) % across if self.cut.drop_last else 0)
 
-    def groups(self) -> Iterator[Group]:
+    def step_batches(self) -> Iterator[StepBatch]:
         """Yield the groups from the cursor to the end of the epoch."""
         epoch, size, across = self.epoch, len(self), self.cut.batch_size * self.cut.world_size
         order = self.order(epoch)[:size]
@@ -235,7 +237,7 @@ class RowStream:
             if not items:  # no step: all of its rows are left out
                 self.position = end
                 continue
-            yield Group(
+            yield StepBatch(
                 made,
                 cursor={"epoch": epoch, "position": end},
                 epoch=epoch + -(-end // across) / -(-size // across),  # an incomplete micro-batch counts 1
@@ -262,7 +264,7 @@ class RowStream:
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
-    def advance(self, group: Group) -> None:
+    def advance(self, group: StepBatch) -> None:
         if group.cursor is not None:
             self.load_state_dict(group.cursor)
 

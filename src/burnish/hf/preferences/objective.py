@@ -60,7 +60,7 @@ class PreferredObjective(TrainerObjective):
     """
 
     def __init__(self, inner: Any, made: nn.Module, compute_loss: Callable[[nn.Module, Batch], Tensor]) -> None:
-        super().__init__(inner.weight, compute_loss)
+        super().__init__(inner.num_items, compute_loss)
         self.inner, self.made = inner, made
 
     @property
@@ -71,15 +71,15 @@ class PreferredObjective(TrainerObjective):
     def module(self, model: nn.Module) -> nn.Module:
         return self.made
 
-    def begin(self, module: nn.Module) -> None:
-        self.inner.begin(module)
+    def setup(self, module: nn.Module) -> None:
+        self.inner.setup(module)
 
-    def ready(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        ready: Sequence[Batch] = self.inner.ready(module, [blank_if_lent(batch) for batch in batches], engine)
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        ready: Sequence[Batch] = self.inner.prepare_step(module, [blank_if_lent(batch) for batch in batches], engine)
         return ready
 
-    def shown(self, values: dict[str, float]) -> dict[str, float]:
-        shown: dict[str, float] = self.inner.shown(values)
+    def report(self, values: dict[str, float]) -> dict[str, float]:
+        shown: dict[str, float] = self.inner.report(values)
         return shown
 
 
@@ -95,7 +95,7 @@ class ReadyBatches:
     """The batches of an evaluation, with what the reference says of them, the same number on every rank.
 
     Args:
-        loader: of this rank. ready: ``Objective.evaluated`` of the module and the engine.
+        loader: of this rank. ready: ``Objective.iter_eval`` of the module and the engine.
     """
 
     def __init__(self, loader: Any, ready: Callable[[Iterable[Batch]], Iterator[Batch]], engine: Engine) -> None:

@@ -162,7 +162,7 @@ class PreferenceTrainer(TrlTrainer):
         self._second_model = self._second(ref_model, args)
         self._fit(peft_config)
         self._totals = Totals()
-        self._look_at(args)
+        self._inspect(args)
         if self._asks_beforehand:
             self._ask_beforehand()
         tag: Any = getattr(self.model, "add_model_tags", None)
@@ -237,7 +237,7 @@ class PreferenceTrainer(TrlTrainer):
     def _objective(self) -> TrainerObjective:
         return PreferredObjective(self.objective, self._made, self.compute_loss)
 
-    def _look_at(self, args: PreferenceConfig) -> None:
+    def _inspect(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
 
     def _ask_beforehand(self) -> None:
@@ -295,7 +295,7 @@ class PreferenceTrainer(TrlTrainer):
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def _weight(self, inputs: Batch) -> Tensor:
-        weight: Tensor = self.objective.weight(inputs)
+        weight: Tensor = self.objective.num_items(inputs)
         return weight
 
     def compute_loss(
@@ -304,7 +304,7 @@ class PreferenceTrainer(TrlTrainer):
         """() the mean loss of a micro-batch over its pairs or records, or (loss, rewards).
 
         Args:
-            model: the objective's module. inputs: a batch that ``PreferredObjective.ready`` has seen.
+            model: the objective's module. inputs: a batch that ``PreferredObjective.prepare_step`` has seen.
         """
         found, weight = self.objective.loss(model, inputs), self._weight(inputs)
         if model.training:
@@ -353,13 +353,13 @@ class PreferenceTrainer(TrlTrainer):
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
         self._totals, module = Totals(), self._model_for_evaluation()
-        ready = partial(self.objective.evaluated, module, engine=self._engine)
+        ready = partial(self.objective.iter_eval, module, engine=self._engine)
         with torch.no_grad():
             output = super().evaluation_loop(
                 ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._engine), description,
                 prediction_loss_only, ignore_keys, metric_key_prefix,
             )  # fmt: skip
-        means = self.objective.shown(self._totals.means(self._engine))
+        means = self.objective.report(self._totals.means(self._engine))
         output.metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
         output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
         return output
@@ -401,12 +401,12 @@ class KTOTrainer(PreferenceTrainer):
     def _row_of(self, row: Mapping[str, Any]) -> Row:
         return verdict_row(row, self.args.max_length)
 
-    def _look_at(self, args: PreferenceConfig) -> None:
+    def _inspect(self, args: PreferenceConfig) -> None:
         if not hasattr(self.train_dataset, "__len__") or len(self.train_dataset) == 1:
             return  # a stream; one record is a trial
         rows: Any = [{"tag": label} for label in self.train_dataset["label"]]
         try:
-            remarks = self.objective.look_at(rows, self._rows_per_step)
+            remarks = self.objective.inspect(rows, self._rows_per_step)
         except UserError as error:
             raise UserError(args.in_own_words(error.problems)) from None
         for problem in args.in_own_words(map(Problem, remarks)):

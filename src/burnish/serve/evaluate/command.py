@@ -42,14 +42,16 @@ class EvalOptions:
     task: str | None = option(
         None, "A task of local files and its split (mmlu_test), or lm_eval: and names of lm-evaluation-harness."
     )
-    task_dir: str = option("evaluation", "The folder with the files of tasks; none is fetched.")
+    task_dir: str = option("evaluation", "The folder with the files of tasks; none is fetched.", names_place=True)
     lang: Literal["en", "zh"] = option("en", "The language of the lines around a question.")
     n_shot: int = option(5, "Examples before each question.", ge=0)
     shots: Literal["first", "random"] = option(
         "first", "Which: the first ones, or drawn by seed, subject and question."
     )
     batch_size: int | None = option(None, "Questions at once; by default as many as there are seats.", ge=1)
-    save_dir: str | None = option(None, "The folder for what is written; nothing is written without it.")
+    save_dir: str | None = option(
+        None, "The folder for what is written; nothing is written without it.", names_place=True
+    )
     limit: int | None = option(None, "So many questions of each subject alone, for a trial.", ge=1)
 
 
@@ -87,7 +89,11 @@ def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
     if options.task is None and not serving.options.eval_dataset:
         what = "nothing to measure: there is no task and no eval_dataset."
         return [
-            Problem(what, remedy="task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout")
+            Problem(
+                what,
+                remedy="task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout",
+                option="eval_dataset",
+            )
         ]
     return []
 
