@@ -102,7 +102,7 @@ class Renderer:
                     yield error
 
     def _parts(self, chat: Chat, tools: Tools) -> tuple[Sequence[Part], bool]:
-        """What is rendered of a conversation, and whether its marks are read."""
+        """The parts of a conversation to render, and whether to read its marks."""
         if _GENERATION.search(self._template(tools)):
             return (WHOLE,), True
         places = _answers(chat)

@@ -120,7 +120,7 @@ class JinjaFormat:
         return found
 
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
-        """What the template is given of an example; why it is left out."""
+        """The template's input for an example, or why the example is dropped."""
         if not example.messages or example.messages[-1].role not in _ANSWERING:
             return UnreadableTemplate("it ends with a question, without an answer to learn")
         if example.messages[0].role in _ANSWERING:

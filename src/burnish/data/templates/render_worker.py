@@ -25,12 +25,12 @@ class _Characters(dict[str, Any]):
         return place
 
 
-def serve() -> None:
+def main() -> None:
     """Answer requests until standard input ends."""
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     class Plain(PreTrainedTokenizerBase):  # type: ignore[misc]
-        def __call__(self, text: str, **options: Any) -> _Characters:
+        def __call__(self, text: str, **kwargs: Any) -> _Characters:
             return _Characters(input_ids=text)
 
     tokenizer = Plain()
@@ -87,4 +87,4 @@ def _bound_memory() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    main()

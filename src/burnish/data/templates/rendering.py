@@ -154,7 +154,7 @@ def stop_rendering() -> None:
 
 
 def _placeholder(value: Any) -> Any:
-    """What transformers shows a template in place of a value that is not of JSON's types."""
+    """Replace a value that JSON has no type for, as transformers does for templates."""
     item = getattr(value, "item", None)
     return item() if type(value).__module__ == "numpy" and item and not value.ndim else f"<{type(value).__name__}>"
 
