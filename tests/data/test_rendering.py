@@ -14,9 +14,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import burnish
-from burnish.core.errors import UserError
-from burnish.data.templates import rendering
-from burnish.data.templates.rendering import PROMPT, WHOLE, Conversation, chat_ids, marked_ids, render
+from burnish.config.errors import UserError
+from burnish.data.chat import rendering
+from burnish.data.chat.rendering import PROMPT, WHOLE, Conversation, chat_ids, marked_ids, render
 
 LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 POWER = "{% set x = 9 %}{{ x ** (x ** (x * 2)) }}"  # one instruction of Python, which no signal handler interrupts
@@ -128,7 +128,7 @@ def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
     script = f"""
 import time
 from transformers import AutoTokenizer
-from burnish.data.templates import rendering
+from burnish.data.chat import rendering
 rendering.RENDERING_S = 2
 tokenizer = AutoTokenizer.from_pretrained({str(Path(burnish.__file__).parent / "demo" / "model")!r})
 chat = [{{"role": "user", "content": "x"}}]

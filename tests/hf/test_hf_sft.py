@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 import burnish
 from burnish import SFTConfig, SFTTrainer, TrainingArguments
-from burnish.core.errors import UserError
-from burnish.hf.sft.collator import DataCollatorForLanguageModeling
+from burnish.config.errors import UserError
+from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 
 pytestmark = pytest.mark.run
 
@@ -887,7 +887,7 @@ def test_a_set_of_which_nothing_is_left_is_refused(tmp_path):
 @pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
 def test_a_chat_template_without_end_is_stopped_and_one_that_fills_the_memory_is_refused(tmp_path, monkeypatch, mark):
     body = mark + "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
-    monkeypatch.setattr("burnish.data.templates.rendering.RENDERING_S", 0.5)
+    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 0.5)
     own = tokenizer()
     own.chat_template = body + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(UserError, match=r"did not finish within 0\.5 s"):
