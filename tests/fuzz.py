@@ -29,7 +29,8 @@ from burnish.checkpoint.manifest import faults
 from burnish.config.errors import UserError
 from burnish.config.options import Given, specs
 from burnish.data.chat.rendering import Conversation, render
-from burnish.data.chat.tools.tools import ToolError, describe_tools, read_calls, read_tools
+from burnish.data.chat.tools.tool_formats import describe_tools
+from burnish.data.chat.tools.tools import ToolError, read_calls, read_tools
 from burnish.data.reading.files import read_records
 from burnish.data.rows.store import read_rows_manifest
 from burnish.data.sets.dataset_info import find_sources

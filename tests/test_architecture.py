@@ -89,6 +89,7 @@ DOORS = {
     "uvicorn": {"serve/http/server.py"},
     "h11": {"serve/http/relay.py"},
     "jinja2": {
+        "data/chat/tools/tool_formats.py",
         "serve/api/prompts.py",
         "serve/page/app.py",
     },

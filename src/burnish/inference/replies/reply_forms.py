@@ -12,7 +12,7 @@ from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import CONTENT, TemplateSpec, Token
 from burnish.data.chat.tools.tool_calls import Call, CallReader, Offered
-from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 
 @dataclass(frozen=True)
