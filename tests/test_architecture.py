@@ -389,6 +389,7 @@ ELSEWHERE = {
     "models/generate.py": "a subclass of transformers' cache, made there",
     "optim/bnb.py": "a function made there gets its docstring",
     "run/recovery/resume.py": "a schedule continues with another learning rate",
+    "utils/activity.py": "an exception carries the activity that it interrupted",
 }
 """Files that set something on an object which no name above says to be burnish's, and why that is no patch."""
 
