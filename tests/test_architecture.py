@@ -72,6 +72,7 @@ DOORS = {
         "report/trackers.py",
         "demo/command.py",
         "inference/cache.py",
+        "data/chat/render_worker.py",
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantization/export.py"},
@@ -88,10 +89,7 @@ DOORS = {
     "uvicorn": {"serve/http/server.py"},
     "h11": {"serve/http/relay.py"},
     "jinja2": {
-        "data/chat/bounds.py",
         "data/chat/tools/tool_formats.py",
-        "data/chat/answers.py",
-        "trainer/trl/sft/rows.py",
         "serve/api/prompts.py",
         "serve/page/app.py",
     },
