@@ -58,7 +58,7 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None,
 DOORS = {
     "accelerate": {"engine/accelerate.py"},
     "deepspeed": {"engine/deepspeed.py"},
-    "datasets": {"data/sets/sources.py", "data/rows/encode.py"},
+    "datasets": {"data/sets/sources.py", "data/reading/record_index.py"},
     # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
     # demo asks the saved model as any program would.
     "transformers": {

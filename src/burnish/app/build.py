@@ -49,7 +49,7 @@ from burnish.core.run import Run
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.origins import origins_in_words
 from burnish.data.tally import Tally
 from burnish.engine.base import set_seed
@@ -99,8 +99,7 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
-    with prepared.rows.going_ahead():
-        return run_prepared(plan, prepared)
+    return run_prepared(plan, prepared)
 
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
@@ -267,12 +266,10 @@ def row_stream(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
-    collate = prepared.objective.collate
     return RowStream(
-        prepared.rows, collate, cut, read=LateReader(prepared.rows, collate) if prepared.rows.is_late else None,
-        keys=prepared.rows.keys_of_step, options=options,
+        prepared.rows, prepared.objective.collate, cut, keys=prepared.rows.keys_of_step, options=options,
         seed=options.seed if options.data_seed is None else options.data_seed,
-        lengths=None if prepared.rows.is_late else prepared.rows.lengths,
+        lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
 

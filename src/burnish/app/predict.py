@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from burnish.adapters.base import ModelState
-from burnish.app.checks import may_run_ahead
+from burnish.app.checks import may_stream
 from burnish.app.metrics import scores
 from burnish.app.options import RunOptions
 from burnish.app.plan import Plan
@@ -69,7 +69,7 @@ def predict_all(run: Run, prepared: Prepared, plan: Plan) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
         sets: Mapping[str, Sequence[Example]] = load_datasets(
-            options, options.seed, Tally(), may_run_ahead(options)
+            options, options.seed, Tally(), may_stream(options)
         ).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
