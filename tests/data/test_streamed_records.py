@@ -8,8 +8,7 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
-from burnish.core.errors import UserError
-from burnish.core.types import IGNORE_INDEX, Example
+from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded
 from burnish.data.batches.stream import RowStream, StepPartition
 from burnish.data.reading.files import read_records
@@ -18,6 +17,7 @@ from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
+from burnish.loop.types import IGNORE_INDEX, Example
 from data_sets import data_options, load, qa, write
 
 LINES = [json.dumps({"text": f"line {number} é", "n": [number]}, ensure_ascii=False) for number in range(12)]
@@ -32,7 +32,6 @@ FILES = {
     "an empty list": "[ ]",
     "nothing": "",
 }
-
 
 
 @pytest.mark.parametrize("text", FILES.values(), ids=FILES)
@@ -123,7 +122,9 @@ def test_streamed_sets_have_the_examples_of_those_that_are_loaded(tmp_path, give
     named = {"dataset": ["a", "b"], "dataset_dir": info, **given}
     lazily, loaded = streamed(**named), load(seed=7, **named)
     assert list(lazily.train) == list(loaded.train)
-    assert {name: list(some) for name, some in lazily.eval.items()} == {n: list(some) for n, some in loaded.eval.items()}
+    assert {name: list(some) for name, some in lazily.eval.items()} == {
+        n: list(some) for n, some in loaded.eval.items()
+    }
     assert lazily.notes == loaded.notes
 
 

@@ -12,10 +12,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from burnish.app import prepare
 from burnish.cli import main
 from burnish.data.batches.stream import order_of
 from burnish.data.sets import sources
+from burnish.run import prepare
 from data_sets import write
 from runs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
 from small_run import as_words, make_user, records

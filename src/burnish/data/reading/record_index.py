@@ -19,8 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Protocol
 
-from burnish.core.errors import UserError
-from burnish.core.sequences import OnDemand
+from burnish.config.errors import UserError
 from burnish.data.reading.files import arrow_table, read_records
 from burnish.data.reading.json_files import (
     BOM,
@@ -32,6 +31,7 @@ from burnish.data.reading.json_files import (
     parsed_file,
     refuse,
 )
+from burnish.utils.sequences import OnDemand
 
 
 class Table(Protocol):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from burnish.core.types import Row, as_lists
 from burnish.data.length import refuse_endless
 from burnish.data.rows.encode import Encode
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.examples import Examples
 from burnish.data.tally import Tally
+from burnish.loop.types import Row, as_lists
 
 
 class StreamedRows(RowSet["Row | None"]):
