@@ -112,7 +112,7 @@ def _as_lines(path: Path) -> BinaryIO:
     for record in read_records(path):
         file.write(json.dumps(record).encode() + b"\n")
     file.seek(0)
-    return file  # type: ignore[return-value]  # typed as a wrapper of one
+    return file
 
 
 def _line_places(file: BinaryIO) -> tuple[array[int], array[int]]:
