@@ -62,7 +62,7 @@ def test_json_has_no_blanks_but_one_behind_colons_and_commas(answerer, grammars:
 
 
 def test_a_required_call_is_a_call(answerer, grammars: Grammars) -> None:
-    from burnish.data.chat.tools.tools import TOOL_FORMATS
+    from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
     offered = {"f": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"],
                      "additionalProperties": False}}  # fmt: skip

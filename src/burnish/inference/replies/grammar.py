@@ -13,6 +13,7 @@ endlessly.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,18 +21,10 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import MissingExtraError, Problem, UserError
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 EXTRA = "serve"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-_CALLS = {
-    "qwen": ('"<tool_call>\\n"', '"\\n</tool_call>"', "arguments"),
-    "ling": ('"<tool_call>\\n"', '"\\n</tool_call>"', "arguments"),
-    "llama3": ("", "", "parameters"),
-    "mistral": ('"[TOOL_CALLS] ["', '"]"', "arguments"),
-    "minimax1": ('"<tool_calls>\\n"', '"\\n</tool_calls>"', "arguments"),
-}
-"""Tool format -> what opens and closes a call around its JSON, as llguidance writes them, and the key of arguments."""
 
 
 class Grammars:
@@ -85,33 +78,27 @@ class Grammars:
         Raises:
             UserError: where there is no grammar for the tool format.
         """
-        if tool_format not in _CALLS:
-            known = ", ".join(_CALLS)
+        row = TOOL_FORMATS[tool_format].grammar if tool_format else None
+        if row is None:
+            known = ", ".join(member.name for member in TOOL_FORMATS if member.value.grammar)
             written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
             what = f"a call cannot be required {written}."
             raise UserError(
                 what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.", option="tool_format"
             )
-        opens, closes, key = _CALLS[tool_format]
-        opens, closes = (self._with_tokens(text) for text in (opens, closes))
-        each = {"anyOf": [_call_schema(name, schema, key) for name, schema in offered.items()]}
-        one = f"{opens} call {closes}".strip()
-        is_single = only_one or tool_format in ("llama3", "mistral", "minimax1")
-        start = one if is_single else f'{one} ("\\n" {one})*'
+        each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
+        one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
+        is_single = only_one or row.between is None
+        start = one if is_single else f"{one} ({self._literal(row.between or '')} {one})*"
         text = f"start: {start}\ncall: %json {json.dumps({**each, 'x-guidance': _COMPACT})}\n"
         return self._matched(text, waits_for)
 
-    def _with_tokens(self, text: str) -> str:
-        """``text`` with the words that are control tokens written as such: text alone would never match them."""
-        from re import escape, split
-
-        words = [word for word in self.tokenizer.get_added_vocab() if word in text]
-        if not words:
-            return text
-        inside = text.strip('"')
-        parts = split("(" + "|".join(escape(word) for word in sorted(words, key=len, reverse=True)) + ")", inside)
+    def _literal(self, text: str) -> str:
+        """``text`` in llguidance's notation, with control tokens as such: text alone would never match them."""
+        words = sorted((word for word in self.tokenizer.get_added_vocab() if word in text), key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, words)) + ")", text) if words else [text]
         ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in words}
-        return " ".join(f"<[{ids[part]}]>" if part in ids else f'"{part}"' for part in parts if part)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     def _matched(self, grammar: str, waits_for: str) -> Matched:
         from llguidance import LLMatcher

@@ -219,6 +219,7 @@ def opening_lines(
 
 async def drain(options: ApiOptions, state: ServerState) -> None:
     """No new work; what is under way has ``api_drain`` seconds, and then hears that it is over."""
+    from burnish.data.chat.rendering import stop_rendering
     from burnish.serve.api.responses import DRAINING
 
     desk, phase = state.desk, state.phase
@@ -229,6 +230,8 @@ async def drain(options: ApiOptions, state: ServerState) -> None:
     for answer in list(desk.under_way):
         answer.fail(DRAINING)
     await _until(lambda: not desk.under_way, _LAST_WORDS_S / 2)
+    state.prompts.shutdown(wait=False, cancel_futures=True)
+    stop_rendering()
     closing: Awaitable[Any] = in_thread(desk.served.engine.close)
     try:
         await asyncio.wait_for(closing, _LAST_WORDS_S / 2)
