@@ -76,7 +76,7 @@ DOORS = {
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantization/export.py"},
-    "bitsandbytes": {"models", "optim", "kernels/quantized.py"},
+    "bitsandbytes": {"models", "optim"},
     "yaml": {"run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
     "rich": {"explain/view.py", "report"},
     "matplotlib": {"report"},

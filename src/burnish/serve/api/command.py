@@ -54,6 +54,7 @@ def api(words: Sequence[str]) -> int:
     try:
         from burnish.serve.api.app import ServerState
         from burnish.serve.http.guards import new_key
+        from burnish.serve.http.server import log_to_stderr
         from burnish.serve.http.sockets import listen, listen_unix
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "burnish api", "serve") from error
@@ -63,7 +64,7 @@ def api(words: Sequence[str]) -> int:
         if options.api_socket
         else listen(options.api_host, options.api_port, "api_port")
     )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     logging.getLogger("burnish").setLevel(logging.INFO)
     state = ServerState()
     sys.setswitchinterval(_SWITCH_S)
