@@ -38,7 +38,6 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
-from burnish.utils.collection import without_collection
 
 LOOKED_AT = 256
 """Number of rows encoded before the first step when streaming."""
@@ -64,7 +63,6 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
 
-@without_collection()
 def prepare(plan: Plan) -> Prepared:
     """Make rows of records, and refuse everything that can be refused. Reads no weight and writes no file but the cache
     of encoded rows."""
