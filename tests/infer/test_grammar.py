@@ -100,7 +100,7 @@ LIMITLESS = {"type": "string", "pattern": "^(.*a.{0,40}){40}$"}
 def test_an_answer_whose_grammar_gives_up_has_failed_or_fits(answerer, grammars: Grammars, schema) -> None:
     loop = SeatLoop(answerer.model, SeatLimits(4, 500))
     stops = frozenset(answerer.stop_ids)
-    likely = {i: 9.0 for i in answerer.tokenizer("a", add_special_tokens=False)["input_ids"]}
+    likely = dict.fromkeys(answerer.tokenizer("a", add_special_tokens=False)["input_ids"], 9.0)
     asks = [
         Ask([5, 6], 300, sampling=Sampling(temperature=1.5, seed=seed, bias=likely), stop_ids=stops,
             grammar=grammars.json_schema(schema))

@@ -322,10 +322,8 @@ class SeatLoop:
                 if not takes_likeliest(job):
                     is_early = len(job.answer) < job.ask.min_new_tokens and job.ask.grammar is None
                     barred = job.ask.stop_ids if is_early else ()  # a grammar decides when an answer is whole
-                    token = draw(
-                        row, job.ask.sampling, job.ask.ids, job.answer, job.seed, job.ask.request, job.ask.grammar,
-                        barred,
-                    )  # fmt: skip
+                    ask = job.ask
+                    token = draw(row, ask.sampling, ask.ids, job.answer, job.seed, ask.request, ask.grammar, barred)
                 self._add(job, token, row)
             except GrammarError as error:
                 self._end(job, "failed", Problem(f"grammar_failed: the answer cannot be held to its grammar: {error}"))
