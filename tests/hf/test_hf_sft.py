@@ -601,8 +601,8 @@ def test_defaults_are_no_reason_for_a_warning():
     assert SFTConfig(use_cpu=True, activation_checkpointing=False).gradient_checkpointing is False
 
 
-def test_the_config_has_every_field_of_trls_with_its_default(shared):
-    spec = json.loads((shared / "spec" / "arguments.json").read_text())
+def test_the_config_has_every_field_of_trls_with_its_default(golden_folder):
+    spec = json.loads((golden_folder / "peer_arguments.json").read_text())
     fields = SFTConfig.__dataclass_fields__
     for entry in spec["SFTConfig adds or changes"]:
         assert fields[entry["name"]].default == entry["default"], entry["name"]

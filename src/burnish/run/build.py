@@ -23,7 +23,7 @@ from burnish.adapters.lora import learning_rates
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.origins import origins_in_words
 from burnish.data.tally import Tally
 from burnish.kernels.probe import Fitted
@@ -98,8 +98,7 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
-    with prepared.rows.going_ahead():
-        return run_prepared(plan, prepared)
+    return run_prepared(plan, prepared)
 
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
@@ -265,12 +264,10 @@ def row_stream(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
-    collate = prepared.objective.collate
     return RowStream(
-        prepared.rows, collate, cut, read=LateReader(prepared.rows, collate) if prepared.rows.is_late else None,
-        keys=prepared.rows.keys_of_step, options=options,
+        prepared.rows, prepared.objective.collate, cut, keys=prepared.rows.keys_of_step, options=options,
         seed=options.seed if options.data_seed is None else options.data_seed,
-        lengths=None if prepared.rows.is_late else prepared.rows.lengths,
+        lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
 
