@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.forward import NewTokens, Precision
 from burnish.inference.probe import choose
-from burnish.inference.sampling import draw, log_probabilities
+from burnish.inference.sampling import DrawSettings, draw, log_probabilities
 from burnish.inference.slots import (
     Deliver,
     Job,
@@ -37,7 +37,7 @@ from burnish.inference.slots import (
     Seat,
     SeatLimits,
     Through,
-    common_length,
+    common_prefix,
     deliver_each,
     refuse_ask,
     takes_likeliest,
@@ -112,6 +112,18 @@ class SeatLoop:
     def is_busy(self) -> bool:
         return bool(self._arrived or self._waiting or self._answering or self._reading)
 
+    def forget(self) -> None:
+        """Drop all keys and values: the weights have changed. Call it between turns, in the thread of ``turn``.
+
+        Raises:
+            RuntimeError: if an answer is under way; it would mix the old weights with the new ones.
+        """
+        if self._answering or self._reading:
+            running = self._answering + self._reading
+            raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
+        for seat in self._seats:
+            seat.ids, seat.content_hashes = [], None
+
     def facts(self) -> EngineFacts:
         weights = {id(p): p.nbytes for p in self.model.parameters()}
         memory = {"weights": sum(weights.values()), "cache": self.way.cache_bytes}
@@ -176,11 +188,11 @@ class SeatLoop:
 
     def _best_beginning(self, job: Job) -> tuple[int, int]:
         """The seat that holds the longest beginning of an ask's prompt, and its length."""
-        ids, most = job.ask.ids, len(job.ask.ids) - 1  # at least one token is read, for its logits
+        most = len(job.ask.ids) - 1  # at least one token is read, for its logits
         if job.ask.prompt_logprobs_from is not None:
             most = min(most, job.ask.prompt_logprobs_from - 1)
         held = [
-            common_length(seat.ids, ids, most) if self.way.goes_back and seat.adapter == job.ask.adapter else 0
+            common_prefix(seat, job.ask, most) if self.way.goes_back and seat.adapter == job.ask.adapter else 0
             for seat in self._seats
         ]
         best = max(range(len(held)), key=lambda at: (held[at], at))
@@ -188,7 +200,7 @@ class SeatLoop:
 
     def _is_read_right_now(self, job: Job, common: int) -> bool:
         others = (seat.job.ask for seat in self._stretch(self._answering, self._reading) if seat.job)
-        alike = (common_length(o.ids, job.ask.ids, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
+        alike = (common_prefix(o, job.ask, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
         return self.way.goes_back and max(alike, default=0) >= common + WORTH_WAITING
 
     def _seat(self, job: Job, source: int, common: int) -> None:
@@ -202,7 +214,7 @@ class SeatLoop:
         else:
             target = source
         self._exchange(first_free, target)
-        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.adapter, job, self._turn)
+        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.content_hashes, job.ask.adapter, job, self._turn)
         self._reading += 1
         job.cached = common
         self._sums["prompt_tokens"] += len(job.ask.ids)
@@ -311,18 +323,17 @@ class SeatLoop:
     def _draw(self, seats: Sequence[Seat], logits: Tensor) -> None:
         """The next token of each seat, from one row of logits each."""
         largest, likeliest = logits.max(-1)  # on a CPU a quarter of the time of argmax
-        finite = torch.isfinite(largest).tolist()
-        for seat, row, is_finite, token in zip(seats, logits, finite, likeliest.tolist(), strict=True):
-            job = self._job(seat)
-            if not is_finite:
+        finite, tokens = torch.isfinite(largest).tolist(), likeliest.tolist()
+        jobs = [self._job(seat) for seat in seats]
+        if drawn := [at for at, job in enumerate(jobs) if finite[at] and not takes_likeliest(job)]:
+            rows = logits if len(drawn) == len(jobs) else logits[drawn]
+            for at, token in zip(drawn, draw(rows, [_draw_settings(jobs[at]) for at in drawn]).tolist(), strict=True):
+                tokens[at] = token
+        for job, row, is_finite, token in zip(jobs, logits, finite, tokens, strict=True):
+            if is_finite:
+                self._add(job, token, row)
+            else:
                 self._end(job, "failed", Problem("non_finite_logits: the model's logits are not finite numbers."))
-                continue
-            if not takes_likeliest(job):
-                barred = job.ask.stop_ids if len(job.answer) < job.ask.min_new_tokens else ()
-                token = draw(
-                    row, job.ask.sampling, job.ask.ids, job.answer, job.seed, job.ask.request, job.ask.grammar, barred
-                )
-            self._add(job, token, row)
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask
@@ -394,3 +405,9 @@ class SeatLoop:
 
     def _ask(self, seat: Seat) -> Ask:
         return self._job(seat).ask
+
+
+def _draw_settings(job: Job) -> DrawSettings:
+    ask = job.ask
+    barred = ask.stop_ids if len(job.answer) < ask.min_new_tokens else ()
+    return DrawSettings(ask.sampling, ask.ids, job.answer, job.seed, ask.request, ask.grammar, barred)

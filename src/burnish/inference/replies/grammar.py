@@ -142,7 +142,7 @@ class Matched:
             return
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
-        logits[~_as_long(allowed, len(logits))] = -torch.inf
+        logits[~_as_long(allowed, len(logits)).to(logits.device)] = -torch.inf
 
     def take(self, token: int) -> None:
         if self._waits_for:
