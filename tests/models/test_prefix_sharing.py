@@ -80,7 +80,7 @@ def test_equal_ids_of_different_pictures_are_not_shared():
     found = segments([*pictured, same[0]], least_spared=2)
     shared = {(segment.begin, segment.end) for segment in found if not segment.is_last}
     assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the picture too
-    assert [s.sequence for s in found if s.is_last and len(s.path) == 2] == [0, 2]
+    assert {s.sequence for s in found if s.is_last and len(s.path) == 2} == {0, 2}
 
 
 def test_what_follows_the_last_learned_token_is_left_out_and_a_row_without_one_whole():
