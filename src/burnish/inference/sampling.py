@@ -20,7 +20,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from burnish.inference.types import Grammar, Logprob, Sampling
+from burnish.inference.types import Logprob, Sampling
 
 _FIRST_SORTED = 256
 """Number of most likely tokens that are searched first for the end of the nucleus."""
@@ -37,6 +37,7 @@ class DrawSettings:
     Args:
         prompt, answer: the ids so far.
         seed, request: with ``len(answer)``, they determine the random number of a draw.
+        mask: (V,) what a grammar adds to the logits: 0, or -inf for a token that must not follow.
         barred: tokens that must not be drawn (stop tokens before ``min_new_tokens``).
     """
 
@@ -45,7 +46,7 @@ class DrawSettings:
     answer: Sequence[int] = ()
     seed: int = 0
     request: int = 0
-    grammar: Grammar | None = None
+    mask: Tensor | None = None
     barred: Iterable[int] = ()
 
 
@@ -94,8 +95,8 @@ def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
         places, presence, frequency, uses = _entries(used, scores)
         scores[places] -= frequency * uses + presence
     for at, row in enumerate(rows):
-        if row.grammar is not None:
-            row.grammar.mask(scores[at])
+        if row.mask is not None:
+            scores[at] += row.mask.to(scores.device)
     if barred := [(at, token, -torch.inf) for at, row in enumerate(rows) for token in row.barred]:
         places, values = _entries(barred, scores)
         scores[places] = values

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from secrets import randbits
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.forward import NewTokens, Precision
 from burnish.inference.probe import choose
+from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import DrawSettings, draw, log_probabilities
 from burnish.inference.slots import (
     Deliver,
@@ -324,16 +325,30 @@ class SeatLoop:
         """The next token of each seat, from one row of logits each."""
         largest, likeliest = logits.max(-1)  # on a CPU a quarter of the time of argmax
         finite, tokens = torch.isfinite(largest).tolist(), likeliest.tolist()
-        jobs = [self._job(seat) for seat in seats]
-        if drawn := [at for at, job in enumerate(jobs) if finite[at] and not takes_likeliest(job)]:
-            rows = logits if len(drawn) == len(jobs) else logits[drawn]
-            for at, token in zip(drawn, draw(rows, [_draw_settings(jobs[at]) for at in drawn]).tolist(), strict=True):
-                tokens[at] = token
-        for job, row, is_finite, token in zip(jobs, logits, finite, tokens, strict=True):
-            if is_finite:
-                self._add(job, token, row)
-            else:
+        drawn: dict[int, DrawSettings] = {}
+        for at, seat in enumerate(seats):
+            job = self._job(seat)
+            if not finite[at]:
                 self._end(job, "failed", Problem("non_finite_logits: the model's logits are not finite numbers."))
+            elif not takes_likeliest(job):
+                with self._failing_for_grammar(job):
+                    drawn[at] = _draw_settings(job, logits.shape[1])
+        if drawn:
+            rows = logits if len(drawn) == len(seats) else logits[list(drawn)]
+            for at, token in zip(drawn, draw(rows, list(drawn.values())).tolist(), strict=True):
+                tokens[at] = token
+        for seat, row, token in zip(seats, logits, tokens, strict=True):
+            job = self._job(seat)
+            if not job.is_over:
+                with self._failing_for_grammar(job):
+                    self._add(job, token, row)
+
+    @contextmanager
+    def _failing_for_grammar(self, job: Job) -> Iterator[None]:
+        try:
+            yield
+        except GrammarError as error:
+            self._end(job, "failed", Problem(f"grammar_failed: the answer cannot be held to its grammar: {error}"))
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask
@@ -407,7 +422,12 @@ class SeatLoop:
         return self._job(seat).ask
 
 
-def _draw_settings(job: Job) -> DrawSettings:
-    ask = job.ask
-    barred = ask.stop_ids if len(job.answer) < ask.min_new_tokens else ()
-    return DrawSettings(ask.sampling, ask.ids, job.answer, job.seed, ask.request, ask.grammar, barred)
+def _draw_settings(job: Job, vocabulary: int) -> DrawSettings:
+    """Raises GrammarError if the request's grammar cannot go on."""
+    ask, mask = job.ask, None
+    if ask.grammar is not None:
+        mask = torch.zeros(vocabulary)
+        ask.grammar.mask(mask)
+    is_early = len(job.answer) < ask.min_new_tokens and ask.grammar is None  # a grammar decides when an answer is whole
+    barred = ask.stop_ids if is_early else ()
+    return DrawSettings(ask.sampling, ask.ids, job.answer, job.seed, ask.request, mask, barred)

@@ -38,6 +38,7 @@ from burnish.loop.metrics import joined_by_name
 from burnish.loop.protocols import EvalSet
 from burnish.loop.run import Run
 from burnish.loop.types import Batch, Loss, StepBatch
+from burnish.utils.activity import Activity, doing
 from burnish.utils.work import watched
 
 
@@ -122,7 +123,8 @@ def take_step(run: Run, group: StepBatch, options: LoopChoices) -> None:
     loss = sum_of([each.total.detach() for each in losses]) / divisor
     norm = engine.clip(trainable(run), options.max_grad_norm)
     run.callbacks.fire("on_pre_optimizer_step")
-    is_applied = engine.step(run.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
+    with doing(Activity.UPDATE):
+        is_applied = engine.step(run.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
     run.callbacks.fire("on_optimizer_step")
     if is_applied:
         run.schedule.after_step()
@@ -149,10 +151,11 @@ def microstep(run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
     Args:
         weight: () of the whole step, over all micro-batches and ranks; positive.
     """
-    with run.engine.microbatch(run.model, last=is_last):
+    with run.engine.microbatch(run.model, last=is_last), doing(Activity.FORWARD, batch):
         with run.engine.precision():
             loss = run.objective.loss(run.model, batch)
-        run.engine.backward(loss.total * (run.engine.world_size / weight))
+        with doing(Activity.BACKWARD):
+            run.engine.backward(loss.total * (run.engine.world_size / weight))
     return loss
 
 
@@ -213,7 +216,7 @@ def evaluate(run: Run, eval_set: EvalSet, prefix: str) -> dict[str, float]:
     set_training_mode(run, is_training=False)
     batches = run.objective.iter_eval(run.model, eval_set, run.engine)
     for batch in watched(batches, "Evaluating", "batches", of=eval_set):
-        with run.engine.precision():
+        with doing(Activity.EVALUATE, batch), run.engine.precision():
             loss = run.objective.loss(run.model, batch)
         totals.add(loss, run.objective.num_items(batch))
         run.callbacks.fire("on_prediction_step")
@@ -231,7 +234,8 @@ def save(run: Run) -> None:
     if run.state.best_global_step == run.state.global_step:
         run.state.best_model_checkpoint = str(folder)
     run.state.stateful_callbacks = run.callbacks.state_dict()
-    run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint)
+    with doing(Activity.SAVE):
+        run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint)
     run.callbacks.fire("on_save")
 
 

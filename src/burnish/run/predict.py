@@ -40,11 +40,12 @@ from burnish.models.load import context_length
 from burnish.report.console import note
 from burnish.report.pace import counted
 from burnish.report.results import save_metrics
-from burnish.run.plan.checks import may_run_ahead
+from burnish.run.plan.checks import may_stream
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
 from burnish.run.response_metrics import scores
+from burnish.utils.activity import Activity, doing
 from burnish.utils.work import work
 
 ANSWERS_NAME = "generated_predictions"
@@ -68,9 +69,7 @@ def predict_all(run: Run, prepared: Prepared, plan: Plan) -> dict[str, float]:
     set_training_mode(run, is_training=False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        sets: Mapping[str, Sequence[Example]] = load_datasets(
-            options, options.seed, Tally(), may_run_ahead(options)
-        ).eval
+        sets: Mapping[str, Sequence[Example]] = load_datasets(options, options.seed, Tally(), may_stream(options)).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
     else:
@@ -102,7 +101,8 @@ def predict(
     stem = _stem(name)
     partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
     likelihoods: dict[int, float] = {}
-    answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
+    with doing(Activity.PREDICT):
+        answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
     given = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **given) for ids in answers]
     labels = [tokenizer.decode(question.label, **given) for question in questions]
