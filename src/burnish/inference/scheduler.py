@@ -83,8 +83,6 @@ class SeatLoop:
         self._pace = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
-    # --- for everyone -------------------------------------------------------------------------------------------------
-
     def submit(self, ask: Ask, sink: Sink) -> Ticket:
         """As ``types.AnswerEngine`` has it; from any thread."""
         refuse_ask(ask, self.limits, self.adapters)
@@ -119,8 +117,7 @@ class SeatLoop:
         Raises:
             RuntimeError: if an answer is under way; it would mix the old weights with the new ones.
         """
-        if self._answering or self._reading:
-            running = self._answering + self._reading
+        if running := self._answering + self._reading:
             raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
         for seat in self._seats:
             seat.ids, seat.content_hashes = [], None
@@ -325,20 +322,20 @@ class SeatLoop:
         """The next token of each seat, from one row of logits each."""
         jobs = [self._job(seat) for seat in seats]
         for job, row, found in zip(jobs, logits, next_tokens(jobs, logits), strict=True):
-            try:
-                if isinstance(found, Problem):
-                    self._end(job, "failed", found)
-                else:
-                    self._add(job, found, row)
-            except GrammarError as error:
-                self._end(job, "failed", grammar_problem(error))
+            if isinstance(found, Problem):
+                self._end(job, "failed", found)
+            else:
+                self._add(job, found, row)
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask
         job.answer.append(token)
         self._sums["new_tokens"] += 1
         if ask.grammar is not None:
-            ask.grammar.take(token)
+            try:
+                ask.grammar.take(token)
+            except GrammarError as error:
+                return self._end(job, "failed", grammar_problem(error))
         logprobs: tuple[Logprob, ...] = ()
         if ask.top_logprobs is not None:
             logprobs = tuple(log_probabilities(logits[None], [token], ask.top_logprobs, ask.also))
@@ -391,8 +388,6 @@ class SeatLoop:
 
     def _say(self, job: Job, made: Made) -> None:
         self._made.append((job.sink, made))
-
-    # --- small things -------------------------------------------------------------------------------------------------
 
     def _stretch(self, first: int, number: int) -> list[Seat]:
         return self._seats[first : first + number]
