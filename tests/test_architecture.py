@@ -61,7 +61,7 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None,
 DOORS = {
     "accelerate": {"parallel/accelerate.py"},
     "deepspeed": {"parallel/deepspeed/engine.py"},
-    "datasets": {"data/sets/sources.py", "data/rows/encode.py"},
+    "datasets": {"data/sets/sources.py", "data/reading/record_index.py"},
     # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
     # demo asks the saved model as any program would.
     "transformers": {
@@ -72,10 +72,11 @@ DOORS = {
         "report/trackers.py",
         "demo/command.py",
         "inference/cache.py",
+        "data/chat/render_worker.py",
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantization/export.py"},
-    "bitsandbytes": {"models", "optim", "kernels/quantized.py"},
+    "bitsandbytes": {"models", "optim"},
     "yaml": {"run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
     "rich": {"explain/view.py", "report"},
     "matplotlib": {"report"},
@@ -88,10 +89,7 @@ DOORS = {
     "uvicorn": {"serve/http/server.py"},
     "h11": {"serve/http/relay.py"},
     "jinja2": {
-        "data/chat/bounds.py",
         "data/chat/tools/tool_formats.py",
-        "data/chat/answers.py",
-        "trainer/trl/sft/rows.py",
         "serve/api/prompts.py",
         "serve/page/app.py",
     },

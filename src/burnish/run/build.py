@@ -23,7 +23,7 @@ from burnish.adapters.lora import learning_rates
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.origins import origins_in_words
 from burnish.data.tally import Tally
 from burnish.kernels.probe import Fitted
@@ -73,7 +73,6 @@ from burnish.run.recovery.spikes import train_on, watch_for_spikes
 from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
-from burnish.utils.collection import collect_from_here
 from burnish.utils.files import only_writer
 from burnish.utils.patching import allows, patch_summary
 
@@ -99,8 +98,7 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
-    with prepared.rows.going_ahead():
-        return run_prepared(plan, prepared)
+    return run_prepared(plan, prepared)
 
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
@@ -152,7 +150,6 @@ def train_and_finish(
     run: Run, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
 ) -> Result:
     options, folder = plan.options, output_folder(plan.options)
-    collect_from_here()
     try:
         output = train_on(run, options, partial(resume, run), warn) if trains(options) else None
     finally:
@@ -267,12 +264,10 @@ def row_stream(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
-    collate = prepared.objective.collate
     return RowStream(
-        prepared.rows, collate, cut, read=LateReader(prepared.rows, collate) if prepared.rows.is_late else None,
-        keys=prepared.rows.keys_of_step, options=options,
+        prepared.rows, prepared.objective.collate, cut, keys=prepared.rows.keys_of_step, options=options,
         seed=options.seed if options.data_seed is None else options.data_seed,
-        lengths=None if prepared.rows.is_late else prepared.rows.lengths,
+        lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
 

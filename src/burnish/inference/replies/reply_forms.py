@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.chat.answers import UnreadableTemplate
 from burnish.data.chat.chat_template import JinjaFormat
+from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import CONTENT, TemplateSpec, Token
 from burnish.data.chat.tools.tool_calls import Call, CallReader, Offered

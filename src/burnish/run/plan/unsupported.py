@@ -88,6 +88,7 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
         "orpo": "Set stage: dpo and pref_loss: orpo.",
     },
     "flash_attn": {"off": "Set flash_attn: disabled, which is its name since LLaMA-Factory 0.8.1."},
+    "infer_backend": {"burnish": "Set infer_backend: huggingface, which names the same engine."},
     "gpu_kernels": {"none": "Set enable_liger_kernel: false."},
     "quantization_method": dict.fromkeys(
         ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."
@@ -145,6 +146,10 @@ _family(
     "asft_alpha",
 )  # fmt: skip
 _absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
+_no_effect(
+    "rows are encoded before the first step and cached. Set streaming: true to encode them during training.",
+    "encode_ahead",
+)
 _no_effect("texts are always tokenized whole; the ids are the same.", "tokenize_by_word")
 _no_effect("the answers are what is learned, unless train_on_prompt says otherwise.", "assistant_only_loss label_names")
 _absent(
