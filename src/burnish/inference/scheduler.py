@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from secrets import randbits
 
@@ -30,7 +30,7 @@ from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.forward import NewTokens, Precision
 from burnish.inference.probe import choose
 from burnish.inference.replies.grammar import GrammarError
-from burnish.inference.sampling import draw, log_probabilities
+from burnish.inference.sampling import DrawSettings, draw, log_probabilities
 from burnish.inference.slots import (
     Deliver,
     Job,
@@ -38,7 +38,7 @@ from burnish.inference.slots import (
     Seat,
     SeatLimits,
     Through,
-    common_length,
+    common_prefix,
     deliver_each,
     refuse_ask,
     takes_likeliest,
@@ -113,6 +113,18 @@ class SeatLoop:
     def is_busy(self) -> bool:
         return bool(self._arrived or self._waiting or self._answering or self._reading)
 
+    def forget(self) -> None:
+        """Drop all keys and values: the weights have changed. Call it between turns, in the thread of ``turn``.
+
+        Raises:
+            RuntimeError: if an answer is under way; it would mix the old weights with the new ones.
+        """
+        if self._answering or self._reading:
+            running = self._answering + self._reading
+            raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
+        for seat in self._seats:
+            seat.ids, seat.content_hashes = [], None
+
     def facts(self) -> EngineFacts:
         weights = {id(p): p.nbytes for p in self.model.parameters()}
         memory = {"weights": sum(weights.values()), "cache": self.way.cache_bytes}
@@ -177,11 +189,11 @@ class SeatLoop:
 
     def _best_beginning(self, job: Job) -> tuple[int, int]:
         """The seat that holds the longest beginning of an ask's prompt, and its length."""
-        ids, most = job.ask.ids, len(job.ask.ids) - 1  # at least one token is read, for its logits
+        most = len(job.ask.ids) - 1  # at least one token is read, for its logits
         if job.ask.prompt_logprobs_from is not None:
             most = min(most, job.ask.prompt_logprobs_from - 1)
         held = [
-            common_length(seat.ids, ids, most) if self.way.goes_back and seat.adapter == job.ask.adapter else 0
+            common_prefix(seat, job.ask, most) if self.way.goes_back and seat.adapter == job.ask.adapter else 0
             for seat in self._seats
         ]
         best = max(range(len(held)), key=lambda at: (held[at], at))
@@ -189,7 +201,7 @@ class SeatLoop:
 
     def _is_read_right_now(self, job: Job, common: int) -> bool:
         others = (seat.job.ask for seat in self._stretch(self._answering, self._reading) if seat.job)
-        alike = (common_length(o.ids, job.ask.ids, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
+        alike = (common_prefix(o, job.ask, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
         return self.way.goes_back and max(alike, default=0) >= common + WORTH_WAITING
 
     def _seat(self, job: Job, source: int, common: int) -> None:
@@ -203,7 +215,7 @@ class SeatLoop:
         else:
             target = source
         self._exchange(first_free, target)
-        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.adapter, job, self._turn)
+        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.content_hashes, job.ask.adapter, job, self._turn)
         self._reading += 1
         job.cached = common
         self._sums["prompt_tokens"] += len(job.ask.ids)
@@ -312,21 +324,31 @@ class SeatLoop:
     def _draw(self, seats: Sequence[Seat], logits: Tensor) -> None:
         """The next token of each seat, from one row of logits each."""
         largest, likeliest = logits.max(-1)  # on a CPU a quarter of the time of argmax
-        finite = torch.isfinite(largest).tolist()
-        for seat, row, is_finite, token in zip(seats, logits, finite, likeliest.tolist(), strict=True):
+        finite, tokens = torch.isfinite(largest).tolist(), likeliest.tolist()
+        drawn: dict[int, DrawSettings] = {}
+        for at, seat in enumerate(seats):
             job = self._job(seat)
-            if not is_finite:
+            if not finite[at]:
                 self._end(job, "failed", Problem("non_finite_logits: the model's logits are not finite numbers."))
-                continue
-            try:
-                if not takes_likeliest(job):
-                    is_early = len(job.answer) < job.ask.min_new_tokens and job.ask.grammar is None
-                    barred = job.ask.stop_ids if is_early else ()  # a grammar decides when an answer is whole
-                    ask = job.ask
-                    token = draw(row, ask.sampling, ask.ids, job.answer, job.seed, ask.request, ask.grammar, barred)
-                self._add(job, token, row)
-            except GrammarError as error:
-                self._end(job, "failed", Problem(f"grammar_failed: the answer cannot be held to its grammar: {error}"))
+            elif not takes_likeliest(job):
+                with self._failing_for_grammar(job):
+                    drawn[at] = _draw_settings(job, logits.shape[1])
+        if drawn:
+            rows = logits if len(drawn) == len(seats) else logits[list(drawn)]
+            for at, token in zip(drawn, draw(rows, list(drawn.values())).tolist(), strict=True):
+                tokens[at] = token
+        for seat, row, token in zip(seats, logits, tokens, strict=True):
+            job = self._job(seat)
+            if not job.is_over:
+                with self._failing_for_grammar(job):
+                    self._add(job, token, row)
+
+    @contextmanager
+    def _failing_for_grammar(self, job: Job) -> Iterator[None]:
+        try:
+            yield
+        except GrammarError as error:
+            self._end(job, "failed", Problem(f"grammar_failed: the answer cannot be held to its grammar: {error}"))
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask
@@ -398,3 +420,14 @@ class SeatLoop:
 
     def _ask(self, seat: Seat) -> Ask:
         return self._job(seat).ask
+
+
+def _draw_settings(job: Job, vocabulary: int) -> DrawSettings:
+    """Raises GrammarError if the request's grammar cannot go on."""
+    ask, mask = job.ask, None
+    if ask.grammar is not None:
+        mask = torch.zeros(vocabulary)
+        ask.grammar.mask(mask)
+    is_early = len(job.answer) < ask.min_new_tokens and ask.grammar is None  # a grammar decides when an answer is whole
+    barred = ask.stop_ids if is_early else ()
+    return DrawSettings(ask.sampling, ask.ids, job.answer, job.seed, ask.request, mask, barred)

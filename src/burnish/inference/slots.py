@@ -51,9 +51,10 @@ class Job:
 
 @dataclass(eq=False)
 class Seat:
-    """A row of the cache, and whose tokens it holds."""
+    """A row of the cache, and whose tokens it holds; ``content_hashes`` are those of ``Ask``, for the prompt's ids."""
 
     ids: list[int] = field(default_factory=list)
+    content_hashes: Sequence[int] | None = None
     adapter: str = BASE
     job: Job | None = None
     used: int = 0  # the turn in which it was used last
@@ -105,6 +106,20 @@ def takes_likeliest(job: Job) -> bool:
     return not (
         sampling.temperature or is_changed or sampling.repetition_penalty != 1 or ask.grammar is not None or is_early
     )
+
+
+def common_prefix(a: Seat | Ask, b: Ask, most: int) -> int:
+    """Number of positions, up to ``most``, that stand for the same in two sequences: equal ids, of equal content."""
+    most = common_length(a.ids, b.ids, most)
+    if a.content_hashes is None and b.content_hashes is None:
+        return most
+    ones, others = (_padded(each.content_hashes or (), most) for each in (a, b))
+    return common_length(ones, others, most)
+
+
+def _padded(hashes: Sequence[int], length: int) -> list[int]:
+    """The hashes of ``length`` positions: 0 behind those that are given."""
+    return [*hashes[:length], *[0] * (length - len(hashes))]
 
 
 def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
