@@ -35,6 +35,7 @@ from burnish.loop.meter import Clock
 from burnish.loop.protocols import Engine
 from burnish.loop.run import Run
 from burnish.loop.types import IGNORE_INDEX, Example
+from burnish.losses.base import OBJECTIVES
 from burnish.models.generate import generate, generation_config, until_stop
 from burnish.models.load import context_length
 from burnish.report.console import note
@@ -75,7 +76,7 @@ def predict_all(run: Run, prepared: Prepared, plan: Plan) -> dict[str, float]:
     else:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate(run, batches, f"predict_{name}" if name else "predict")
-        if options.stage == "rm":
+        if not OBJECTIVES[options.stage].uses_lm_head:
             set_training_mode(run, is_training=False)
             write_scores(run, folder)
         if run.engine.rank == 0:
