@@ -82,10 +82,10 @@ class StageObjective(Objective, Protocol):
     collate: Collate
     template: RowEncoder
 
-    def __init__(self, options: Any, template: RowEncoder, tokenizer: Any = None) -> None: ...
+    def __init__(self, choices: Any, template: RowEncoder, tokenizer: Any = None, /) -> None: ...
 
     @classmethod
-    def mismatched_responses(cls, options: Any) -> Literal["set", "step"] | None:
+    def mismatched_responses(cls, choices: Any, /) -> Literal["set", "step"] | None:
         """Where ``Example.other`` or the kl columns of a row come from: the record before in the set, the row before in
         the same step, or nowhere."""
         return None

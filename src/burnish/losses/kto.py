@@ -101,7 +101,7 @@ class KtoObjective(AnswersObjective):
     options: KtoChoices
 
     @classmethod
-    def mismatched_responses(cls, options: Any) -> Literal["set", "step"] | None:
+    def mismatched_responses(cls, options: KtoChoices, /) -> Literal["set", "step"] | None:
         if options.kl_pairing == "neighbour":
             return "set"
         return "step" if options.kto_loss == "kto" else None
