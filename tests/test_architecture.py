@@ -87,7 +87,7 @@ DOORS = {
     "jinja2": {
         "data/templates/bounds.py",
         "data/templates/answers.py",
-        "hf/sft/rows.py",
+        "data/templates/plain.py",
         "serve/prompts.py",
         "web/app.py",
     },
