@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # as the command line does, before anything is imported
+gc.set_threshold(100_000, 50, 100)  # as the command line does, before anything is imported
 
 import sys
 import time
@@ -25,16 +25,15 @@ import ways
 from gauge import Gauge, common, rows_counted
 from material import facts_of, preference_sets
 
-from burnish.app import predict
-from burnish.app.build import build_run
-from burnish.app.config import merge, read_arguments
-from burnish.app.plan import aliases, plan
-from burnish.app.prepare import prepare
-from burnish.core.collection import collect_from_here
-from burnish.core.loop import evaluate_all, train
-from burnish.engine.create import create_engine
-from burnish.models.attention import NAME as OWN_ATTENTION
-from burnish.ops.probe import causal_lm, find_head
+from burnish.kernels.probe import causal_lm, find_head
+from burnish.loop.loop import evaluate_all, train
+from burnish.models.patches.attention import NAME as OWN_ATTENTION
+from burnish.parallel.create import create_engine
+from burnish.run import predict
+from burnish.run.build import build_run
+from burnish.run.plan.config_files import merge, read_arguments
+from burnish.run.plan.plan import aliases, plan
+from burnish.run.prepare import prepare
 
 
 class Stopwatch:
@@ -100,19 +99,17 @@ def run(material: Path, output: str, words: list[str]) -> None:
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge, watch = prepare(planned), Gauge(rows_counted(planned.options.stage)), Stopwatch()
-    with prepared.rows.going_ahead():
-        made = build_run(planned, prepared, create_engine(planned.options), None)
-        listen(gauge, made)
-        made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
-        for owner, name in (
-            (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
-            (made.optimizer, "zero_grad"),
-        ):  # fmt: skip
-            setattr(owner, name, watch.around(getattr(owner, name)))
-        collect_from_here()
-        begin = time.process_time()
-        train(made, planned.options)
-        loop_share = 1 - watch.seconds / (time.process_time() - begin)
+    made = build_run(planned, prepared, create_engine(planned.options), None)
+    listen(gauge, made)
+    made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
+    for owner, name in (
+        (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
+        (made.optimizer, "zero_grad"),
+    ):  # fmt: skip
+        setattr(owner, name, watch.around(getattr(owner, name)))
+    begin = time.process_time()
+    train(made, planned.options)
+    loop_share = 1 - watch.seconds / (time.process_time() - begin)
     if planned.options.do_predict:
         answer(gauge, made, prepared, planned)
     elif made.eval_sets:

@@ -10,7 +10,7 @@ KILLS_ITSELF_AFTER_STEP_FIVE = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
-from burnish.core import loop
+from burnish.loop import loop
 from burnish.cli import main
 step = loop.take_step
 def take_step(run, group, options):

@@ -7,22 +7,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from burnish.core.best import deciding_metric
-from burnish.core.checkpoint import CheckpointOptions, Checkpoints
-from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
-from burnish.core.loop import LoopOptions, evaluate, log, microstep
-from burnish.core.meter import Meter
-from burnish.core.options import union
-from burnish.core.parts import parts_of
-from burnish.core.protocols import Objective
-from burnish.core.run import Run
-from burnish.core.schedule import CurveOptions, StepOptions, plan_steps, schedule_of
-from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Loss
+from burnish.checkpoint.checkpoint import CheckpointOptions, Checkpoints
+from burnish.checkpoint.parts import parts_of
+from burnish.config.options import union
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions
-from burnish.engine.base import EngineOptions, SingleEngine
+from burnish.loop.best import deciding_metric
+from burnish.loop.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
+from burnish.loop.loop import LoopOptions, evaluate, log, microstep
+from burnish.loop.meter import Meter
+from burnish.loop.protocols import Objective
+from burnish.loop.run import Run
+from burnish.loop.schedule import CurveOptions, StepOptions, plan_steps, schedule_of
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.loop.types import Loss
 from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OptimOptions, create_optimizer, create_scheduler
+from burnish.parallel.single import EngineOptions, SingleEngine
 
 ToyOptions = union(
     "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, StreamOptions,

@@ -17,27 +17,27 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from burnish.core.collection import without_collection
-from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.sigint import exit_quietly, interruptible, stopping_at_once
-from burnish.core.work import watch_with
+from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.report.console import print_result
 from burnish.report.work import WorkLine
+from burnish.utils.sigint import exit_quietly, interruptible, stopping_at_once
+from burnish.utils.work import watch_with
 
 if TYPE_CHECKING:
-    from burnish.app.plan import Plan
+    from burnish.run.plan.plan import Plan
 
 Arguments = list[str]
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
-    """Run ``main`` in a process of its own, which may skip Python's search for cyclic garbage until the training
-    begins, and at its end, where all memory returns to the system anyway. This saves half a second."""
-    with without_collection():
-        status = main(arguments)
-    if (parallel := sys.modules.get("burnish.engine.parallel")) is not None:  # several processes have worked
+    """Run ``main`` in a process of its own."""
+    # Imports and encoding make a million objects and next to no cycles. With Python's default of 700 objects, the
+    # searches for cyclic garbage among them took 1.7 s of a start and a third of encoding 20,000 records.
+    gc.set_threshold(100_000, 50, 100)
+    status = main(arguments)
+    if (parallel := sys.modules.get("burnish.parallel.multi_process")) is not None:  # several processes have worked
         parallel.close_group()
-    gc.freeze()
+    gc.freeze()  # the interpreter's last searches would go through all that was imported
     exit_quietly(status)
     return status
 
@@ -84,14 +84,14 @@ def _named(place: str) -> Any:
 def _explain(error: BaseException, words: Arguments, debug: bool) -> int:
     if isinstance(error, SystemExit):
         raise error
-    from burnish.app.failure import explain_failure
+    from burnish.run.recovery.failure import explain_failure
 
     return explain_failure(error, _output_dir(words), debug)
 
 
 def _output_dir(words: Arguments) -> str | None:
     """The folder for the traceback of a failure, as far as it is known from arguments that may be wrong."""
-    from burnish.app.config import read_arguments
+    from burnish.run.plan.config_files import read_arguments
 
     try:
         file, flags = read_arguments(words[1:])
@@ -115,16 +115,16 @@ def _take_debug(words: Arguments) -> bool:
 
 
 def _train(words: Arguments) -> int:
-    from burnish.app.config import read_arguments
-    from burnish.app.launch import launch
+    from burnish.run.launch import launch
+    from burnish.run.plan.config_files import read_arguments
 
     file, flags = read_arguments(words)
     status = launch(words, {**file, **flags})
     if status is not None:
         return status
     plan = _plan(words)
-    from burnish.app.build import train_run
-    from burnish.app.plan import placing
+    from burnish.run.build import train_run
+    from burnish.run.plan.plan import placing
 
     with placing(plan.provenance):
         return train_run(plan).exit_code or 0
@@ -132,15 +132,15 @@ def _train(words: Arguments) -> int:
 
 def _explain_run(words: Arguments) -> int:
     if "--json" in words:
-        from burnish.app.explain_json import as_json
+        from burnish.explain.as_json import as_json
 
         text, status = as_json(lambda: _plan([word for word in words if word != "--json"]))
         print_result(text)
         return status
     plan = _plan(words)
-    from burnish.app.explain import explain
-    from burnish.app.plan import placing
-    from burnish.engine.places import world_size
+    from burnish.explain.explain import explain
+    from burnish.parallel.process_counts import world_size
+    from burnish.run.plan.plan import placing
 
     plan = replace(plan, world_size=world_size(plan.options))
 
@@ -150,11 +150,11 @@ def _explain_run(words: Arguments) -> int:
 
 
 def _export(words: Arguments) -> int:
-    from burnish.app.config import merge, read_arguments
+    from burnish.run.plan.config_files import merge, read_arguments
 
     file, flags = read_arguments(words)
-    from burnish.app.export import export
-    from burnish.app.plan import aliases, placing, provenance_of
+    from burnish.export.export import export
+    from burnish.run.plan.plan import aliases, placing, provenance_of
 
     interruptible()  # on an interrupt, an incomplete model is removed
 
@@ -166,18 +166,18 @@ def _export(words: Arguments) -> int:
 
 def _planner(words: Arguments) -> int:
     """Answers the page's questions about runs that are not begun; started by it, and by nobody else."""
-    from burnish.app.planner import planner
+    from burnish.serve.page.planner_process import planner
 
     return planner()
 
 
 def _env(words: Arguments) -> int:
     if words == ["--health"]:
-        from burnish.app.env import health
+        from burnish.explain.env import health
 
         return health()
     _refuse_words("env", words)
-    from burnish.app.env import environment
+    from burnish.explain.env import environment
 
     print_result("\n".join(f"{name:<14}{value}" for name, value in environment().items()))
     return 0
@@ -197,11 +197,11 @@ def _refuse_words(command: str, words: Arguments) -> None:
 
 
 def _plan(words: Arguments) -> Plan:
-    from burnish.app.config import merge, read_arguments
+    from burnish.run.plan.config_files import merge, read_arguments
 
     file, flags = read_arguments(words)  # first, so that faults of the arguments are reported before torch is loaded
-    from burnish.app.checks import problems_in_files
-    from burnish.app.plan import aliases, plan
+    from burnish.run.plan.checks import problems_in_files
+    from burnish.run.plan.plan import aliases, plan
 
     return plan(merge(file, flags, aliases()), also=[problems_in_files])
 
@@ -211,11 +211,11 @@ NEEDED_BY_EXPORT = (
     "export_",
 )  # fmt: skip
 """Options that ``burnish export`` reads, by the beginning of their names."""
-_RUN = ("app.options:RunOptions",)
-_WEB = ("web.options:WebOptions",)
-_CHAT = ("models.generate:GenerationOptions", "infer.options:InferOptions")
+_RUN = ("run.plan.options:RunOptions",)
+_WEB = ("serve.page.options:WebOptions",)
+_CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions")
 _PREDICT = (
-    "serve.evaluate.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
+    "serve.eval.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
 )  # fmt: skip
 
 
@@ -245,38 +245,40 @@ COMMANDS: dict[str, Command] = {
     "api": Command(
         "PATH [--adapter name=folder ...] [key=value ...]",
         "answer over HTTP, as OpenAI's API does",
-        "serve.api:api",
-        ("serve.options:ApiOptions",),
+        "serve.api.command:api",
+        ("serve.api.options:ApiOptions",),
     ),
     "webui": Command(
-        "[key=value ...]", "the page: set runs up, watch them, talk to what came of them", "web.command:webui", _WEB
+        "[key=value ...]", "web UI: configure and watch runs, chat with the results", "serve.page.command:webui", _WEB
     ),
     "webchat": Command(
-        "PATH [key=value ...]", "the page, opened at a conversation with one model", "web.command:webchat", _WEB
+        "PATH [key=value ...]", "the page, opened at a conversation with one model", "serve.page.command:webchat", _WEB
     ),
-    "runs": Command("[FOLDER ...] [--json]", "the runs below some folders, and how they are", "web.listing:runs"),
+    "runs": Command(
+        "[FOLDER ...] [--json]", "list runs under the given folders and their status", "serve.page.runs.listing:runs"
+    ),
     "chat": Command(
         "PATH [--adapter name=folder] [--once TEXT] [key=value ...]",
         "talk to a model at a terminal",
-        "serve.terminal.chat:chat",
+        "serve.chat.command:chat",
         _CHAT,
     ),
     "eval": Command(
         "PATH [PATH ...] task=mmlu_test [key=value ...]",
         "measure models on a task or a data set",
-        "serve.evaluate.command:evaluate",
-        ("serve.evaluate.command:EvalOptions",),
+        "serve.eval.command:evaluate",
+        ("serve.eval.command:EvalOptions",),
     ),
     "predict": Command(
         "PATH [PATH ...] [eval_dataset=heldout] [key=value ...]",
         "write a model's answers, or a reward model's scores, to a data set",
-        "serve.evaluate.dataset:predict_sets",
+        "serve.eval.dataset:predict_sets",
         _PREDICT,
     ),
     "demo": Command(
         "[dpo] [key=value ...] [--key value ...]",
         "fine-tune the small model that burnish carries, in two minutes; dpo: from pairs of answers",
-        "app.demo:demo",
+        "demo.command:demo",
         _RUN,
     ),
     "env": Command("[--health]", "versions and devices, for a report of a fault", _env),
@@ -321,9 +323,9 @@ def _tell_of(command: str, words: Arguments) -> int:
     """Print what a command does, and its options: all of them, or those that speak of the first word."""
     print_result(_purpose(command))
     if groups := COMMANDS[command].options:
-        from burnish.app.config import CONFIG_SUFFIXES
-        from burnish.app.listing import list_options
-        from burnish.core.options import union
+        from burnish.config.options import union
+        from burnish.run.plan.config_files import CONFIG_SUFFIXES
+        from burnish.run.plan.listing import list_options
 
         wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
         options = _named(groups[0]) if len(groups) == 1 else union("Options", *map(_named, groups))

@@ -12,8 +12,9 @@ import pytest
 
 from bad_inputs import told
 from burnish import cli
-from burnish.core import checkpoint, loop
-from burnish.core.manifest import faults
+from burnish.checkpoint import checkpoint
+from burnish.checkpoint.manifest import faults
+from burnish.loop import loop
 
 pytestmark = pytest.mark.run
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from bad_inputs import cut_short, told, write
 from burnish import cli
-from burnish.app.clearing import SOURCES, left_by_a_run
-from burnish.app.options import RunOptions
-from burnish.core import loop
-from burnish.core.options import specs
+from burnish.config.options import specs
 from burnish.data.rows.encode import cache_home
+from burnish.loop import loop
+from burnish.run.plan.options import RunOptions
+from burnish.run.recovery.clearing import SOURCES, left_by_a_run
 from pair_runs import pairs
 
 pytestmark = pytest.mark.run
@@ -138,7 +138,7 @@ def failing(*args: Any, **kwargs: Any) -> None:
     raise MemoryError
 
 
-@pytest.mark.parametrize("where", ["burnish.app.build.assemble", "burnish.core.loop.take_step"])
+@pytest.mark.parametrize("where", ["burnish.run.build.assemble", "burnish.loop.loop.take_step"])
 def test_an_earlier_run_comes_back_where_its_successor_fails_before_it_has_a_checkpoint(
     where: str, user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +273,7 @@ def test_a_full_disk_of_predictions_is_named_and_what_helps_there(
     words = [command, "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=said"]
     words += ["max_new_tokens=2", "max_samples=2"]
     with monkeypatch.context() as patched:
-        patched.setattr(f"burnish.app.{writer}.save_metrics", full)
+        patched.setattr(f"burnish.run.{writer}.save_metrics", full)
         assert cli.main(words) == 1
     err = told(capsys)[1]
     assert 'error: The disk of "said" is full.\n  Free some space, or name another save_dir, and give the' in err

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.app import checks
-from burnish.app.absent import ABSENT, NO_EFFECT
-from burnish.app.checks import trains
-from burnish.app.config import split_arguments
-from burnish.app.plan import RunOptions, aliases, component_checks, plan
-from burnish.core.errors import UserError
-from burnish.core.options import Given, specs
+from burnish.config.errors import UserError
+from burnish.config.options import Given, specs
+from burnish.run.plan import checks
+from burnish.run.plan.checks import trains
+from burnish.run.plan.config_files import split_arguments
+from burnish.run.plan.plan import RunOptions, aliases, component_checks, plan
+from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
 from small_run import WALK_THROUGH
 
 
@@ -137,8 +137,8 @@ def test_no_option_is_called_absent() -> None:
     assert not sorted({*ABSENT, *NO_EFFECT} & set(claimed))
 
 
-def test_every_name_of_the_peers_is_known_or_refused_by_name(shared: Path) -> None:
-    lists = json.loads((shared / "spec" / "arguments.json").read_text(encoding="utf-8"))
+def test_every_name_of_the_peers_is_known_or_refused_by_name(golden_folder: Path) -> None:
+    lists = json.loads((golden_folder / "peer_arguments.json").read_text(encoding="utf-8"))
     names = [entry["name"] for entries in lists.values() if isinstance(entries, list) for entry in entries]
     assert "gradient_accumulation_steps" in names
     assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **ABSENT, **NO_EFFECT}]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
+import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
 from runs import weights_in
 from small_run import as_words, make_user
@@ -12,8 +12,7 @@ from two_processes import in_two_processes
 pytestmark = pytest.mark.run
 
 KINDS = {
-    "encoded before": {"encode_ahead": False},
-    "encoded ahead": {"encode_ahead": True},
+    "encoded before": {},
     "streamed": {"streaming": True, "buffer_size": 8},
     "one block after another": {"use_badam": True, "badam_switch_interval": 2},
 }

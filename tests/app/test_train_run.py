@@ -130,10 +130,10 @@ def test_other_data_under_the_same_name_is_refused(tmp_path, capsys):
     assert "data has changed" in "".join(capsys.readouterr())
 
 
-def test_a_changed_learning_rate_and_more_steps_are_applied_and_said(tmp_path, capsys):
+def test_a_learning_rate_that_is_changed_on_purpose_and_more_steps_are_applied_and_reported(tmp_path, capsys):
     given = make_user(tmp_path, save_steps=4, max_steps=4, lr_scheduler_type="constant", logging_steps=1)
     assert run(given) == 0
-    assert run({**given, "max_steps": 6, "learning_rate": 5e-3}) == 0
+    assert run({**given, "max_steps": 6, "learning_rate": 5e-3, "resume_despite_changes": True}) == 0
     assert "learning_rate was 0.001" in " ".join("".join(capsys.readouterr()).split())
     rates = [entry["learning_rate"] for entry in history(tmp_path / "out") if "learning_rate" in entry]
     assert rates == [1e-3] * 4 + [5e-3] * 2
@@ -191,7 +191,7 @@ def test_a_budget_below_the_longest_row_is_refused_with_that_length(tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_real_files_of_four_kinds_train_together(tmp_path, shared):
+def test_real_files_of_four_kinds_train_together(tmp_path, golden_folder):
     given = make_user(tmp_path)
     info = {
         "en": {"file_name": "alpaca_en_demo.json"}, "zh": {"file_name": "alpaca_zh_demo.json"},
@@ -202,7 +202,7 @@ def test_real_files_of_four_kinds_train_together(tmp_path, shared):
     folder = tmp_path / "sets"
     folder.mkdir()
     for entry in info.values():
-        (folder / entry["file_name"]).symlink_to(shared / "data" / entry["file_name"])
+        (folder / entry["file_name"]).symlink_to(golden_folder / "sets" / entry["file_name"])
     (folder / "dataset_info.json").write_text(json.dumps(info))
     given |= {
         "dataset_dir": str(folder),

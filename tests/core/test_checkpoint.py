@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.core import snapshot
-from burnish.core.checkpoint import Checkpoints, load
-from burnish.core.comparison import compare_with_checkpoint
-from burnish.core.errors import UserError
-from burnish.core.files import only_writer
-from burnish.core.loop import train
-from burnish.core.manifest import faults, write_manifest
-from burnish.core.snapshot import join, split
+from burnish.checkpoint import snapshot
+from burnish.checkpoint.checkpoint import Checkpoints, load
+from burnish.checkpoint.comparison import compare_with_checkpoint
+from burnish.checkpoint.manifest import faults, write_manifest
+from burnish.checkpoint.snapshot import join, split
+from burnish.config.errors import UserError
+from burnish.loop.loop import train
+from burnish.utils.files import only_writer
 from toy import StopAt, make_run, same, weights, without_times
 
 pytestmark = pytest.mark.run
@@ -162,7 +162,7 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_ther
     def full(folder, step, fingerprints, known):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("burnish.core.checkpoint.write_manifest", full)
+    monkeypatch.setattr("burnish.checkpoint.checkpoint.write_manifest", full)
     checkpoints.save(2, run.parts)
     with pytest.raises(OSError, match="No space"):
         checkpoints.wait()
@@ -170,14 +170,17 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_ther
 
 
 def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
-    before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16}
+    before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16, "max_steps": 8}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, before)
-    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "learning_rate": 5e-3})
-    assert said == ["learning_rate was 0.001 in checkpoint-1 and is 0.005 now."]
-    with pytest.raises(UserError, match="seed was 1, is 2") as raised:
-        compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2})
-    assert "resume_despite_changes" in str(raised.value)
+    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "max_steps": 9})
+    assert said == ["max_steps was 8 in checkpoint-1 and is 9 now."]
+    for name, value, words in (("seed", 2, "seed was 1, is 2"), ("learning_rate", 5e-3, "0.001, is 0.005")):
+        with pytest.raises(UserError, match=words) as raised:
+            compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, name: value})
+        assert raised.value.problems[0].options == (name,)
+        for way_out in ("another output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
+            assert way_out in str(raised.value)
     assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 
 
@@ -192,7 +195,7 @@ def test_of_several_versions_those_that_changed_are_said(tmp_path):
 def test_two_runs_cannot_write_into_one_folder(tmp_path):
     with only_writer(tmp_path):
         code = (
-            "import sys; from pathlib import Path; from burnish.core.files import only_writer\n"
+            "import sys; from pathlib import Path; from burnish.utils.files import only_writer\n"
             "with only_writer(Path(sys.argv[1])): pass"
         )
         result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
@@ -213,7 +216,7 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tm
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from toy import *\n"
         "run, options = make_run(Path(sys.argv[1]), model=Regression(width=30000), save_steps=1, max_steps=100000)\n"
-        "from burnish.core.loop import train; print('ready', flush=True); train(run, options)"
+        "from burnish.loop.loop import train; print('ready', flush=True); train(run, options)"
     )
     for delay_s in (0.15, 0.4):
         child = subprocess.Popen(

@@ -6,11 +6,11 @@ import re
 import pytest
 from transformers import ByT5Tokenizer
 
-from burnish.core.errors import UserError
-from burnish.core.types import Example, Message
+from burnish.config.errors import UserError
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.table import table
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.table import table
+from burnish.loop.types import Example, Message
 from template_cases import CALL, WEATHER, byte_tokenizer, chat_of, template_options
 
 THOUGHT_ANSWER = "<think>\na\n</think>\n\nhello"
@@ -245,7 +245,7 @@ def test_a_template_from_a_jinja_file_is_used_and_saved(tmp_path):
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        ("{% for m in messages %}{{ m.content }", "Line 1 of the chat template is not Jinja"),
+        ("{% for m in messages %}{{ m.content }", "Line 1 of the chat template is not valid Jinja"),
         ("{% for m in messages %}{{ m.content | shout }}{% endfor %}", "No filter named 'shout'"),
         ("{% for m in messages %}{{ say(m) }}{% endfor %}", "'say' is undefined"),
         ("{% for m in messages %}{{ m.content.index('zz') }}{% endfor %}", "substring not found"),

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from burnish.core.types import Example, Message
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.table import table
+from burnish.data.chat.tools.tool_calls import Call
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.table import table
-from burnish.data.templates.tools import TOOL_FORMATS, Call
+from burnish.loop.types import Example, Message
 from few import few
 from template_cases import (
     CALLS,

@@ -14,14 +14,13 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 import burnish
 from burnish import SFTConfig, TrainingArguments
-from burnish.core.conversion import members
-from burnish.hf.arguments.values import HELD_ELSEWHERE
+from burnish.config.conversion import members
+from burnish.trainer.arguments.values import HELD_ELSEWHERE
 from hf_toy import arguments
 
-SPEC = Path(__file__).parents[2].parent / "shared" / "spec" / "arguments.json"
+SPEC = Path(__file__).parents[1] / "golden" / "peer_arguments.json"
 
 
-@pytest.mark.skipif(not SPEC.is_file(), reason="the list of transformers' fields is not beside this checkout")
 @pytest.mark.parametrize(
     ("kind", "listed"), [(TrainingArguments, "TrainingArguments"), (SFTConfig, "SFTConfig adds or changes")]
 )

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from burnish.adapters.lora import LoraAdapter, LoraOptions
-from burnish.app.build import wants_prefix_sharing
 from burnish.cli import main
-from burnish.core.options import union
-from burnish.core.patching import PatchOptions
-from burnish.core.types import IGNORE_INDEX
+from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collate_padding_free, collate_prefix_sharing, collator, pack
 from burnish.data.batches.prefix_sharing import segments
 from burnish.data.batches.stream import num_tokens
-from burnish.engine.options import EngineOptions
-from burnish.models.attention import make_padding_free
-from burnish.models.fitted import fit
-from burnish.objectives.lm import LmOptions, SftObjective
-from burnish.ops.probe import shares_prefixes
-from burnish.ops.runs import laid_out
+from burnish.kernels.probe import shares_prefixes
+from burnish.kernels.shared_prefix import laid_out
+from burnish.loop.types import IGNORE_INDEX
+from burnish.losses.lm import LmOptions, SftObjective
+from burnish.models.patches.attention import make_padding_free
+from burnish.models.patches.fitted import fit
+from burnish.parallel.options import EngineOptions
+from burnish.run.build import wants_prefix_sharing
+from burnish.utils.patching import PatchOptions
 from small_run import as_words, make_user
 from tiny_shapes import KEEPS_APART, tiny
 
@@ -71,6 +71,16 @@ def test_what_is_shared_ends_before_the_position_that_predicts_a_learned_token()
     found = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_spared=1)
     assert (found[0].begin, found[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
     assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_spared=1))
+
+
+def test_equal_ids_of_different_pictures_are_not_shared():
+    same = [row([1, 9, 9, 2, 3, 4, 5], 6) for _ in range(3)]
+    hashes = [[0, 7, 7, 0, 0, 0, 0], [0, 8, 8, 0, 0, 0, 0], [0, 7, 7, 0, 0, 0, 0]]
+    pictured = [{**each, "content_hashes": those} for each, those in zip(same, hashes, strict=True)]
+    found = segments([*pictured, same[0]], least_spared=2)
+    shared = {(segment.begin, segment.end) for segment in found if not segment.is_last}
+    assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the picture too
+    assert {s.sequence for s in found if s.is_last and len(s.path) == 2} == {0, 2}
 
 
 def test_what_follows_the_last_learned_token_is_left_out_and_a_row_without_one_whole():

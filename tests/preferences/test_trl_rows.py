@@ -1,15 +1,19 @@
-"""The rows that TRL makes of preferences, token for token (shared/spec/golden/preference.json)."""
+"""The rows that TRL makes of preferences, token for token (tests/golden/preference.json)."""
 
 import pytest
 from datasets import Dataset, disable_progress_bars
-from golden_run import IS_THERE, golden
+from golden_run import golden
 from trl_runs import tokenizer
 
 from burnish import DPOConfig, KTOConfig, RewardConfig, UserError
-from burnish.hf.preferences.rows import preference_rows, template_of, verdict_row, with_kl_answers
+from burnish.trainer.trl.preferences.rows import (
+    preference_rows,
+    template_of,
+    verdict_row,
+    with_kl_answers,
+)
 from few import few
 
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="the golden rows are not beside this checkout")
 disable_progress_bars()
 KINDS = {"DPOTrainer": (DPOConfig, "pairs"), "KTOTrainer": (KTOConfig, "verdicts"),
          "RewardTrainer": (RewardConfig, "scores")}  # fmt: skip

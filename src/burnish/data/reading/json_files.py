@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from burnish.core.conversion import GivenTwice, each_key_once
-from burnish.core.errors import Problem, UserError
+from burnish.config.conversion import GivenTwice, each_key_once
+from burnish.config.errors import Problem, UserError
 
 Values: TypeAlias = Mapping[str, Any]
 """One record as read: column -> value."""
@@ -234,15 +234,14 @@ def decoded(path: Path, raw: bytes) -> str:
         raise
 
 
-def byte_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, bytes) of each line with its end, which may also be a carriage return, as on old systems. A byte
-    order mark at the start is not part of the text."""
-    offset = 0
+def byte_lines(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield each line with its end, which may also be a carriage return, as on old systems. A byte order mark at the
+    start is not part of the text."""
+    is_first = True
     for raw in file:
         for line in raw.splitlines(keepends=True):
-            text = line.removeprefix(BOM) if offset == 0 else line
-            yield offset + len(line) - len(text), text
-            offset += len(line)
+            yield line.removeprefix(BOM) if is_first else line
+            is_first = False
 
 
 def first_character(path: Path) -> str:

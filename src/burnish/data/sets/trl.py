@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from burnish.core.errors import UserError
-from burnish.core.sequences import OnDemand
-from burnish.core.types import Example
+from burnish.config.errors import UserError
 from burnish.data.length import endless
 from burnish.data.sets.examples import MARKED, Located, marks_in
 from burnish.data.sets.formats import Bad, bad_records, converted
@@ -21,6 +19,8 @@ from burnish.data.sets.preferences import unpaired
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.tally import Tally
+from burnish.loop.types import Example
+from burnish.utils.sequences import OnDemand
 
 Kind: TypeAlias = Literal["texts", "pairs", "verdicts", "scores"]
 IDS: Mapping[Kind, Sequence[str]] = {

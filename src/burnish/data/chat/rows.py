@@ -1,0 +1,164 @@
+"""A template over one tokenizer: examples -> encoded conversations, and what a run needs to know of the template."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Any, Final, Protocol
+
+from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
+from burnish.data.chat.labels import Ends, TemplateChoices, label_turns
+from burnish.data.chat.segments import EncodedConversation, Segment, Turn, masked
+from burnish.data.chat.table import TemplateSpec
+from burnish.data.tally import Tally
+from burnish.data.tokens.encoder import Encoder, shared_start
+from burnish.loop.types import Example, Ids
+
+OPTIONS_OF_ROWS: Final = (
+    "train_on_prompt",
+    "mask_history",
+    "train_on_eos",
+    "enable_thinking",
+    "preserve_thinking",
+    "truncation",
+    "on_too_long",
+)
+
+
+class TemplateFormat(Protocol):
+    """The formatting of conversations: by a named template (``slots.py``) or by Jinja (``chat_template.py``)."""
+
+    encoder: Encoder
+
+    @property
+    def closing_word(self) -> str | None:
+        """The token that closes a row, where turns have no end token of their own."""
+        ...
+
+    def fit(self) -> None: ...
+    def answering_last(self) -> TemplateFormat:
+        """The same where only the last response is trained, so that thoughts of earlier ones may go."""
+        ...
+
+    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]: ...
+    def prompt(self, example: Example) -> list[int]: ...
+    def end_words(self) -> tuple[str, ...]: ...
+    def jinja(self) -> str | dict[str, str]: ...
+    def identity(self) -> Any: ...
+
+
+class Template(ConversationEncoder):
+    """One template over one tokenizer.
+
+    Args:
+        name: its name in messages.
+        form: the formatting of conversations.
+        options: ``TemplateOptions`` and ``EncodingOptions``.
+        spec: the row of the table, None for a tokenizer's own chat template.
+        cutoff_len: the longest row, if not the option's: packing may need another length.
+
+    ``notes`` are sentences for the user on choices that were made.
+    """
+
+    def __init__(
+        self, name: str, form: TemplateFormat, options: TemplateChoices, tokenizer: Any, spec: TemplateSpec | None,
+        cutoff_len: int | None,
+    ) -> None:  # fmt: skip
+        super().__init__(options, tokenizer, cutoff_len or options.cutoff_len)
+        self.name, self.form, self.options, self.spec = name, form, options, spec
+        self.notes: list[str] = []
+
+    def prompt(self, example: Example) -> list[int]:
+        """The ids up to the beginning of the next answer; a final answer in the example is left out."""
+        return self.form.prompt(example)
+
+    def stop_token_ids(self, tokenizer: Any = None) -> list[int]:
+        """The ids on which a generation ends: eos and the template's stop words."""
+        tokenizer = tokenizer or self.tokenizer
+        ids = {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, self.form.end_words())}
+        return sorted(ids - {None})
+
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end a message: those on which a generation ends, except those that open the next message."""
+        opening = self.spec.opening_words if self.spec else ()
+        return frozenset(self.stop_token_ids()) - set(map(self.tokenizer.convert_tokens_to_ids, opening))
+
+    def jinja(self) -> str | dict[str, str]:
+        """A chat template for the tokenizer, which renders the tokens that are trained here.
+
+        Several by name where the tokenizer has several.
+        """
+        return self.form.jinja()
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that changes whenever the rows of the same examples would change."""
+        options = {name: getattr(self.options, name) for name in OPTIONS_OF_ROWS}
+        return _hashed([self.form.identity(), self.form.encoder.identity, options, self.cutoff_len])
+
+    @property
+    def form_fingerprint(self) -> str:
+        """A hash that changes with the text around the messages, but not with labels or truncation."""
+        return _hashed(self.form.identity())
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """Changes with the ids that a text becomes."""
+        return _hashed(self.form.encoder.identity)
+
+    def _chats(
+        self, examples: Sequence[Example], tally: Tally, last_only: bool
+    ) -> Iterator[EncodedConversation | None]:
+        form = self.form.answering_last() if last_only else self.form
+        word = form.closing_word
+        closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
+        ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
+        wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
+        for turns in form.turns(examples, tally) if examples else ():
+            if turns is None:
+                yield None
+                continue
+            labelled = label_turns(turns[-1:] if last_only else turns, self.options, ends)
+            yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, wanted)
+
+    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[EncodedConversation | None]:
+        """Plain texts and completions. They have no template around them, and may hold control tokens."""
+        ending = self.spec.text_end if self.spec else ""
+        texts = [
+            (e.prompt or "") + e.completion if e.completion is not None else e.text and e.text + ending
+            for e in examples
+        ]
+        prompts = [example.prompt or "" for example in examples]
+        ids = self.form.encoder.encode(filter(None, (*texts, *prompts)))
+        opening = self.opening_ids() if examples else array("i")
+        for example, text, prompt in zip(examples, texts, prompts, strict=True):
+            if not text:
+                tally.add(NO_TEXT, example)
+                yield None
+                continue
+            trained_from = shared_start(ids[prompt], ids[text])[0] if prompt else 0
+            has_end = example.completion is None and bool(ending)
+            yield self._text(opening + ids[text], len(opening), len(opening) + trained_from, has_end)
+
+    def _text(self, ids: Ids, opening: int, trained_from: int, has_end: bool) -> EncodedConversation:
+        """One turn: the context and the trained part, with eos added if the text does not end in it."""
+        eos = self.tokenizer.eos_token_id
+        is_open = not has_end and eos is not None and ids[-1] != eos
+        source, target = ids[:trained_from], ids[trained_from:] + array("i", [eos] if is_open else [])
+        last = len(target) - (has_end or eos is not None)
+        prompt = Segment(source, lambda: [at >= opening for at in range(len(source))], labels=masked(len(source)))
+        return EncodedConversation(
+            [(prompt, Segment(target, lambda: [at < last for at in range(len(target))], labels=target))]
+        )
+
+    def opening_ids(self) -> Ids:
+        """bos, for tokenizers that put it before every text."""
+        bos = self.tokenizer.bos_token_id
+        own = self.tokenizer("", add_special_tokens=True)["input_ids"]
+        return array("i", [bos] if bos is not None and list(own[:1]) == [bos] else [])
+
+
+def _hashed(identity: Any) -> str:
+    return sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,4 @@
+"""``burnish explain``, a dry run: the steps, memory, patches and examples of a run, as text and as JSON.
+
+Begin with ``explain.py``.
+"""

@@ -1,0 +1,185 @@
+"""Grammars, which allow only some next tokens: answers that are JSON, fit a JSON schema, or call a tool.
+
+In:  a tokenizer; a JSON schema, or tools with the template's way of writing calls. Out: a ``Grammar`` for one answer.
+The library llguidance (extra ``serve``) compiles and follows it. Refuses, with its words: keywords of a schema that it
+does not know; and a required call where the tool format has no grammar.
+
+Between tokens of JSON only one space after ``:`` and ``,`` is allowed; otherwise a model might write blank lines
+endlessly.
+"""
+
+# V vocabulary
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.config.errors import MissingExtraError, Problem, UserError
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
+
+EXTRA = "serve"
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Grammars:
+    """Grammars over one tokenizer.
+
+    Args:
+        stop_ids: tokens that may end an answer which is whole.
+        vocabulary: V, the logits of the model; more than tokens where its head was padded.
+    Raises:
+        UserError: where the library is missing, or does not know the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> None:
+        try:
+            import llguidance.hf as hf
+        except ImportError:
+            raise MissingExtraError("llguidance", "An answer that is held to a grammar", EXTRA) from None
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self._ends = list(stop_ids)
+        try:
+            self._inner = hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=self._ends)
+        except ValueError as error:
+            what = f"llguidance does not know this kind of tokenizer ({error})."
+            raise UserError(what, remedy="Ask for the format in words.") from error
+
+    def json_object(self, waits_for: str = "") -> Matched:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"}, waits_for)
+
+    def json_schema(self, schema: Mapping[str, Any], waits_for: str = "") -> Matched:
+        """JSON that fits a schema.
+
+        Args:
+            waits_for: the word behind which it begins: what closes a thought that is open.
+        Raises:
+            UserError: where the schema says what cannot be held to.
+        """
+        from llguidance import LLMatcher
+
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": _COMPACT}))
+        except ValueError as error:
+            raise UserError(_refused(error)) from error
+        return self._matched(grammar, waits_for)
+
+    def calls(
+        self, tool_format: str, offered: Mapping[str, Mapping[str, Any]], *, only_one: bool = False, waits_for: str = ""
+    ) -> Matched:  # fmt: skip
+        """Calls of the functions offered, and nothing else.
+
+        Raises:
+            UserError: where there is no grammar for the tool format.
+        """
+        row = TOOL_FORMATS[tool_format].grammar if tool_format else None
+        if row is None:
+            known = ", ".join(member.name for member in TOOL_FORMATS if member.value.grammar)
+            written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
+            what = f"a call cannot be required {written}."
+            raise UserError(
+                what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.", option="tool_format"
+            )
+        each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
+        one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
+        is_single = only_one or row.between is None
+        start = one if is_single else f"{one} ({self._literal(row.between or '')} {one})*"
+        text = f"start: {start}\ncall: %json {json.dumps({**each, 'x-guidance': _COMPACT})}\n"
+        return self._matched(text, waits_for)
+
+    def _literal(self, text: str) -> str:
+        """``text`` in llguidance's notation, with control tokens as such: text alone would never match them."""
+        words = sorted((word for word in self.tokenizer.get_added_vocab() if word in text), key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, words)) + ")", text) if words else [text]
+        ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in words}
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
+
+    def _matched(self, grammar: str, waits_for: str) -> Matched:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._inner, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a circular definition fails here
+        if matcher.is_error():
+            raise UserError(_refused(matcher.get_error()))
+        return Matched(matcher, self.vocabulary, self._ends, self.tokenizer, waits_for)
+
+
+def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: dict(schema) or {"type": "object"}},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def _refused(error: Any) -> Problem:
+    what = f"the grammar cannot be held to: {_first_line(error)}"
+    return Problem(what, remedy="Leave that keyword out of the schema.")
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+class GrammarError(Exception):
+    """The library gave up in the middle of an answer, which from then on is held to nothing."""
+
+
+class Matched:
+    """A grammar being followed, for one answer.
+
+    Args:
+        ends: stop tokens; none of them may come before what is waited for.
+        waits_for: until this text has come, every other token may.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int], tokenizer: Any, waits_for: str) -> None:
+        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
+        self._tokenizer, self._waits_for = tokenizer, waits_for
+        self._before: list[int] = []
+
+    def mask(self, logits: Tensor) -> None:
+        """Put -inf into the (V,) logits of tokens that may not come next.
+
+        Raises:
+            GrammarError: if the grammar exceeds the library's limits, or allows no token at all.
+        """
+        if self._waits_for:
+            logits[self._ends] = -torch.inf
+            return
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        self._raise_if_failed()
+        allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
+        if not allowed.any():
+            raise GrammarError("no token may follow")
+        logits[~_as_long(allowed, len(logits))] = -torch.inf
+
+    def take(self, token: int) -> None:
+        """Advance by a token of the answer. Raises GrammarError if it does not fit."""
+        if self._waits_for:
+            self._before.append(token)
+            tail = self._tokenizer.decode(self._before[-32:], skip_special_tokens=False)
+            if self._waits_for in tail:
+                self._waits_for = ""
+        elif not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+            self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
+
+
+def _as_long(allowed: Tensor, length: int) -> Tensor:
+    """(V,) with nothing allowed beyond the tokenizer's tokens."""
+    if len(allowed) >= length:
+        return allowed[:length]
+    return torch.cat([allowed, allowed.new_zeros(length - len(allowed))])

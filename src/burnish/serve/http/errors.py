@@ -1,0 +1,72 @@
+"""A request that is not answered, and why: the error object of OpenAI's API, and the short one of the page.
+
+    raise Refusal(400, "invalid_value", '"temperature" must be between 0 and 2. Received: 3.', param="temperature")
+
+In: status, code, sentence, the parameter that it is about. Out: JSON with the status. The sentences say expected,
+received, remedy; a fault of our own says one line and the request's id, under which the log has the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.config.secrets import shown, without_secrets
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class Refusal(Exception):
+    """Raised anywhere below a route; becomes the response.
+
+    Args:
+        status: HTTP status, 400 and above.
+        code: a word for programs.
+        message: a sentence for people.
+        param: the parameter that it is about, as a path: ``messages[3].content``.
+        headers: further headers of the response, such as ``Retry-After``.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's ``type`` of the error, which follows from the status."""
+        return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``, in a response or as the last event of a stream."""
+    return {
+        "error": {
+            "message": without_secrets(refusal.message),
+            "type": refusal.kind,
+            "param": refusal.param,
+            "code": refusal.code,
+        }
+    }
+
+
+def page_error(refusal: Refusal) -> dict[str, Any]:
+    """``{"error": {"message", "option", "code"}}``, for the page's own scripts."""
+    return {"error": {"message": without_secrets(refusal.message), "option": refusal.param, "code": refusal.code}}
+
+
+def to_json(content: Any) -> bytes:
+    """UTF-8 bytes. NaN and infinity are refused: they are no JSON, and a caller must say what they mean."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode("utf-8")
+
+
+def to_shown_json(content: Any) -> bytes:
+    """UTF-8 bytes of JSON that a person sees: tokens and passwords in it are masked."""
+    return to_json(shown(content))
+
+
+INTERNAL = Refusal(500, "internal_error", "burnish failed on this request; its log says why, under the request's id.")

@@ -1,0 +1,180 @@
+"""Raw sets -> rows, as TRL makes them: prompts, and answers of which one is preferred or each has a label.
+
+In: a ``datasets.Dataset`` or ``IterableDataset`` of texts or conversations: ``prompt``, ``chosen``, ``rejected``; the
+same without ``prompt``, which is then what both begin with; ``prompt``, ``completion``, ``label``; or token ids. Out:
+the same set with TRL's columns (``prompt_ids``, ``chosen_ids``, ...), truncated to ``max_length``.
+
+    records -> examples -> rows of the objective (``prepared.py``) -> TRL's columns -> rows of the objective, when used
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import logging
+
+from burnish.config.errors import UserError
+from burnish.data.chat.plain import KL_IDS, PlainOptions, PlainTemplate
+from burnish.data.rows.others_of_step import Key, keys_of
+from burnish.data.rows.row_set import RowSet
+from burnish.data.sets.trl import IDS, Kind, trl_layout
+from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.trl.preferences.config import PreferenceConfig
+from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform
+
+logger = logging.get_logger("transformers.trainer")
+
+Columns = dict[str, list[Any]]
+NAMES: Mapping[Kind, tuple[str, ...]] = {
+    "pairs": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "verdicts": ("prompt_ids", "completion_ids", "label", KL_IDS),
+    "scores": ("chosen_ids", "rejected_ids", "margin"),
+}
+"""The columns of prepared sets, by the kind of their records."""
+
+
+def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind) -> PlainTemplate:
+    """TRL's rules: prompts keep start or end, answers keep their start; rows to be scored are never truncated."""
+    mode = "keep_end_of_prompt" if args.truncation_mode == "keep_end" else "keep_start"
+    options = PlainOptions(args.max_length, mode, on_too_long="drop" if kind == "scores" else "truncate")
+    return PlainTemplate(options, tokenizer)
+
+
+def preference_rows(
+    dataset: Any, name: str, args: PreferenceConfig, kind: Kind, encode: Callable[..., Sequence[Row | None]],
+    template: PlainTemplate,
+) -> Any:  # fmt: skip
+    """The set with TRL's columns. Args: encode: of the objective that learns from it.
+
+    Raises:
+        UserError: with all records that break their format, unless they are dropped; where no row is left.
+    """
+    refuse_transform(dataset)
+    sample = first_row(dataset)
+    splits = kind == "verdicts" and {"chosen", "rejected"} <= sample.keys() and not set(IDS[kind]) <= sample.keys()
+    is_known = hashable_by_class(template.tokenizer)
+    records = EncodeRecords(
+        trl_layout(kind, sample), encode, NAMES[kind], f"{kind} {template.fingerprint}" if is_known else None,
+        _COLUMNS_OF[kind], args.on_bad_record,
+    )  # fmt: skip
+    return prepared(dataset, name, records, args, splits_pairs=splits)
+
+
+def _pair_columns(row: Row) -> dict[str, Any]:
+    begin = _begin(row["chosen_labels"])
+    chosen, rejected = row["chosen_input_ids"], row["rejected_input_ids"]
+    return {"prompt_ids": chosen[:begin], "chosen_ids": chosen[begin:], "rejected_ids": rejected[begin:]}
+
+
+def _verdict_columns(row: Row) -> dict[str, Any]:
+    begin, ids, other = _begin(row["labels"]), row["input_ids"], row.get("kl_input_ids", ())
+    beside = other[_begin(row["kl_labels"]) :] if other else []
+    return {"prompt_ids": ids[:begin], "completion_ids": ids[begin:], "label": row["tag"], KL_IDS: beside}
+
+
+def _score_columns(row: Row) -> dict[str, Any]:
+    ids = {f"{side}_ids": row[f"{side}_input_ids"] for side in ("chosen", "rejected")}  # type: ignore[literal-required]
+    return {**ids, "margin": float(row.get("margin") or 0.0)}
+
+
+_COLUMNS_OF: Mapping[Kind, Callable[[Row], Mapping[str, Any]]] = {
+    "pairs": _pair_columns, "verdicts": _verdict_columns, "scores": _score_columns
+}  # fmt: skip
+
+
+def _begin(labels: Sequence[int]) -> int:
+    return next(at for at, label in enumerate(labels) if label != IGNORE_INDEX)
+
+
+def with_kl_answers(rows: Any, name: str) -> Any:
+    """Each verdict with another record's answer: that of the one before it whose answer is another; the first look back
+    to the last. Depends on the set alone, not on batches or order (KTO's baseline). In a streamed set they look back
+    within runs of ``WINDOW`` records."""
+    if not is_datasets_set(rows):
+        return rows.map(_looking_back, batched=True, batch_size=WINDOW)
+    if any(rows["KL_completion_ids"]):
+        return rows
+    said = [hash(tuple(ids)) for ids in rows["completion_ids"]]
+    if len(said) == 1:
+        logger.warning(f"The {name} dataset is one record, whose answer is compared with itself: it has no other.")
+        return rows.map(lambda row: {"KL_completion_ids": row["completion_ids"]}, features=rows.features)
+    if len({*said}) < 2:
+        raise UserError(f"All answers of the {name} dataset are the same; nothing can be learned from them.")
+    others = rows.select([other for _, other in keys_of(range(len(said)), said).values()])
+    others = others.select_columns("completion_ids")
+    others = others.rename_column("completion_ids", "KL_completion_ids")
+    return sys.modules["datasets"].concatenate_datasets([rows.remove_columns("KL_completion_ids"), others], axis=1)
+
+
+WINDOW = 1000
+"""Records of a stream that are looked at together."""
+
+
+def _looking_back(columns: Columns) -> Columns:
+    said = columns["completion_ids"]
+    if any(columns["KL_completion_ids"]):
+        return columns
+    others = [[] if other is None else said[other] for _, other in keys_of(range(len(said)), said).values()]
+    return {**columns, KL_IDS: others}
+
+
+class VerdictsOfSteps:
+    """Verdicts of which each takes its other answer from its own step (``kl_pairing="group"``): a key names the row,
+    and the row whose answer it takes."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
+        """The key of each row of a step. Args: chosen: all of them, on all ranks, in order."""
+        return keys_of(chosen, self.rows[list(chosen)]["completion_ids"])
+
+    def __getitem__(self, key: Key | int) -> dict[str, Any]:
+        if not isinstance(key, tuple):
+            what = '`kl_pairing="group"` takes other answers from the steps of the Trainer\'s own order of rows.'
+            raise ValueError(f"{what} Leave a sampler of your own out, or the option.")
+        number, other = key
+        return {**self.rows[number], "KL_completion_ids": [] if other is None else self.rows[other]["completion_ids"]}
+
+
+# --- rows of a set -> rows of the objectives --------------------------------------------------------------------------
+
+
+def pair_row(row: Mapping[str, Any]) -> Row:
+    """The two sequences of a pair; one that is scored has no prompt."""
+    return {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}  # type: ignore[typeddict-item]
+
+
+def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
+    """An answer with its verdict, and the same prompt with another answer, which is cut as its own was."""
+    prompt, answer, other = row["prompt_ids"], row["completion_ids"], row["KL_completion_ids"]
+    other = other if limit is None else other[: limit - len(prompt)]
+    unlearned = [IGNORE_INDEX] * len(prompt)
+    return {
+        "input_ids": prompt + answer, "labels": unlearned + answer, "tag": row["label"],
+        "kl_input_ids": prompt + other if other else [], "kl_labels": unlearned + other,
+    }  # fmt: skip
+
+
+class ObjectiveRows(RowSet[Row]):
+    """The rows of a set as objectives take them, each made when it is used."""
+
+    def __init__(self, dataset: Any, row_of: Callable[[Mapping[str, Any]], Row]) -> None:
+        self.dataset, self.row_of = dataset, row_of
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def made(self, index: int) -> Row:
+        return self.row_of(self.dataset[index])
+
+
+def _sequence(row: Mapping[str, Any], side: str) -> dict[str, list[int]]:
+    prompt, answer = row.get("prompt_ids") or [], row[f"{side}_ids"]
+    return {f"{side}_input_ids": prompt + answer, f"{side}_labels": [IGNORE_INDEX] * len(prompt) + answer}

@@ -1,0 +1,196 @@
+"""Raw sets -> rows: the preparation of a data set by ``SFTTrainer``.
+
+In: a ``datasets.Dataset`` or ``IterableDataset`` of texts, prompts with completions, conversations, or token ids. Out:
+the same set with ``input_ids`` and ``labels``, truncated to ``max_length``, or packed.
+
+    formatting_func -> records -> examples -> rows (``prepared.py``) -> packs -> shuffle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+from burnish.config.errors import UserError
+from burnish.data.batches.batching import pack
+from burnish.data.chat.plain import PlainOptions, PlainTemplate
+from burnish.data.sets.trl import trl_layout
+from burnish.loop.types import IGNORE_INDEX
+from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.trl.prepared import (
+    EncodeRecords,
+    column_names,
+    first_row,
+    hashable_by_class,
+    prepared,
+    refuse_transform,
+)
+
+if TYPE_CHECKING:
+    from burnish.trainer.trl.sft.config import SFTConfig
+
+
+logger = logging.get_logger("transformers.trainer")
+
+_ROWS = ("input_ids", "labels")
+_MASKS = ("completion_mask", "assistant_masks")
+
+
+@dataclass
+class Preparation:
+    """The preparation of sets; the same for the training set and all evaluation sets.
+
+    Args:
+        tokenizer: with its eos token and chat template set.
+        args: ``SFTConfig``.
+        completion_only: train completions only.
+        formatting_func: row -> text, in place of the row's own columns.
+    """
+
+    tokenizer: Any
+    args: SFTConfig
+    completion_only: bool
+    formatting_func: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        args = self.args
+        options = PlainOptions(
+            args.max_length, args.truncation_mode, train_on_prompt=not self.completion_only,
+            assistant_only=args.assistant_only_loss,
+        )  # fmt: skip
+        self.template = PlainTemplate(options, self.tokenizer)
+        if args.assistant_only_loss and (note := self.template.note()) is not None:
+            logger.warning(note)
+
+    def __call__(self, dataset: Any, name: str, packing: bool) -> Any:
+        """Prepare a set. One that holds token ids keeps them; one of packs stays as it is."""
+        refuse_transform(dataset)
+        self._check(packing)
+        columns = column_names(dataset)
+        if "seq_lengths" in columns:
+            return dataset
+        dataset = prepared(dataset, name, self._encode(dataset, name, columns, packing), self.args, self._kept(columns))
+        if packing:
+            return self._packed(dataset, name)
+        return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
+
+    def _check(self, packing: bool) -> None:
+        args = self.args
+        if packing and args.max_length is None:
+            raise ValueError("When packing is enabled, `max_length` can't be `None`.")
+        if packing and args.packing_strategy not in ("bfd", "bfd_split", "wrapped"):
+            raise ValueError(
+                f"Invalid packing strategy '{args.packing_strategy}', must be one of ('bfd', 'bfd_split', 'wrapped')."
+            )
+        if args.truncation_mode not in ("keep_start", "keep_end"):
+            raise ValueError(
+                f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or 'keep_end'"
+            )
+
+    def _encode(self, dataset: Any, name: str, columns: list[str], packing: bool) -> EncodeRecords:
+        sample, formatting = first_row(dataset), self._formatting(dataset, name, columns)
+        if formatting is not None:
+            sample = {self.args.dataset_text_field: ""}
+        truncate = not packing and self.args.max_length is not None
+        is_known = hashable_by_class(self.tokenizer)
+        return EncodeRecords(
+            trl_layout("texts", sample, self.args.dataset_text_field),
+            partial(self.template.encode_flat, truncate=truncate), _ROWS,
+            f"{self.template.fingerprint} {truncate}" if is_known else None, formatting=formatting,
+        )  # fmt: skip
+
+    def _kept(self, columns: list[str]) -> list[str]:
+        """The script's columns, which a collator of its own may read."""
+        return [] if self.formatting_func is not None else [c for c in columns if c not in (*_ROWS, *_MASKS)]
+
+    def _formatting(self, dataset: Any, name: str, columns: list[str]) -> Callable[[Any], str] | None:
+        if self.formatting_func is None:
+            return None
+        if "input_ids" in columns:
+            logger.warning(f"`formatting_func` is ignored: the {name} dataset holds token ids (input_ids) already.")
+            return None
+        takes_batches = formats_batches(self.formatting_func, first_row(dataset))
+        if takes_batches:
+            logger.warning(
+                "`formatting_func` takes a batch and returns its texts, as earlier versions of TRL called it. "
+                "Today it takes a row and returns its text."
+            )
+        return Formatting(self.formatting_func, takes_batches)
+
+    def _packed(self, dataset: Any, name: str) -> Any:
+        limit, strategy = self.args.max_length, self.args.packing_strategy
+        assert limit is not None
+        if drop := [column for column in column_names(dataset) if column not in _ROWS]:
+            dataset = dataset.remove_columns(drop)
+        kept = limit if strategy == "bfd" else None  # of a row
+        if is_datasets_set(dataset) and not any(learns_something(row["labels"][:kept]) for row in dataset):
+            raise UserError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
+        if self.args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=self.args.seed)
+        more = {"num_proc": self.args.dataset_num_proc, "desc": f"Packing {name} dataset"}
+        dataset = dataset.map(
+            Pack(limit, strategy), batched=True, batch_size=1000, remove_columns=[*_ROWS],
+            **(more if is_datasets_set(dataset) else {}),
+        )  # fmt: skip
+        return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
+
+
+@dataclass
+class Formatting:
+    """A script's function, record -> text; or a batch of one -> a list of one text, as in earlier versions of TRL."""
+
+    function: Callable[[Any], Any]
+    takes_batches: bool = False
+
+    def __call__(self, row: Any) -> str:
+        text = self.function(_in_batch(row))[0] if self.takes_batches else self.function(row)
+        if not isinstance(text, str):
+            what = f"formatting_func must return the text of the row that it is given. Received: {type(text).__name__}."
+            raise UserError(what)
+        return text
+
+
+def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
+    """Tell whether a ``formatting_func`` takes a batch and returns its texts: a row is nothing to it, a batch is."""
+    if isinstance(_returned(function, row), str):
+        return False
+    found = _returned(function, _in_batch(row))
+    return isinstance(found, list) and len(found) == 1 and isinstance(found[0], str)
+
+
+def _returned(function: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return function(given)
+    except Exception:  # a script's own, of any kind; it is raised when the set is made
+        return None
+
+
+def _in_batch(row: Any) -> dict[str, list[Any]]:
+    return {name: [value] for name, value in row.items()}
+
+
+@dataclass
+class Pack:
+    """Rows -> packs, for ``Dataset.map``. A row that is longer than a pack is truncated (bfd) or split (bfd_split).
+    "wrapped" concatenates all rows, and its blocks have no borders of documents: within them documents attend to each
+    other, as in TRL."""
+
+    limit: int
+    strategy: str
+
+    def __call__(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        rows = [dict(zip(_ROWS, pair, strict=True)) for pair in zip(*(columns[name] for name in _ROWS), strict=True)]
+        rows = [row for row in rows if row["input_ids"]]
+        if self.strategy == "bfd":
+            rows = [{name: row[name][: self.limit] for name in _ROWS} for row in rows]
+        packs: Any = pack(rows, self.limit, self.strategy)  # type: ignore[arg-type]
+        kept = _ROWS if self.strategy == "wrapped" else (*_ROWS, "seq_lengths")
+        return {name: [row[name] for row in packs] for name in kept}
+
+
+def learns_something(labels: list[int]) -> bool:
+    return any(label != IGNORE_INDEX for label in labels)
