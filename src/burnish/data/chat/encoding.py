@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
+from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
 from burnish.data.chat.preferences import pair_rows, verdict_rows, with_answer, with_other
-from burnish.data.chat.segments import EncodedConversation, Segment, Turn, concatenated, masked
 from burnish.data.chat.truncate import fit_turns, refuse_long
 from burnish.data.tally import Tally
 from burnish.loop.types import IGNORE_INDEX, Example, Row, as_lists

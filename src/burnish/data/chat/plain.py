@@ -23,9 +23,9 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.data.chat.answers import Renderer
 from burnish.data.chat.encoding import ConversationEncoder
+from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked
 from burnish.data.chat.preferences import pair_rows, verdict_rows
 from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_ids, marked_ids
-from burnish.data.chat.segments import EncodedConversation, Segment, Turn, masked
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.tally import Tally
 from burnish.data.tokens.encoder import Encoder

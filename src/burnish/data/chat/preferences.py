@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from burnish.data.chat.segments import Segment, Turn, concatenated, masked
+from burnish.data.chat.labels import Segment, Turn, concatenated, masked
 from burnish.data.chat.truncate import fit_segments, refuse_long
 from burnish.data.tally import Tally
 from burnish.loop.types import Example, Row

@@ -9,8 +9,7 @@ from hashlib import sha256
 from typing import Any, Final, Protocol
 
 from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
-from burnish.data.chat.labels import Ends, TemplateChoices, label_turns
-from burnish.data.chat.segments import EncodedConversation, Segment, Turn, masked
+from burnish.data.chat.labels import EncodedConversation, Ends, Segment, TemplateChoices, Turn, label_turns, masked
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.tally import Tally
 from burnish.data.tokens.encoder import Encoder, shared_start
