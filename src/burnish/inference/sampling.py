@@ -75,13 +75,13 @@ def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
     """(N, V) float32: the logits with bias, penalties, grammar and barred tokens applied."""
     scores = logits.detach().to(torch.float32, copy=True)
     if bias := [(at, *pair) for at, row in enumerate(rows) for pair in row.sampling.bias.items()]:
-        places, values = _entries(bias, scores)
+        places, (values,) = _entries(bias, scores)
         scores[places] += values
     penalised = [(at, row) for at, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
     if found := [
         (at, token, row.sampling.repetition_penalty) for at, row in penalised for token in {*row.prompt, *row.answer}
     ]:
-        places, penalties = _entries(found, scores)
+        places, (penalties,) = _entries(found, scores)
         before = scores[places]
         after = torch.where(before < 0, before * penalties, before / penalties)
         scores[places] = after.clamp(-_LARGEST, _LARGEST)
@@ -92,22 +92,22 @@ def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
         for token, uses in Counter(row.answer).items()
     ]
     if used:
-        places, presence, frequency, uses = _entries(used, scores)
+        places, (presence, frequency, uses) = _entries(used, scores)
         scores[places] -= frequency * uses + presence
     for at, row in enumerate(rows):
         if row.mask is not None:
             scores[at] += row.mask.to(scores.device)
     if barred := [(at, token, -torch.inf) for at, row in enumerate(rows) for token in row.barred]:
-        places, values = _entries(barred, scores)
+        places, (values,) = _entries(barred, scores)
         scores[places] = values
     return scores
 
 
-def _entries(entries: Sequence[tuple[float, ...]], like: Tensor) -> tuple[tuple[Tensor, Tensor], *tuple[Tensor, ...]]:
+def _entries(entries: Sequence[tuple[float, ...]], like: Tensor) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
     """Split (row, token, value, ...) entries into an index of places and one float32 tensor per value."""
     rows, tokens, *values = zip(*entries, strict=True)
     index = torch.tensor(rows, device=like.device), torch.tensor(tokens, device=like.device)
-    return index, *(torch.tensor(each, dtype=torch.float32, device=like.device) for each in values)
+    return index, [torch.tensor(each, dtype=torch.float32, device=like.device) for each in values]
 
 
 def probabilities(scores: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from secrets import randbits
 
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.forward import NewTokens, Precision
+from burnish.inference.next_tokens import grammar_problem, next_tokens
 from burnish.inference.probe import choose
 from burnish.inference.replies.grammar import GrammarError
-from burnish.inference.sampling import DrawSettings, draw, log_probabilities
+from burnish.inference.sampling import log_probabilities
 from burnish.inference.slots import (
     Deliver,
     Job,
@@ -41,7 +42,6 @@ from burnish.inference.slots import (
     common_prefix,
     deliver_each,
     refuse_ask,
-    takes_likeliest,
 )
 from burnish.inference.types import Ask, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
 
@@ -83,8 +83,6 @@ class SeatLoop:
         self._pace = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
-    # --- for everyone -------------------------------------------------------------------------------------------------
-
     def submit(self, ask: Ask, sink: Sink) -> Ticket:
         """As ``types.AnswerEngine`` has it; from any thread."""
         refuse_ask(ask, self.limits, self.adapters)
@@ -119,8 +117,7 @@ class SeatLoop:
         Raises:
             RuntimeError: if an answer is under way; it would mix the old weights with the new ones.
         """
-        if self._answering or self._reading:
-            running = self._answering + self._reading
+        if running := self._answering + self._reading:
             raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
         for seat in self._seats:
             seat.ids, seat.content_hashes = [], None
@@ -323,39 +320,22 @@ class SeatLoop:
 
     def _draw(self, seats: Sequence[Seat], logits: Tensor) -> None:
         """The next token of each seat, from one row of logits each."""
-        largest, likeliest = logits.max(-1)  # on a CPU a quarter of the time of argmax
-        finite, tokens = torch.isfinite(largest).tolist(), likeliest.tolist()
-        drawn: dict[int, DrawSettings] = {}
-        for at, seat in enumerate(seats):
-            job = self._job(seat)
-            if not finite[at]:
-                self._end(job, "failed", Problem("non_finite_logits: the model's logits are not finite numbers."))
-            elif not takes_likeliest(job):
-                with self._failing_for_grammar(job):
-                    drawn[at] = _draw_settings(job, logits.shape[1])
-        if drawn:
-            rows = logits if len(drawn) == len(seats) else logits[list(drawn)]
-            for at, token in zip(drawn, draw(rows, list(drawn.values())).tolist(), strict=True):
-                tokens[at] = token
-        for seat, row, token in zip(seats, logits, tokens, strict=True):
-            job = self._job(seat)
-            if not job.is_over:
-                with self._failing_for_grammar(job):
-                    self._add(job, token, row)
-
-    @contextmanager
-    def _failing_for_grammar(self, job: Job) -> Iterator[None]:
-        try:
-            yield
-        except GrammarError as error:
-            self._end(job, "failed", Problem(f"grammar_failed: the answer cannot be held to its grammar: {error}"))
+        jobs = [self._job(seat) for seat in seats]
+        for job, row, found in zip(jobs, logits, next_tokens(jobs, logits), strict=True):
+            if isinstance(found, Problem):
+                self._end(job, "failed", found)
+            else:
+                self._add(job, found, row)
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask
         job.answer.append(token)
         self._sums["new_tokens"] += 1
         if ask.grammar is not None:
-            ask.grammar.take(token)
+            try:
+                ask.grammar.take(token)
+            except GrammarError as error:
+                return self._end(job, "failed", grammar_problem(error))
         logprobs: tuple[Logprob, ...] = ()
         if ask.top_logprobs is not None:
             logprobs = tuple(log_probabilities(logits[None], [token], ask.top_logprobs, ask.also))
@@ -409,8 +389,6 @@ class SeatLoop:
     def _say(self, job: Job, made: Made) -> None:
         self._made.append((job.sink, made))
 
-    # --- small things -------------------------------------------------------------------------------------------------
-
     def _stretch(self, first: int, number: int) -> list[Seat]:
         return self._seats[first : first + number]
 
@@ -420,14 +398,3 @@ class SeatLoop:
 
     def _ask(self, seat: Seat) -> Ask:
         return self._job(seat).ask
-
-
-def _draw_settings(job: Job, vocabulary: int) -> DrawSettings:
-    """Raises GrammarError if the request's grammar cannot go on."""
-    ask, mask = job.ask, None
-    if ask.grammar is not None:
-        mask = torch.zeros(vocabulary)
-        ask.grammar.mask(mask)
-    is_early = len(job.answer) < ask.min_new_tokens and ask.grammar is None  # a grammar decides when an answer is whole
-    barred = ask.stop_ids if is_early else ()
-    return DrawSettings(ask.sampling, ask.ids, job.answer, job.seed, ask.request, mask, barred)

@@ -98,16 +98,6 @@ def refuse_ask(ask: Ask, limits: SeatLimits, adapters: Sequence[str]) -> None:
         raise UserError(problems)
 
 
-def takes_likeliest(job: Job) -> bool:
-    """Return whether the model's own logits alone decide the next token."""
-    sampling, ask = job.ask.sampling, job.ask
-    is_changed = sampling.bias or sampling.presence_penalty or sampling.frequency_penalty
-    is_early = ask.stop_ids and len(job.answer) < ask.min_new_tokens
-    return not (
-        sampling.temperature or is_changed or sampling.repetition_penalty != 1 or ask.grammar is not None or is_early
-    )
-
-
 def common_prefix(a: Seat | Ask, b: Ask, most: int) -> int:
     """Number of positions, up to ``most``, that stand for the same in two sequences: equal ids, of equal content."""
     most = common_length(a.ids, b.ids, most)
