@@ -26,12 +26,11 @@ from gauge import Gauge, common, rows_counted
 from material import facts_of, preference_sets
 
 from burnish.app import predict
-from burnish.app.build import build_run
+from burnish.app.build import build_loop
 from burnish.app.config import merge, read_arguments
 from burnish.app.plan import aliases, plan
 from burnish.app.prepare import prepare
 from burnish.core.collection import collect_from_here
-from burnish.core.loop import evaluate_all, train
 from burnish.engine.create import create_engine
 from burnish.models.attention import NAME as OWN_ATTENTION
 from burnish.ops.probe import causal_lm, find_head
@@ -101,7 +100,7 @@ def run(material: Path, output: str, words: list[str]) -> None:
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge, watch = prepare(planned), Gauge(rows_counted(planned.options.stage)), Stopwatch()
     with prepared.rows.going_ahead():
-        made = build_run(planned, prepared, create_engine(planned.options), None)
+        made = build_loop(planned, prepared, create_engine(planned.options), None)
         listen(gauge, made)
         made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
         for owner, name in (
@@ -111,12 +110,12 @@ def run(material: Path, output: str, words: list[str]) -> None:
             setattr(owner, name, watch.around(getattr(owner, name)))
         collect_from_here()
         begin = time.process_time()
-        train(made, planned.options)
+        made.train()
         loop_share = 1 - watch.seconds / (time.process_time() - begin)
     if planned.options.do_predict:
         answer(gauge, made, prepared, planned)
     elif made.eval_sets:
-        evaluate_all(made)
+        made.evaluate()
     plain = plain_parts(made.model.model) if made.engine.world_size == 1 else []
     gauge.report(loop_share=loop_share, plain=plain)
 

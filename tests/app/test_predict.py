@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from burnish.app import predict
-from burnish.app.build import build_run
+from burnish.app.build import build_loop
 from burnish.app.metrics import METRICS, check_metrics, scores
 from burnish.app.options import RunOptions
 from burnish.app.plan import plan
@@ -41,7 +41,7 @@ def run_of(tmp_path, **given):
     made = plan({name: Given(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
     (tmp_path / "out").mkdir()
-    return made, prepared, build_run(made, prepared, create_engine(made.options), None)
+    return made, prepared, build_loop(made, prepared, create_engine(made.options), None)
 
 
 def lines(path):

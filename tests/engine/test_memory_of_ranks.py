@@ -33,21 +33,20 @@ def resident(which):
 
 def measure(words, place):
     """Train, and write this rank's peak above what it held before the model, beside what was foretold."""
-    from burnish.app.build import build_run
+    from burnish.app.build import build_loop
     from burnish.app.config import merge, read_arguments
     from burnish.app.explain import memory_terms_of
     from burnish.app.plan import aliases, plan
     from burnish.app.prepare import prepare
-    from burnish.core.loop import train
     from burnish.engine.create import create_engine
 
     planned = plan(merge(*read_arguments(words), aliases()))
     prepared, engine = prepare(planned), create_engine(planned.options)
     before = resident("VmRSS")
     with prepared.rows.going_ahead():
-        made = build_run(planned, prepared, engine, None)
+        made = build_loop(planned, prepared, engine, None)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
-        train(made, planned.options)
+        made.train()
     foretold = sum(term.num_bytes for term in memory_terms_of(planned, prepared))
     Path(f"{place}.{engine.rank}").write_text(json.dumps([resident("VmHWM") - before, foretold]))
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from burnish.core.checkpoint import load
 from burnish.core.errors import UserError
-from burnish.core.loop import train
 from burnish.optim.badam import BadamOptions, blocks_of, check_badam
 from burnish.optim.builtin import OptimOptions, create_optimizer
 from toy import StopAt, make_run, same, weights
@@ -187,12 +186,12 @@ def test_a_run_stopped_inside_a_block_goes_on_in_it_to_the_bit(tmp_path, given, 
 
     asked = {"use_badam": True, "badam_switch_interval": 4, **given}
     whole, options = run("whole")
-    train(whole, options)
+    whole.train()
     first, options = run("cut", [StopAt(6)])
-    train(first, options)
-    second, options = run("cut")
+    first.train()
+    second, _ = run("cut")
     load(tmp_path / "cut" / "checkpoint-6", second.parts)
-    train(second, options)
+    second.train()
     assert same(weights(second), weights(whole))
     assert not same(weights(first), weights(whole))
 

@@ -27,9 +27,9 @@ from burnish.app.prepare import Prepared
 from burnish.app.reference_cache import fill
 from burnish.app.resources import Sizes
 from burnish.core.errors import UserError
+from burnish.core.loop import Loop
 from burnish.core.patching import allows
 from burnish.core.protocols import Engine
-from burnish.core.run import Run
 from burnish.data.rows.others_of_step import RowsWithOthers
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.models.attention import PADDING_FREE, make_padding_free
@@ -118,7 +118,7 @@ def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared
     return replace(prepared, rows=rows, sample=rows if prepared.sample is prepared.rows else prepared.sample)
 
 
-def ask_beforehand(run: Run, prepared: Prepared, options: RunOptions) -> list[str]:
+def ask_beforehand(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     """Fill in those numbers; sentences for a person. A reference that takes memory is let go."""
     objective: Any = run.objective
     places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]

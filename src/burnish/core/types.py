@@ -1,7 +1,7 @@
 """The nouns of a training run, in the order in which data becomes weights.
 
 record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one micro-batch of tensors)
--> group (the micro-batches of one step) -> step (one weight update).
+-> step batch (the micro-batches of one step) -> step (one weight update).
 """
 
 # B sequences in a micro-batch, T tokens per sequence, V vocabulary
@@ -202,3 +202,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
+
+
+class ModelPart(Stateful, Protocol):
+    """The weights as the part of a checkpoint called "model"."""
+
+    file_stem: str  # "model" or "adapter_model"

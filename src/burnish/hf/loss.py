@@ -1,12 +1,13 @@
-"""The Trainer's loss: what a model or a user computes, made into a part of the step's mean.
+"""The Trainer's loss: what a model or a script computes, made into a part of the step's mean.
 
-The rule is the loop's: sum over items, divided by the items of the whole step. A model gives a mean over its
-micro-batch; ``compute_loss`` is handed ``num_items_in_batch``, the items of that micro-batch, so that a loss divided by
-it and a plain mean are the same number; ``training_step`` then gives it the micro-batch's share of the step. So
-accumulation, ragged batches and processes never change the gradient, whoever computed the loss.
+The rule is the loop's: a sum over items, divided by the items of the whole step. burnish's own losses are sums until
+the backward pass. A model gives a mean over its micro-batch, which ``Trainer._loss`` multiplies by its items.
 
-A subclass that sets ``loss_is_scaled_for_ga = True`` takes the division into its own hands: it gets the items of the
-whole step, and its loss is used as it is.
+A script that overrides ``compute_loss`` or ``training_step``, or gives a ``compute_loss_func``, works with means, as in
+transformers. ``compute_loss`` gets ``num_items_in_batch``, the items of that micro-batch, so that a loss divided by it
+and a plain mean are the same number; ``training_step`` gives it the micro-batch's share of the step. So accumulation,
+ragged batches and processes never change the gradient, whoever computed the loss. A subclass that sets
+``loss_is_scaled_for_ga = True`` divides by itself: it gets the items of the whole step, and its loss is used as it is.
 """
 
 # B sequences, T tokens per sequence
@@ -19,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,13 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from burnish.core.errors import UserError
 from burnish.core.protocols import Objective
-from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric
+from burnish.core.types import IGNORE_INDEX, Batch, Loss, Metric, Sum
 from burnish.hf.in_step import named_in
 from burnish.hf.inspection import base_model, is_causal_lm
-from burnish.hf.stream import Lent
+from burnish.hf.stream import PaddingBatch
+
+if TYPE_CHECKING:
+    from burnish.hf.trainer import Trainer
 
 
 @dataclass
@@ -51,24 +55,28 @@ class StepUnderWay:
 
 
 class TrainerObjective(Objective):
-    """The Trainer's loss, as the loop's ``Objective``.
+    """The loss that a ``Trainer`` or its model computes, as the loop's objective."""
 
-    Args:
-        weigh: (batch) -> () its items.
-        compute_loss: (model, batch) -> () the mean over those items.
-    """
-
-    def __init__(self, weigh: Callable[[Batch], Tensor], compute_loss: Callable[[nn.Module, Batch], Tensor]) -> None:
-        self.weigh, self.compute_loss = weigh, compute_loss
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
 
     def num_items(self, batch: Batch) -> Tensor:
-        return self.weigh(batch) * (not isinstance(batch, Lent))
+        return self.trainer._num_items(batch) * (not isinstance(batch, PaddingBatch))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        return Loss(self.compute_loss(model, batch) * self.weigh(batch))
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        return self.trainer._loss(module, batch)
 
 
-def weight_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tensor:
+def without_weight(loss: Loss) -> Loss:
+    """The loss and metrics of a padding batch, which count nothing; the graph stays, so that ranks can sync."""
+    sums = {
+        name: Sum(each.total * 0, each.count * 0, each.reduction) if isinstance(each, Sum) else each * 0
+        for name, each in loss.sums.items()
+    }
+    return Loss(loss.total * 0, sums)
+
+
+def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tensor:
     """() the items of a micro-batch that share the step's mean: its labels, or its rows where it has none.
 
     Args:

@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, record_function
 
 from burnish.core.errors import Problem
 from burnish.core.events import TrainerCallback
+from burnish.core.loop import Loop
 from burnish.core.options import option
 from burnish.core.patching import Reason, patch
-from burnish.core.run import Run
 from burnish.core.state import TrainerControl, TrainerState
 from burnish.report.console import note
 
@@ -73,7 +73,7 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
     ]
 
 
-def watch(run: Run, folder: Path, options: ProfileOptions) -> None:
+def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
     """Time the parts of the run from now on; after enough steps, write the results to ``folder``."""
     if run.engine.rank != 0:
         return

@@ -20,13 +20,13 @@ from burnish.app.references import refuse_other_vocabulary
 from burnish.core.errors import Problem, UserError
 from burnish.core.loop import TrainOutput
 from burnish.core.meter import Totals
+from burnish.core.protocols import Objective
 from burnish.core.types import Batch, Row
 from burnish.data.batches.stream import num_tokens
 from burnish.engine.base import set_seed
 from burnish.hf import notes
 from burnish.hf.inspection import is_peft_model
 from burnish.hf.loaders import is_datasets_set
-from burnish.hf.loss import TrainerObjective
 from burnish.hf.preferences.collator import Padded, Unpadded
 from burnish.hf.preferences.config import (
     CPOConfig,
@@ -38,10 +38,10 @@ from burnish.hf.preferences.config import (
     WithReference,
 )
 from burnish.hf.preferences.objective import (
-    PreferredObjective,
     ReadyBatches,
     Score,
     fitted,
+    padding_batch,
     reference_for,
     with_numbers,
 )
@@ -67,6 +67,7 @@ from burnish.hf.sft.setup import (
     ready_model,
     set_pad,
 )
+from burnish.hf.stream import PaddingBatch
 from burnish.hf.trl import TrlTrainer
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.reward_files import pad_of_classifier
@@ -234,8 +235,16 @@ class PreferenceTrainer(TrlTrainer):
         self.model_wrapped = self._made = objective.module(model)
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # a score has no router's loss
 
-    def _objective(self) -> TrainerObjective:
-        return PreferredObjective(self.objective, self._made, self.compute_loss)
+    def _objective(self) -> Objective:
+        objective: Objective = self.objective
+        return objective
+
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._made
+        return module
+
+    def _padding_batch(self, batch: Batch) -> PaddingBatch:
+        return padding_batch(batch)
 
     def _inspect(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
@@ -294,9 +303,9 @@ class PreferenceTrainer(TrlTrainer):
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
-    def _weight(self, inputs: Batch) -> Tensor:
-        weight: Tensor = self.objective.num_items(inputs)
-        return weight
+    def _num_items(self, inputs: Batch) -> Tensor:
+        num_items: Tensor = self.objective.num_items(inputs)
+        return num_items
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -304,14 +313,14 @@ class PreferenceTrainer(TrlTrainer):
         """() the mean loss of a micro-batch over its pairs or records, or (loss, rewards).
 
         Args:
-            model: the objective's module. inputs: a batch that ``PreferredObjective.prepare_step`` has seen.
+            model: the objective's module. inputs: a batch that the objective's ``prepare_step`` has seen.
         """
-        found, weight = self.objective.loss(model, inputs), self._weight(inputs)
+        found, num_items = self.objective.loss(model, inputs), self._num_items(inputs)
         if model.training:
             self._step.sums.update(found.sums)
         else:
-            self._totals.add(found, weight)
-        loss = found.total / weight.clamp(min=1)
+            self._totals.add(found, num_items)
+        loss = found.total / num_items.clamp(min=1)
         return (loss, found.outputs) if return_outputs else loss
 
     def prediction_step(
