@@ -384,7 +384,6 @@ SHOWN_BY: dict[str, str] = {
     "overwrite_cache": "prepare: overwrite_cache_encodes_again",
     "tokenized_path": "prepare: a_tokenized_path_is_written_and_then_read",
     "buffer_size": "streaming: records_are_shuffled_among_those_that_lie_together",
-    "tokenize_by_word": "words: with_and_without_the_switch_the_ids_are_the_same",
     "tool_format": "tools: another_tool_format_can_be_asked_for",
     "preserve_thinking": "templates_peers: a_template_gives_the_rows_that_llamafactory_gives",
     "dataloader_num_workers": "stream: workers_give_the_batches_that_the_loop_would_make_itself",

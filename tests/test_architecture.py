@@ -142,13 +142,6 @@ def test_each_library_is_entered_by_its_door() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_word_by_word_reader_is_entered_by_its_one_door() -> None:
-    room = "data/tokens/by_word"
-    inside = [(name_of(file), module) for file, module, _ in all_imports() if f".{room.replace('/', '.')}." in module]
-    assert inside
-    assert not [(name, module) for name, module in inside if not name.startswith(room)], f"the door is {room}"
-
-
 def test_core_imports_torch_and_the_standard_library_only() -> None:
     of_core = [(name_of(file), line, module) for file, module, line in all_imports() if package_of(file) == "core"]
     assert of_core

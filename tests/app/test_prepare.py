@@ -227,6 +227,12 @@ def test_an_error_in_a_process_keeps_its_problems(two_cores):
     assert [problem.what for problem in caught.value.problems] == ["one.", "two."]
 
 
+@pytest.mark.run
+def test_an_encoding_process_that_dies_is_reported(two_cores):
+    with pytest.raises(UserError, match="a process that encodes rows ended early"):
+        prepared(encode=lambda *_: os._exit(1), preprocessing_num_workers=2, preprocessing_batch_size=10)
+
+
 def _prepare_slowly(queue):
     class Slow(Encoder):
         def __call__(self, batch, tally):

@@ -53,30 +53,30 @@ def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt
     end, eos = map(tokenizer.convert_tokens_to_ids, (END_WORDS.get(name, "</s>"), "</s>"))
     closing = name in CLOSED_BY_EOS
     found, before = [], None
-    for number, turn in enumerate(turns):
+    for number, (prompt, response) in enumerate(turns):
         is_last = number == len(turns) - 1
-        asks, answers = turn.question.train, turn.answer.train
+        asks, answers = prompt.message.train, response.message.train
         asks = train_on_prompt if asks is None else asks
         learns = (is_last or not mask_history) if answers is None else answers
-        for at, token in enumerate(turn.source):
-            is_opening = at < turn.asked_from
+        for at, token in enumerate(prompt.ids):
+            is_opening = at < prompt.begin
             is_learned = train_on_prompt if is_opening else asks
             if token == end and which != "turn":
                 is_learned = (is_learned if is_opening else True) if which == "all" else False
-            found.append((token if is_learned else IGNORE_INDEX, 1.0 if is_opening else turn.question.weight))
+            found.append((token if is_learned else IGNORE_INDEX, 1.0 if is_opening else prompt.message.weight))
         if closing and which in ("turn", "all"):
             ended = not is_last if mask_history else number > 0
             if before is not None and before.train is not None:
                 ended = before.train or which == "all"
             if ended:
-                found[-len(turn.source)] = (eos, before.weight if before else 1.0)
-        ended_at = max((at for at, token in enumerate(turn.target) if token == end), default=len(turn.target))
-        for at, token in enumerate(turn.target):
+                found[-len(prompt.ids)] = (eos, before.weight if before else 1.0)
+        ended_at = max((at for at, token in enumerate(response.ids) if token == end), default=len(response.ids))
+        for at, token in enumerate(response.ids):
             is_learned = learns and not (at >= ended_at and (which == "none" or (which == "last" and not is_last)))
             is_learned = is_learned or (which == "all" and at == ended_at)
-            is_learned = is_learned and at < len(turn.target) - turn.unlearned
-            found.append((token if is_learned else IGNORE_INDEX, turn.answer.weight))
-        before = turn.answer
+            is_learned = is_learned and at < len(response.ids) - response.trailing
+            found.append((token if is_learned else IGNORE_INDEX, response.message.weight))
+        before = response.message
     if closing:
         is_learned = which == "all" or (which != "none" and before.train is not False)
         found.append((eos if is_learned else IGNORE_INDEX, before.weight))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from burnish import cli
-from burnish.core.options import check
 from burnish.engine import base, parallel
 from burnish.engine import options as engine_options
 from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, set_seed
@@ -487,8 +486,3 @@ def test_evaluation_has_a_format_of_its_own():
     assert full_eval_dtype(options(bf16_full_eval=True)) == torch.bfloat16
     assert full_eval_dtype(options(fp16_full_eval=True)) == torch.float16
     assert full_eval_dtype(options()) is None
-
-
-def test_the_declared_options_hold_their_own_bounds():
-    assert check(options()) == []
-    assert check(options(engine="torch", ddp_timeout=0))

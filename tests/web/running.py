@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from burnish.web.app import application
 from burnish.web.home import Home
 from burnish.web.options import WebOptions
 from burnish.web.session import Sessions
-from burnish.web.site import Site
+from burnish.web.site import Site, _mark_of_source
 from serve.running import serve_app
 
 
@@ -24,7 +25,12 @@ class Page:
     port: int
     site: Site
     sessions: Sessions
+    loop: asyncio.AbstractEventLoop
     cookie: str = ""
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine of the page's own loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
         """With the cookie and the Origin of a page of ours, unless ``headers`` says otherwise ("" leaves one out)."""
@@ -49,13 +55,22 @@ class Page:
         return next(run["id"] for run in self.get("/api/runs")["runs"] if run["name"] == name)
 
 
+@cache
+def described_options() -> str:
+    """What a page keeps of the planner's answer, so that not every test starts a planner."""
+    from burnish.app.planner import form
+
+    return json.dumps({"mark": _mark_of_source(), **form()})
+
+
 @contextmanager
 def begun(root: Path, home: Path, key: str | None, **options: Any) -> Iterator[Page]:
     given = WebOptions(web_roots=[str(root)], web_home=str(home), **options)
     loop, sessions = asyncio.new_event_loop(), Sessions(key)
     site = Site(given, Home(given.web_home))
+    site.home.write("form.json", described_options())
     port, end = serve_app(application(site, sessions), loop)
-    yield Page(port, site, sessions, sessions.made())
+    yield Page(port, site, sessions, loop, sessions.made())
     site.planner.end()
     site.engines.end_all()
     end()

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from burnish.core.checks import notes
 from burnish.core.errors import Problem, UserError, did_you_mean, few, shape_in_words
 from burnish.core.options import option
 from burnish.core.registry import Registry
@@ -79,6 +80,7 @@ class FinetuningOptions:
     print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
 
 
+@notes
 def finetuning_notes(options: NamedType) -> list[str]:
     """Notes on options of other finetuning types than the one of this run."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
@@ -167,6 +169,7 @@ def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str],
         Problem(
             f'{option_name} "{name}" names no {what} of this model.{did_you_mean(name, known)}',
             remedy=f"There are: {listed}." if listed else "",
+            option=option_name,
         )
         for name in wanted
         if name not in known

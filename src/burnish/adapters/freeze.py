@@ -63,7 +63,10 @@ class FreezeAdapter(FullAdapter):
         problems = super().check(model)
         _, layers = decoder_layers(model)
         if not layers:
-            return [*problems, Problem("finetuning_type freeze finds no stack of layers in this model.")]
+            return [
+                *problems,
+                Problem("finetuning_type freeze finds no stack of layers in this model.", option="finetuning_type"),
+            ]
         problems += self._check_count(len(layers))
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
         wanted = [name for name in self._options.freeze_trainable_modules if name != "all"]
@@ -76,12 +79,18 @@ class FreezeAdapter(FullAdapter):
         count = self._options.freeze_trainable_layers
         if count == 0:
             what = f"freeze_trainable_layers is 0; give 1 to {num_layers}, or -1 to -{num_layers} for the first."
-            return [Problem(what)]
+            return [Problem(what, option="freeze_trainable_layers")]
         if self._options.use_llama_pro and (count < 0 or num_layers % count):
             what = (
                 f"use_llama_pro makes freeze_trainable_layers equal groups of {num_layers} layers. Received: {count}."
             )
-            return [Problem(what, remedy="Give the number of layers by which the model was expanded.")]
+            return [
+                Problem(
+                    what,
+                    remedy="Give the number of layers by which the model was expanded.",
+                    option=("use_llama_pro", "freeze_trainable_layers"),
+                )
+            ]
         return []
 
     def _chosen(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:

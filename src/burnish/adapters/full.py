@@ -36,6 +36,7 @@ class FullAdapter:
         raise UserError(
             f"finetuning_type {self.options.finetuning_type} keeps no copy of the weights before training.",
             remedy="Name the model to compare with (ref_model), or set finetuning_type: lora, whose base is that copy.",
+            option="finetuning_type",
         )
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
@@ -60,9 +61,16 @@ def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: n
                 f"finetuning_type {finetuning_type} trains the model itself, and adapter_name_or_path names an adapter "
                 f"({', '.join(map(str, folders))}).",
                 remedy="Set finetuning_type: lora to train the adapter, or merge it first with burnish export.",
+                option=("finetuning_type", "adapter_name_or_path"),
             )
         )
     if getattr(model, "quantization_method", None) is not None:
         what = f"a quantised model cannot be trained with finetuning_type {finetuning_type}."
-        problems.append(Problem(what, remedy="Set finetuning_type: lora, or load the model without quantization_bit."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Set finetuning_type: lora, or load the model without quantization_bit.",
+                option="finetuning_type",
+            )
+        )
     return problems

@@ -36,6 +36,7 @@ from burnish.adapters.lora_model import (
     shortest_names,
     train_only,
 )
+from burnish.core.checks import notes
 from burnish.core.errors import Problem, few
 from burnish.core.files import from_anywhere
 from burnish.core.json_files import write_json
@@ -78,6 +79,7 @@ class LoraOptions:
     loraplus_lr_embedding: float = option(1e-6, "The learning rate of an embedding's B, with LoRA+.", gt=0)
 
 
+@notes
 def lora_notes(options: NamedType) -> list[str]:
     """Notes on options of parts of LoRA that are off."""
     if options.finetuning_type != "lora":

@@ -88,7 +88,13 @@ class Fit:
         if small is None or not str(self.config.init_lora_weights).startswith("pissa"):
             return []
         what = f"pissa_init with lora_rank {self.config.r}: {small} has only {sides[small]} singular values."
-        return [Problem(what, remedy="Lower lora_rank, or leave that layer out of lora_target.")]
+        return [
+            Problem(
+                what,
+                remedy="Lower lora_rank, or leave that layer out of lora_target.",
+                option=("pissa_init", "lora_rank"),
+            )
+        ]
 
 
 SCORE = f"{FILE_PREFIX}score.weight"
@@ -111,7 +117,12 @@ def read_adapter_config(folder: Path) -> Any:
         raw = {**raw, "task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     if more := _more_than_lora(raw):
         what = f"this adapter uses {more}, which finetuning_type lora does not do."
-        raise UserError(what, where=str(path), remedy="Set finetuning_type: peft to run it through the peft library.")
+        raise UserError(
+            what,
+            where=str(path),
+            remedy="Set finetuning_type: peft to run it through the peft library.",
+            option="finetuning_type",
+        )
     from peft import LoraConfig
 
     try:
@@ -269,7 +280,9 @@ def _misfit(folder: Path, fit: Fit, what: str) -> Problem:
 def _no_adapter(folder: Path) -> Problem:
     if not folder.is_dir():
         return Problem(
-            f'adapter_name_or_path "{folder}" is no folder.', remedy="Give the folder that holds the adapter."
+            f'adapter_name_or_path "{folder}" is no folder.',
+            remedy="Give the folder that holds the adapter.",
+            option="adapter_name_or_path",
         )
     what = "a whole model" if (folder / "config.json").is_file() else "no adapter"
     return Problem(

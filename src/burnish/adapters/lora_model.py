@@ -81,7 +81,11 @@ def find_targets(
             paths = [path for path in free if _names(name, path)]
         if not paths and any(_names(name, path) for path in linear):
             what = f'lora_target "{name}" names layers that additional_target trains whole already.'
-            missing.append(Problem(what, remedy="Name other layers in one of the two."))
+            missing.append(
+                Problem(
+                    what, remedy="Name other layers in one of the two.", option=("lora_target", "additional_target")
+                )
+            )
         elif not paths:
             missing.append(_no_target(model, name, list(linear)))
         found.update(dict.fromkeys(paths))
@@ -115,6 +119,7 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], lis
         Problem(
             f'additional_target "{name}" names no module of {type(model).__name__}.{did_you_mean(name, known)}',
             remedy=f"Modules: {', '.join(known)}.",
+            option="additional_target",
         )
         for name in names
         if not any(path.endswith(name) for path in paths)
@@ -352,7 +357,9 @@ def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
     if others:
         what += f"; {others[0]} is a {type(model.get_submodule(others[0])).__name__}"
     guess = did_you_mean(name, short)
-    return Problem(f'lora_target "{name}" {what}.{guess}', remedy=f"Linear layers: {', '.join(short)}.")
+    return Problem(
+        f'lora_target "{name}" {what}.{guess}', remedy=f"Linear layers: {', '.join(short)}.", option="lora_target"
+    )
 
 
 def _is_finite(module: nn.Module) -> bool:

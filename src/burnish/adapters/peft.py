@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, raise_unless_same_tensors
+from burnish.core.checks import check
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.files import from_anywhere
 from burnish.core.json_files import read_object
@@ -74,7 +75,7 @@ class PeftAdapter:
         try:
             wrapped: nn.Module = get_peft_model(model, config)
         except ValueError as error:  # what peft says of a config that does not suit the model
-            raise UserError(f"peft_config does not suit this model: {error}") from error
+            raise UserError(f"peft_config does not suit this model: {error}", option="peft_config") from error
         return wrapped
 
     def _continued(self, model: nn.Module, folder: str) -> nn.Module:
@@ -123,11 +124,11 @@ class PeftAdapter:
         kind = str(raw.pop("peft_type", "")).upper()
         if kind not in known:
             what = f'peft_config: there is no peft_type "{kind}".{did_you_mean(kind, known)}'
-            raise UserError(what, remedy=f"Known: {', '.join(sorted(known))}.")
+            raise UserError(what, remedy=f"Known: {', '.join(sorted(known))}.", option="peft_config")
         try:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
-            raise UserError(f"peft_config: {kind} refuses it: {error}.") from error
+            raise UserError(f"peft_config: {kind} refuses it: {error}.", option="peft_config") from error
 
 
 @dataclass
@@ -152,6 +153,7 @@ class OftChoices(Protocol):
     oft_block_size: int
 
 
+@check
 def check_oft(options: OftChoices) -> list[Problem]:
     if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
         return []
@@ -159,7 +161,9 @@ def check_oft(options: OftChoices) -> list[Problem]:
         '"oft_rank" and "oft_block_size" say the same in two ways: one is given, and the other is 0. '
         f"Received: {options.oft_rank} and {options.oft_block_size}."
     )
-    return [Problem(what, remedy="Leave oft_rank out, or set oft_block_size: 0.")]
+    return [
+        Problem(what, remedy="Leave oft_rank out, or set oft_block_size: 0.", option=("oft_rank", "oft_block_size"))
+    ]
 
 
 @ADAPTERS.register("oft", options=OftOptions, is_of_peft=True)
@@ -211,11 +215,17 @@ def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
     """The mapping in ``given``, in the file it names, or in the folder it names."""
     if given is None:
         what = "finetuning_type peft needs peft_config."
-        raise UserError(what, remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.")
+        raise UserError(
+            what,
+            remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
+            option=("finetuning_type", "peft_config"),
+        )
     if isinstance(given, str):
         path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
         if not path.is_file():
-            raise UserError(f'peft_config "{given}" is no file, and no folder with an adapter_config.json.')
+            raise UserError(
+                f'peft_config "{given}" is no file, and no folder with an adapter_config.json.', option="peft_config"
+            )
         raw: Mapping[str, Any] = read_object(path)
         return raw
     return given

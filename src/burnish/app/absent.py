@@ -45,12 +45,20 @@ def take_absent(
     chosen = {key: item for key, item in given.items() if str(item.value) in ABSENT_CHOICES.get(key, {})}
     problems = [
         Problem(
-            f'"{key}" {item.value} is not part of burnish.', item.where, remedy=ABSENT_CHOICES[key][str(item.value)]
+            f'"{key}" {item.value} is not part of burnish.',
+            item.where,
+            remedy=ABSENT_CHOICES[key][str(item.value)],
+            option=key,
         )
         for key, item in chosen.items()
     ]
     problems += [
-        Problem(f'"{key}" is not part of burnish. Received: {item.value}.', item.where, remedy=ABSENT[key].instead)
+        Problem(
+            f'"{key}" is not part of burnish. Received: {item.value}.',
+            item.where,
+            remedy=ABSENT[key].instead,
+            option=key,
+        )
         for key, item in foreign.items()
         if key in ABSENT and not _asks_for_nothing(item.value, ABSENT[key].harmless)
     ]
@@ -137,6 +145,7 @@ _family(
     "asft_alpha",
 )  # fmt: skip
 _absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
+_no_effect("texts are always tokenized whole; the ids are the same.", "tokenize_by_word")
 _no_effect("the answers are what is learned, unless train_on_prompt says otherwise.", "assistant_only_loss label_names")
 _absent(
     "burnish trains on text; leave it out.",

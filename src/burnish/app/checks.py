@@ -1,6 +1,6 @@
 """Checks that belong to no single component, because they compare the options of several.
 
-Each is ``check_<topic>(options) -> list[Problem]``; ``plan.py`` calls them all, with the components' own.
+Registered with ``@check`` (``core/checks.py``), as the components' own are; ``plan.py`` calls them all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from burnish.app.clearing import EARLIER_RUN, problems_of_sources
 from burnish.app.failure import TRACEBACK_NAME
 from burnish.app.options import RunOptions
 from burnish.core.best import metric_name, missing_metric
+from burnish.core.checks import check
 from burnish.core.errors import Problem, UserError
 from burnish.core.files import broken_link, is_endless, odd_kind
 from burnish.core.meter import RATES
@@ -54,6 +55,7 @@ def evaluates(options: RunOptions) -> bool:
     return bool(options.do_eval or options.eval_strategy != "no")
 
 
+@check
 def check_something_to_do(options: RunOptions) -> list[Problem]:
     if trains(options) or options.do_eval or options.do_predict:
         return []
@@ -61,47 +63,71 @@ def check_something_to_do(options: RunOptions) -> list[Problem]:
         Problem(
             "Nothing would be done: do_train is false, and so are do_eval and do_predict.",
             remedy="Leave do_train out: burnish train trains.",
+            option=("do_train", "do_eval", "do_predict"),
         )
     ]
 
 
+@check
 def check_output_dir(options: RunOptions) -> list[Problem]:
     """Check that a folder is given and can be written, and holds nothing that the run would overwrite or mix with."""
     if not options.output_dir:
         return [
-            Problem("output_dir is missing.", remedy="Name a folder for what the run writes: output_dir: saves/first")
+            Problem(
+                "output_dir is missing.",
+                remedy="Name a folder for what the run writes: output_dir: saves/first",
+                option="output_dir",
+            )
         ]
     folder = Path(options.output_dir)
     try:
         return _check_folder(folder, options)
     except OSError as error:  # a name that is too long, a link that leads to itself
-        return [Problem(f'output_dir "{folder}" cannot be made: {error.strerror}.', remedy="Name another output_dir.")]
+        return [
+            Problem(
+                f'output_dir "{folder}" cannot be made: {error.strerror}.',
+                remedy="Name another output_dir.",
+                option="output_dir",
+            )
+        ]
 
 
 def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
     if link := broken_link(folder):
         what = f'output_dir "{folder}" cannot be made: "{link}" is a link to {os.readlink(link)}, which is not there.'
-        return [Problem(what, remedy="Remove the link, or name another output_dir.")]
+        return [Problem(what, remedy="Remove the link, or name another output_dir.", option="output_dir")]
     if folder.exists() and not folder.is_dir():
-        return [Problem(f'output_dir must be a folder. "{folder}" is a file.', remedy="Name another output_dir.")]
+        return [
+            Problem(
+                f'output_dir must be a folder. "{folder}" is a file.',
+                remedy="Name another output_dir.",
+                option="output_dir",
+            )
+        ]
     model = Path(options.model_name_or_path or "")
     if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
         return [
             Problem(
                 f'output_dir "{folder}" is the model that the run begins with, and would be written over.',
                 remedy="Name another output_dir.",
+                option="output_dir",
             )
         ]
     if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
         what = f'output_dir "{folder}" holds {odd_kind(odd[0])} in the place of a file: {odd[0].name}.'
         return [
-            Problem(what, why="To write it would wait for ever.", remedy="Move it away, or name another output_dir.")
+            Problem(
+                what,
+                why="To write it would wait for ever.",
+                remedy="Move it away, or name another output_dir.",
+                option="output_dir",
+            )
         ]
     parent = nearest_existing(folder)
     if not parent.is_dir():
-        return [Problem(f'output_dir "{folder}" cannot be made: "{parent}" is a file.')]
+        return [Problem(f'output_dir "{folder}" cannot be made: "{parent}" is a file.', option="output_dir")]
     if not os.access(parent, os.W_OK | os.X_OK):
-        return [Problem(f'output_dir "{folder}" cannot be written: no permission in "{parent}".')]
+        return [Problem(f'output_dir "{folder}" cannot be written: no permission in "{parent}".', option="output_dir")]
     if not folder.is_dir():
         return []
     return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
@@ -121,6 +147,7 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
         Problem(
             f'output_dir "{folder}" holds {what}: {shown}.',
             remedy="Name another output_dir, or set overwrite_output_dir: true to write over it.",
+            option="output_dir",
         )
     ]
 
@@ -130,20 +157,24 @@ def nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
+@check
 def check_evaluation_set(options: RunOptions) -> list[Problem]:
     """Check that a run which evaluates has an evaluation set."""
-    wanted = [f"eval_strategy: {options.eval_strategy}"] if options.eval_strategy != "no" else []
-    wanted += [f"{name}: true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)]
+    wanted = {"eval_strategy": options.eval_strategy} if options.eval_strategy != "no" else {}
+    wanted |= {name: "true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)}
     if not wanted or options.eval_dataset or options.val_size > 0:
         return []
+    asked = " and ".join(f"{name}: {value}" for name, value in wanted.items())
     return [
         Problem(
-            f"{' and '.join(wanted)} {'needs' if len(wanted) == 1 else 'need'} an evaluation set, and none is given.",
+            f"{asked} {'needs' if len(wanted) == 1 else 'need'} an evaluation set, and none is given.",
             remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out a tenth of the training set.",
+            option=tuple(wanted),
         )
     ]
 
 
+@check
 def check_flash_attention(options: RunOptions) -> list[Problem]:
     """Check that flash attention has a GPU and a 16-bit dtype."""
     name, device = asked_attention(options), device_of(options)
@@ -151,9 +182,21 @@ def check_flash_attention(options: RunOptions) -> list[Problem]:
         return []
     asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
     if device.type == "cpu":
-        return [Problem(f"{asked} runs on a GPU only, and this run is on a CPU.", remedy="Leave it out.")]
+        return [
+            Problem(
+                f"{asked} runs on a GPU only, and this run is on a CPU.",
+                remedy="Leave it out.",
+                option="attn_implementation" if options.attn_implementation else "flash_attn",
+            )
+        ]
     if options.finetuning_type == "full" and not options.pure_bf16 and autocast_dtype(options, device) is None:
-        return [Problem(f"{asked} computes in 16 bits, and this run in float32.", remedy="Set bf16: true.")]
+        return [
+            Problem(
+                f"{asked} computes in 16 bits, and this run in float32.",
+                remedy="Set bf16: true.",
+                option="attn_implementation" if options.attn_implementation else "flash_attn",
+            )
+        ]
     return []
 
 
@@ -161,6 +204,7 @@ SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
 """Optimizers that go element by element and keep nothing of whole weights: a part of a weight is a weight to them."""
 
 
+@check
 def check_sharded(options: RunOptions) -> list[Problem]:
     """Find the options that do not go together with sharded weights, of which each process holds a part."""
     engine = engine_name(options)
@@ -173,29 +217,41 @@ def check_sharded(options: RunOptions) -> list[Problem]:
             Problem(
                 f'"{engine}" gives each process parts of weights, and the optimizer {optimizer} looks at whole ones.',
                 remedy=f"Choose one of {', '.join(SHARDABLE)}; or several processes without {engine}.",
+                option=(engine, "optim"),
             )
         )
     if options.quantization_bit is not None and engine == "deepspeed" and zero_stage(options) == 3:
         problems.append(
-            Problem('"quantization_bit" and ZeRO-3 do not go together.', remedy="Use zero2, or fsdp: full_shard.")
+            Problem(
+                '"quantization_bit" and ZeRO-3 do not go together.',
+                remedy="Use zero2, or fsdp: full_shard.",
+                option="quantization_bit",
+            )
         )
     if options.torch_compile:
         problems.append(
-            Problem(f'"torch_compile" and "{engine}" together were never run here.', remedy="Leave torch_compile out.")
+            Problem(
+                f'"torch_compile" and "{engine}" together were never run here.',
+                remedy="Leave torch_compile out.",
+                option="torch_compile",
+            )
         )
     return problems
 
 
+@check
 def check_best_model(options: RunOptions) -> list[Problem]:
     """Check that the run evaluates whenever it saves, or the best model could not be found."""
     if not options.load_best_model_at_end and options.save_strategy != "best":
         return []
     cause = "load_best_model_at_end" if options.load_best_model_at_end else "save_strategy: best"
+    concerned = (cause.partition(":")[0], "eval_strategy", "save_strategy")
     if options.eval_strategy == "no":
         return [
             Problem(
                 f"{cause} needs evaluations to choose by, and eval_strategy is no.",
                 remedy=f"Set eval_strategy: steps and an evaluation set, or leave {cause} out.",
+                option=concerned,
             )
         ]
     if options.save_strategy not in ("best", options.eval_strategy):
@@ -204,6 +260,7 @@ def check_best_model(options: RunOptions) -> list[Problem]:
                 f"{cause} needs a checkpoint of each evaluation: eval_strategy is {options.eval_strategy}, "
                 f"save_strategy is {options.save_strategy}.",
                 remedy=f"Set save_strategy: {options.eval_strategy}.",
+                option=concerned,
             )
         ]
     return _check_meeting_steps(options, cause)
@@ -215,7 +272,12 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
         return []
     every_eval = options.eval_steps if options.eval_steps is not None else options.logging_steps
     if (every_eval < 1) != (options.save_steps < 1):
-        return [Problem(f"{cause} needs eval_steps and save_steps both as steps or both as shares.")]
+        return [
+            Problem(
+                f"{cause} needs eval_steps and save_steps both as steps or both as shares.",
+                option=("eval_steps", "save_steps"),
+            )
+        ]
     scale = 1_000_000 if every_eval < 1 else 1
     if round(options.save_steps * scale) % round(every_eval * scale) == 0:
         return []
@@ -224,10 +286,12 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
             f"{cause} needs save_steps to be a multiple of eval_steps. "
             f"Received: save_steps {options.save_steps:g}, eval_steps {every_eval:g}.",
             remedy=f"Set save_steps: {every_eval:g}.",
+            option=("save_steps", "eval_steps"),
         )
     ]
 
 
+@check
 def check_curve_arguments(options: RunOptions) -> list[Problem]:
     """Check the arguments of the learning-rate curve; the length of the run does not matter."""
     if not options.lr_scheduler_kwargs:
@@ -271,20 +335,26 @@ def may_run_ahead(options: RunOptions) -> bool:
     return trains(options) and not _needs_all_rows(options)
 
 
+@check
 def check_encode_ahead(options: RunOptions) -> list[Problem]:
     return _check_needs_no_rows("encode_ahead", options) if options.encode_ahead is True else []
 
 
+@check
 def check_streaming(options: RunOptions) -> list[Problem]:
     """Check LLaMA-Factory's conditions for streaming, and refuse options that need all rows first."""
     if not options.streaming:
         return []
     problems = []
     if options.max_steps <= 0 and trains(options):
-        problems.append(Problem('"streaming" needs "max_steps".', remedy="Set max_steps: 1000, say."))
+        problems.append(
+            Problem(
+                '"streaming" needs "max_steps".', remedy="Set max_steps: 1000, say.", option=("streaming", "max_steps")
+            )
+        )
     if 0 < options.val_size < 1:
         what = f'"val_size" must be a number of records when streaming. Received: {options.val_size:g}, a share.'
-        problems.append(Problem(what, remedy="Set val_size: 100, say."))
+        problems.append(Problem(what, remedy="Set val_size: 100, say.", option="val_size"))
     return problems + (_check_needs_no_rows("streaming", options) if trains(options) else [])
 
 
@@ -293,7 +363,7 @@ def _check_needs_no_rows(name: str, options: RunOptions) -> list[Problem]:
     if not (why := _needs_all_rows(options)):
         return []
     what = f'"{name}" is true, and {why} needs all rows before the first step.'
-    return [Problem(what, remedy="Leave one of the two out.")]
+    return [Problem(what, remedy="Leave one of the two out.", option=(name, why.partition(" ")[0]))]
 
 
 def _needs_all_rows(options: RunOptions) -> str:

@@ -57,6 +57,7 @@ def problems_of_sources(options: RunOptions) -> list[Problem]:
         Problem(
             f'"{name}" {source} lies in output_dir "{folder}", which the run would write over.',
             remedy="Name another output_dir.",
+            option=(name, "output_dir"),
         )
         for name, source in _sources(options)
         if _would_go(expanded(source), folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 from burnish.app.checks import trains
 from burnish.app.explain import curve_of, first_of_pack, memory_terms_of, pieces_of, sections
 from burnish.app.options import RunOptions
-from burnish.app.plan import Plan, aliases, placing
+from burnish.app.plan import Plan, placing
 from burnish.app.prepare import Prepared, prepare
 from burnish.app.resources import available_memory, disk_of, free_disk
 from burnish.core.checkpoint import output_folder
-from burnish.core.errors import Problem, UserError
+from burnish.core.errors import UserError
 from burnish.core.options import specs
 from burnish.data.batches.batching import answers_of
 from burnish.data.rows.row_set import ListedRows
@@ -64,20 +63,12 @@ def whole(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
 
 
 def problems_of(error: UserError) -> list[dict[str, str]]:
-    """Each problem with the option that it speaks of first."""
+    """Each problem as JSON data, with the first option that it concerns."""
     return [
-        {"option": option_of(one), "sentence": " ".join(filter(None, (one.what, one.why))), "remedy": one.remedy,
-         "where": one.where}
+        {"option": next(iter(one.options), ""), "sentence": " ".join(filter(None, (one.what, one.why))),
+         "remedy": one.remedy, "where": one.where}
         for one in error.problems
     ]  # fmt: skip
-
-
-def option_of(problem: Problem) -> str:
-    words = re.findall(r"\w+", f"{problem.what} {problem.where}")
-    known = specs(RunOptions)
-    named = [aliases().get(word, word) for word in words if word in known or word in aliases()]
-    quoted = [word for word in named if f'"{word}"' in problem.what or "_" in word]
-    return next(iter(quoted), "")
 
 
 def command_of(given: Mapping[str, Any]) -> str:

@@ -144,7 +144,13 @@ def export_options(given: Mapping[str, Given]) -> RunOptions:
         problems += problems_of_export(options, [folder for folder in folders if folder is not None])
     if not problems and options.export_quantization_bit and options.export_format == "gguf":
         what = '"export_quantization_bit" is for GPTQ and AWQ, and "export_format" is gguf.'
-        problems.append(Problem(what, remedy="Leave one out; export_gguf_type: q4_0 is a GGUF file of 4 bits."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Leave one out; export_gguf_type: q4_0 is a GGUF file of 4 bits.",
+                option=("export_quantization_bit", "export_format"),
+            )
+        )
     raise_if(problems)
     return options
 

@@ -72,10 +72,10 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         what = f'export_format: gguf is written for {known}. Received: a model of type "{model_type}".'
-        return [Problem(what, remedy=remedy)]
+        return [Problem(what, remedy=remedy, option="export_format")]
     if kind not in OWN_TYPES:
         what = f'"export_gguf_type" {kind} is made by llama.cpp alone.'
-        return [Problem(what, remedy=f"{remedy} Without it: {', '.join(OWN_TYPES)}.")]
+        return [Problem(what, remedy=f"{remedy} Without it: {', '.join(OWN_TYPES)}.", option="export_gguf_type")]
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         return [Problem(f"rotary positions of type {rope['rope_type']} are not written here.", remedy=remedy)]
@@ -88,7 +88,7 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
 def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> None:
     converter = next((p for p in (place, place / "bin") if (p / "convert_hf_to_gguf.py").is_file()), None)
     if converter is None:
-        raise UserError(f'"llama_cpp" "{place}" holds no convert_hf_to_gguf.py.')
+        raise UserError(f'"llama_cpp" "{place}" holds no convert_hf_to_gguf.py.', option="llama_cpp")
     direct = {"f32", "f16", "bf16", "q8_0"}
     first = target if kind in direct else target.with_suffix(".f16.gguf")
     outtype = kind if kind in direct else "f16"
@@ -98,7 +98,9 @@ def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> No
         names = (place / "llama-quantize", place / "build" / "bin" / "llama-quantize", place / "bin" / "llama-quantize")
         program = next((path for path in names if path.is_file()), None)
         if program is None:
-            raise UserError(f'"llama_cpp" "{place}" holds no llama-quantize.', remedy="Build llama.cpp first.")
+            raise UserError(
+                f'"llama_cpp" "{place}" holds no llama-quantize.', remedy="Build llama.cpp first.", option="llama_cpp"
+            )
         _run([str(program), str(first), str(target), kind])
         first.unlink()
 
@@ -137,7 +139,7 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise MissingExtraError("gguf", "export_format: gguf", EXTRA) from None
+        raise MissingExtraError("gguf", "export_format: gguf", EXTRA, option="export_format") from None
     return gguf
 
 

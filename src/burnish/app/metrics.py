@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Protocol, TypeAlias
 
+from burnish.core.checks import check
 from burnish.core.errors import MissingExtraError, Problem
 from burnish.core.options import option
 from burnish.core.registry import Registry
@@ -43,6 +44,7 @@ class MetricChoices(Protocol):
     predict_with_generate: bool
 
 
+@check
 def check_metrics(options: MetricChoices) -> list[Problem]:
     """Check that the libraries of the metrics are installed."""
     if not (options.predict_with_generate and options.do_predict):
@@ -53,12 +55,12 @@ def check_metrics(options: MetricChoices) -> list[Problem]:
         problem
         for library, name in needed.items()
         if not find_spec(library)
-        for problem in MissingExtraError(library, f'The metric "{name}"', "metrics").problems
+        for problem in MissingExtraError(library, f'The metric "{name}"', "metrics", option="predict_metrics").problems
     ]
     if problems:
         first, *rest = problems
         other = f"{first.remedy}, or set predict_metrics: exact_match"
-        return [Problem(first.what, remedy=other), *rest]
+        return [replace(first, remedy=other), *rest]
     return problems
 
 

@@ -4,16 +4,12 @@ In: values with their places (``config.py``). Out: a ``Plan``: the flat options 
 the place where each value was set, and notes for the user. Nothing writes to the options afterwards.
 
 Refuses, all at once: unknown names, wrong types and ranges, options that burnish does not have, and whatever the
-components' own checks find. A component's check is a function ``check_<topic>(options) -> list[Problem]`` in the module
-that declares its options, its notes are ``<topic>_notes(options) -> list[str]``; both are found here by their names.
+registered checks of the components find (``@check`` and ``@notes`` of ``core/checks.py``).
 """
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,13 +18,12 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from burnish.app import checks
+from burnish.app import checks as _cross_checks
 from burnish.app.absent import take_absent
 from burnish.app.options import RunOptions
+from burnish.core.checks import CHECKS, NOTES, Check, Notes
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import Given, Spec, build, changed_options, convert, specs
-
-Check = Callable[[Any], list[Problem]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
 
     def asked(checks: Sequence[Check]) -> list[Problem]:
         found = (problem for check in checks for problem in check(options))
-        return [_placed(problem, provenance) for problem in found if doubtful.isdisjoint(_options_named(problem))]
+        return [_placed(problem, provenance) for problem in found if doubtful.isdisjoint(problem.options)]
 
     problems += [*wrong, *asked(component_checks())]
     if problems:
@@ -109,27 +104,25 @@ def placing(provenance: Mapping[str, str]) -> Iterator[None]:
         raise UserError(_placed(problem, provenance) for problem in error.problems) from error
 
 
-@cache
-def component_checks() -> tuple[Check, ...]:
-    """Find every ``check_<topic>(options)`` of ``checks.py`` and of the modules that declare options."""
-    return tuple(_functions_of_options(lambda name: name.startswith("check_")))
+def component_checks() -> list[Check]:
+    """Every registered check, in the order in which the modules' options are declared."""
+    return sorted(CHECKS, key=_position)
+
+
+def component_notes() -> list[Notes]:
+    """Every registered function of notes, in the same order."""
+    return sorted(NOTES, key=_position)
+
+
+def _position(function: Callable[[Any], Any]) -> int:
+    """The place of a function's module in the order of declaration, which does not depend on the order of imports."""
+    return _order_of_modules().get(function.__module__, len(_order_of_modules()))
 
 
 @cache
-def component_notes() -> tuple[Callable[[Any], list[str]], ...]:
-    """Find every ``<topic>_notes(options)`` of those modules: notes on options without effect, and on choices."""
-    return tuple(_functions_of_options(lambda name: name.endswith("_notes") and name[0] != "_"))
-
-
-def _functions_of_options(is_wanted: Callable[[str], bool]) -> Iterator[Callable[[Any], Any]]:
-    """Find the functions of one argument, ``options``, whose name is wanted, in the order of the groups."""
+def _order_of_modules() -> dict[str, int]:
     declaring = (spec.group.__module__ for spec in specs(RunOptions).values())
-    modules = dict.fromkeys([checks.__name__, *declaring])
-    for module in modules:
-        for name, function in vars(sys.modules[module]).items():
-            is_own = inspect.isfunction(function) and function.__module__ == module
-            if is_wanted(name) and is_own and list(inspect.signature(function).parameters) == ["options"]:
-                yield function
+    return {module: place for place, module in enumerate(dict.fromkeys([_cross_checks.__name__, *declaring]))}
 
 
 def _doubtful(present: Mapping[str, Given]) -> set[str]:
@@ -151,17 +144,11 @@ def _doubtful(present: Mapping[str, Given]) -> set[str]:
     return names
 
 
-def _options_named(problem: Problem) -> list[str]:
-    """The options that a problem names, in their order. A name that is also an English word counts only in quotes."""
-    words = re.findall(r'"(\w+)"|(\w+_\w+)', problem.what)
-    return [quoted or plain for quoted, plain in words if (quoted or plain) in specs(RunOptions)]
-
-
 def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
-    """Return ``problem`` with the place of the first option that it names, unless it has a place of its own."""
+    """Return ``problem`` with the place of the first of its options that was given, unless it has a place already."""
     if problem.where:
         return problem
-    places = [provenance[name] for name in _options_named(problem) if name in provenance]
+    places = [provenance[name] for name in problem.options if name in provenance]
     return replace(problem, where=places[0]) if places else problem
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO, get_origin
+from typing import Any, Literal, TextIO, get_origin
 
 from burnish.app.checks import problems_in_files
 from burnish.app.explain_json import explained_parts, problems_of
@@ -23,6 +23,7 @@ from burnish.app.plan import plan
 from burnish.core.conversion import members
 from burnish.core.errors import UserError
 from burnish.core.options import Given, Spec, specs
+from burnish.core.registry import Registry
 from burnish.core.types import Answer, Example, Message
 from burnish.data.reading.files import data_files, read_records
 from burnish.data.reading.json_files import shortened
@@ -95,7 +96,29 @@ def field_of(spec: Spec) -> dict[str, Any]:
         "help": spec.help,
         "aliases": list(spec.aliases),
         "ignored": spec.ignored,
+        "kinds": sorted({_kind(member) for member in members(spec.type)}),
+        "is_secret": spec.is_secret,
+        "names_place": spec.names_place,
+        **_risk(spec),
     }
+
+
+def _kind(member: Any) -> str:
+    """The type of a value by name: ``str``, ``list``, ``NoneType``, ..."""
+    origin = get_origin(member) or member
+    return "str" if origin is Literal else str(origin.__name__)
+
+
+def _risk(spec: Spec) -> dict[str, Any]:
+    """Return the reason why a visitor of the page may not set an option, and the values that are harmless. A member of
+    a registry that another package has added is a risk: choosing it runs that package's code."""
+    registry = getattr(spec.raw_choices, "__self__", None)
+    if isinstance(registry, Registry) and not all(member.is_ours for member in registry):
+        return {
+            "risky": "it runs code of another package",
+            "harmless": [member.name for member in registry if member.is_ours],
+        }
+    return {"risky": spec.risky, "harmless": list(spec.harmless)}
 
 
 def control_of(spec: Spec) -> str:

@@ -54,7 +54,11 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
     named = options.export_quantization_dataset
     if not (named or options.dataset):
         what = '"export_quantization_bit" needs rows to calibrate with, and no data set is named.'
-        raise UserError(what, remedy="Name the one that trained: export_quantization_dataset: data/train.json")
+        raise UserError(
+            what,
+            remedy="Name the one that trained: export_quantization_dataset: data/train.json",
+            option="export_quantization_bit",
+        )
     reading = replace(options, cutoff_len=options.export_quantization_maxlen, streaming=False, tokenized_path=None)
     if named:
         reading = replace(reading, dataset=[named], val_size=0, interleave_probs=None, mix_strategy="concat")

@@ -179,6 +179,7 @@ def _second(
             f'"ref_model" {options.ref_model} cannot read the batches that the policy reads: it does not keep '
             "sequences that lie end to end apart.",
             remedy="Set padding_free: false.",
+            option="ref_model",
         )
     return objective.module_of_reference(second)
 

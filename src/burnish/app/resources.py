@@ -289,5 +289,6 @@ def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats,
             f"{shown_bytes(needed)}: the model{more}.",
             remedy="Free some space, name an output_dir on another disk"
             + (", or set save_total_limit: 1 or save_only_model: true." if kept else "."),
+            option="output_dir",
         )
     ]

@@ -70,7 +70,7 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
         return None, []
     found, skipped = checkpoints.newest()
     if found is None and (asked is True or options.resume == "must"):
-        raise UserError(f'output_dir "{folder}" holds no whole checkpoint to resume from.')
+        raise UserError(f'output_dir "{folder}" holds no whole checkpoint to resume from.', option="output_dir")
     return found, skipped
 
 
@@ -86,7 +86,7 @@ def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
         there = ", ".join(str(path) for path in checkpoints.all()) or "none"
         what = "is a file, not a folder" if asked.exists() else "is not there"
         remedy = f"Checkpoints in output_dir: {there}."
-        return [Problem(f'resume_from_checkpoint "{asked}" {what}.', remedy=remedy)]
+        return [Problem(f'resume_from_checkpoint "{asked}" {what}.', remedy=remedy, option="resume_from_checkpoint")]
     wrong = faults(asked)
     return [Problem(f"{'; '.join(wrong[:3])}.", where=str(asked), remedy=others_beside(asked))] if wrong else []
 
@@ -122,6 +122,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
             f"on to step {steps.max_steps}.",
             where=str(folder),
             remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
+            option="max_steps",
         )
     return finished_sentence(folder, done["global_step"])
 
@@ -149,6 +150,7 @@ def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -
             f"{found.name} takes {rows} rows a step, which {world_size} processes of "
             f"{options.per_device_train_batch_size} rows cannot.",
             remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
+            option="per_device_train_batch_size",
         )
     return int(rows // across)
 

@@ -62,6 +62,7 @@ def missing_metric(name: str, metrics: Iterable[str]) -> Problem:
     return Problem(
         f'metric_for_best_model "{name}" is not among the metrics of the evaluation.{did_you_mean(name, metrics)}',
         remedy=f"There are: {', '.join(sorted(metrics))}.",
+        option="metric_for_best_model",
     )
 
 

@@ -223,7 +223,12 @@ class Checkpoints:
         self._barrier()
         if not temporary.is_dir():
             what = f"rank {self.rank} does not see what rank 0 writes into output_dir."
-            raise UserError(what, where=str(self.folder), remedy="Name a folder that all machines of the run share.")
+            raise UserError(
+                what,
+                where=str(self.folder),
+                remedy="Name a folder that all machines of the run share.",
+                option="output_dir",
+            )
         for part in parts.values():
             if part.on_each_rank:
                 _write_part(temporary, part.stem_of(self.rank), *split(part.state_dict()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from burnish.core.best import deciding_metric, is_higher_better
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.core.events import TrainerCallback
 from burnish.core.options import option, raise_if
@@ -38,6 +39,7 @@ class StoppingChoices(Protocol):
     save_strategy: str
 
 
+@check
 def check_early_stopping(options: StoppingChoices) -> list[Problem]:
     return [] if options.early_stopping_steps is None else _what_is_missing(options)
 
@@ -48,11 +50,21 @@ def _what_is_missing(options: StoppingChoices) -> list[Problem]:
     if options.eval_strategy == "no":
         what = "Early stopping needs evaluations to judge by, and eval_strategy is no."
         problems.append(
-            Problem(what, remedy="Set eval_strategy: steps and an evaluation set, or leave early_stopping_steps out.")
+            Problem(
+                what,
+                remedy="Set eval_strategy: steps and an evaluation set, or leave early_stopping_steps out.",
+                option="eval_strategy",
+            )
         )
     if not (options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == "best"):
         what = "Early stopping needs to know which evaluation is the best, and metric_for_best_model is not given."
-        problems.append(Problem(what, remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true.",
+                option="metric_for_best_model",
+            )
+        )
     return problems
 
 

@@ -19,12 +19,20 @@ class Problem:
         where: file and line, record number or option name; empty where ``what`` says it.
         why: the consequence, where it is not obvious.
         remedy: what to do instead.
+        option: name of the option that the problem concerns, or several names, the most important first. The place of
+            the option in the configuration is added from it, and editors mark it.
     """
 
     what: str
     where: str = ""
     why: str = ""
     remedy: str = ""
+    option: str | tuple[str, ...] = ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names in ``option``, as a tuple."""
+        return (self.option,) if isinstance(self.option, str) else self.option
 
     def __str__(self) -> str:
         first = f"{self.where}: {self.what}" if self.where else self.what
@@ -35,14 +43,19 @@ class UserError(ValueError):
     """Raised for what the user gave: options, data, models, folders. Holds every problem found, not only the first.
 
     Args:
-        problems: one, or all; or the ``what`` of one, of which the others are the rest.
+        problems: one problem, or several; or the ``what`` of one, whose other fields are the other arguments.
     """
 
     def __init__(
-        self, problems: Problem | str | Iterable[Problem], where: str = "", why: str = "", remedy: str = ""
+        self,
+        problems: Problem | str | Iterable[Problem],
+        where: str = "",
+        why: str = "",
+        remedy: str = "",
+        option: str | tuple[str, ...] = (),
     ) -> None:
         if isinstance(problems, str):
-            problems = Problem(problems, where, why, remedy)
+            problems = Problem(problems, where, why, remedy, option)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
@@ -50,11 +63,12 @@ class UserError(ValueError):
 class MissingExtraError(UserError):
     """An optional library is not installed; names the extra that brings it, or the library where none does."""
 
-    def __init__(self, library: str, needed_for: str, extra: str = "") -> None:
+    def __init__(self, library: str, needed_for: str, extra: str = "", option: str | tuple[str, ...] = ()) -> None:
         package = f'"burnish[{extra}]"' if extra else library
         super().__init__(
             f"{needed_for} needs the library {library!r}, which is not installed.",
             remedy=f"Install it with: pip install {package}",
+            option=option,
         )
 
 

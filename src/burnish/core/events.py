@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.state import TrainerControl, TrainerState
@@ -47,10 +48,14 @@ class FlowOptions:
     save_steps: float = option(500, "Steps between two checkpoints; below 1 a share of all steps.", unit="steps", gt=0)
 
 
+@check
 def check_flow(options: FlowOptions) -> list[Problem]:
     """Interval options that are neither a count nor a share."""
     return [
-        Problem(f'"{name}" must be a whole number of steps, or below 1 for a share of all steps. Received: {value}.')
+        Problem(
+            f'"{name}" must be a whole number of steps, or below 1 for a share of all steps. Received: {value}.',
+            option=name,
+        )
         for name in ("logging_steps", "eval_steps", "save_steps")
         if (value := getattr(options, name)) is not None and value > 1 and value != int(value)
     ]

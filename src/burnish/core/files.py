@@ -17,6 +17,8 @@ from typing import BinaryIO, TextIO
 from burnish.core.errors import NotSavedError, Problem, UserError
 
 _LOCK = ".lock"
+ROOTS = "BURNISH_ROOTS"
+"""Environment variable of processes that the web page starts: the folders below which they may read data."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"), (stat.S_ISDIR, "a folder"),
@@ -34,6 +36,14 @@ def remove(path: Path) -> None:
 def expanded(path: str | Path) -> Path:
     """The path with ``~`` and ``~name`` as the folders that they stand for; as it is where there is no such user."""
     return Path(os.path.expanduser(path))
+
+
+def check_below_roots(path: Path) -> None:
+    """Refuse a path that, with links resolved, lies outside the roots of the web page that started this process."""
+    roots = [Path(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
+    if roots and not any(path.resolve().is_relative_to(root) for root in roots):
+        what = f'"{path}" is not below {" or ".join(map(str, roots))}, the folders that the web page may read.'
+        raise UserError(what, remedy="Move the file there, or start burnish webui with another web_roots.")
 
 
 def odd_kind(path: Path) -> str:

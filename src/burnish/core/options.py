@@ -190,13 +190,13 @@ def build(group: type[Built], given: Mapping[str, Given]) -> tuple[Built, list[P
         if name in first_place:
             other, place = first_place[name]
             what = f'"{key}" and "{other}" are two names of one option; give one of them.'
-            problems.append(Problem(what, where=item.where or place))
+            problems.append(Problem(what, where=item.where or place, option=name))
             continue
         first_place[name] = (key, item.where)
         try:
             values[name] = convert(known[name], item.value)
         except ValueError as error:
-            problems.append(Problem(f'"{key}" {error}', where=item.where))
+            problems.append(Problem(f'"{key}" {error}', where=item.where, option=name))
     return group(**values), problems
 
 
@@ -227,20 +227,6 @@ def convert(spec: Spec, raw: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         check_bounds(spec, value)
     return value
-
-
-def check(options: Any) -> list[Problem]:
-    """Hold every value of an instance against its declaration; for objects made in Python rather than parsed."""
-    problems = []
-    for spec in specs(options.__class__).values():
-        value = getattr(options, spec.name)
-        if value == spec.default or not isinstance(value, str | int | float | list | dict):
-            continue
-        try:
-            convert(spec, value)
-        except ValueError as error:
-            problems.append(Problem(f'"{spec.name}" {error}'))
-    return problems
 
 
 def changed_options(options: Any) -> dict[str, Any]:

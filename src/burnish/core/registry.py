@@ -10,6 +10,7 @@ a module that registers its members when it is imported. The family looks for th
 and refuses an entry point that cannot be loaded, by its name and that of its package. docs/extending.md shows it.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -29,6 +30,7 @@ class Member(Generic[T]):
     summary: str = ""
     when: Callable[[Any], bool] | None = None  # true for options that ask for this member without naming it
     traits: Mapping[str, Any] = field(default_factory=dict)  # what the family wants to know of a member
+    is_ours: bool = True  # false for a member that another package registered
 
 
 class Registry(Generic[T]):
@@ -48,12 +50,14 @@ class Registry(Generic[T]):
         replace: bool = False, **traits: Any,
     ) -> Callable[[T], T]:  # fmt: skip
         """Add a member under one or more names. Raises ValueError where a name is taken and ``replace`` is false."""
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        is_ours = caller.partition(".")[0] == "burnish"
 
         def add(value: T) -> T:
             for name in names:
                 if name in self._members and not replace:
                     raise ValueError(f"{self.family} {name!r} is registered already: {self._members[name].value!r}")
-                self._members[name] = Member(name, value, options, _first_line(value), when, traits)
+                self._members[name] = Member(name, value, options, _first_line(value), when, traits, is_ours)
             return value
 
         return add

@@ -76,7 +76,10 @@ def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1, inne
     rows_per_step = per_batch * options.gradient_accumulation_steps
     if rows is None:
         if options.max_steps <= 0:
-            raise UserError("The training set has no length, so max_steps must be a positive number. Received: -1.")
+            raise UserError(
+                "The training set has no length, so max_steps must be a positive number. Received: -1.",
+                option="max_steps",
+            )
         return StepPlan(None, rows_per_step, options.max_steps, options.max_steps, sys.maxsize)
     used = rows - rows % per_batch if options.dataloader_drop_last else rows
     steps_per_epoch = math.ceil(used / rows_per_step) * inner_steps
@@ -85,6 +88,7 @@ def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1, inne
             f"No step would run: the {rows} of the training set do not fill a batch of {per_batch} rows, and "
             "dataloader_drop_last is set.",
             remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
+            option="dataloader_drop_last",
         )
     if options.max_steps > 0:
         return StepPlan(
@@ -113,7 +117,11 @@ def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
         f"the learning rate would never reach its peak: {options.warmup_steps:g} warm-up steps (warmup_steps) in a "
         f"run of {max_steps} steps."
     )
-    return [Problem(what, remedy=f"Set warmup_steps below {max_steps}, or train longer.")]
+    return [
+        Problem(
+            what, remedy=f"Set warmup_steps below {max_steps}, or train longer.", option=("warmup_steps", "max_steps")
+        )
+    ]
 
 
 def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
@@ -299,4 +307,4 @@ def refused_by_curve(options: CurveOptions) -> Iterator[None]:
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         name = options.lr_scheduler_type
         what = f'lr_scheduler_type "{name}" does not take all of lr_scheduler_kwargs: {why_not(error)}'
-        raise UserError(f"{what.rstrip('.')}.") from error
+        raise UserError(f"{what.rstrip('.')}.", option=("lr_scheduler_kwargs", "lr_scheduler_type")) from error

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from burnish.core.checks import notes
 from burnish.core.options import option
 from burnish.core.protocols import Engine
 from burnish.core.types import StepBatch
@@ -87,6 +88,7 @@ class SpikeWatch:
         self.norms = deque(state["norms"], maxlen=_SEEN)
 
 
+@notes
 def spike_notes(options: SpikeOptions) -> list[str]:
     """Note an option that has no effect."""
     unread = options.spike_ratio is not None and options.on_spike == "no"

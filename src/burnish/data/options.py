@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.data.sets.formats import FORMATS
@@ -71,12 +72,17 @@ class DataOptions:
     )
 
 
+@check
 def check_data(options: DataOptions) -> list[Problem]:
     """Find what is wrong with the options without reading a file."""
     problems = []
     if not (options.dataset or options.eval_dataset or options.tokenized_path):
         problems.append(
-            Problem('"dataset" is missing.', remedy="Name one: dataset: <name in dataset_info.json, or a path>")
+            Problem(
+                '"dataset" is missing.',
+                remedy="Name one: dataset: <name in dataset_info.json, or a path>",
+                option="dataset",
+            )
         )
     return problems + _check_val_size(options) + _check_mix(options)
 
@@ -86,9 +92,16 @@ def _check_val_size(options: DataOptions) -> list[Problem]:
         return []
     if options.eval_dataset:
         remedy = "Keep one: eval_dataset to evaluate on a set of its own, val_size to hold out a part of dataset."
-        return [Problem("val_size and eval_dataset are both given.", remedy=remedy)]
+        return [
+            Problem("val_size and eval_dataset are both given.", remedy=remedy, option=("val_size", "eval_dataset"))
+        ]
     if options.val_size > 1 and options.val_size != int(options.val_size):
-        return [Problem(f"val_size must be a share below 1 or a whole number of rows. Received: {options.val_size}.")]
+        return [
+            Problem(
+                f"val_size must be a share below 1 or a whole number of rows. Received: {options.val_size}.",
+                option="val_size",
+            )
+        ]
     return []
 
 
@@ -98,15 +111,27 @@ def _check_mix(options: DataOptions) -> list[Problem]:
         return []
     if options.mix_strategy == "concat":
         remedy = "Set mix_strategy: interleave_under, or leave interleave_probs out."
-        return [Problem("interleave_probs is given, and mix_strategy is concat, which draws nothing.", remedy=remedy)]
+        return [
+            Problem(
+                "interleave_probs is given, and mix_strategy is concat, which draws nothing.",
+                remedy=remedy,
+                option=("interleave_probs", "mix_strategy"),
+            )
+        ]
     problems = [
         Problem(
-            f"interleave_probs must have a number for each set in {name}. Received: {len(weights)} for {len(sets)}."
+            f"interleave_probs must have a number for each set in {name}. Received: {len(weights)} for {len(sets)}.",
+            option="interleave_probs",
         )
         for name, sets in (("dataset", options.dataset), ("eval_dataset", options.eval_dataset))
         if sets and len(sets) != len(weights)
     ]
     if any(weight <= 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
         received = f"{', '.join(map(str, weights))}, which add up to {sum(weights):g}"
-        problems.append(Problem(f"interleave_probs must be greater than 0 and add up to 1. Received: {received}."))
+        problems.append(
+            Problem(
+                f"interleave_probs must be greater than 0 and add up to 1. Received: {received}.",
+                option="interleave_probs",
+            )
+        )
     return problems

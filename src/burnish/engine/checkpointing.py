@@ -30,18 +30,24 @@ def checkpointing_problems(options: EngineChoices) -> Iterator[Problem]:
         yield Problem(
             f'"gradient_checkpointing_kwargs": there is no "{name}".{did_you_mean(name, known)}',
             remedy=f"Known: {', '.join(known)}.",
+            option="gradient_checkpointing_kwargs",
         )
     layers = given.get("every_n_layers", 1)
     if type(layers) is not int or layers < 1:
         yield Problem(
-            f'"gradient_checkpointing_kwargs": "every_n_layers" is a whole number from 1 on. Received: {layers!r}.'
+            f'"gradient_checkpointing_kwargs": "every_n_layers" is a whole number from 1 on. Received: {layers!r}.',
+            option="gradient_checkpointing_kwargs",
         )
     if given.get("selective") and not options.gradient_checkpointing:
-        yield Problem("`gradient_checkpointing_kwargs={'selective': True}` requires `gradient_checkpointing=True`.")
+        yield Problem(
+            "`gradient_checkpointing_kwargs={'selective': True}` requires `gradient_checkpointing=True`.",
+            option=("gradient_checkpointing_kwargs", "gradient_checkpointing"),
+        )
     if given.get("selective") and given.get("use_reentrant"):
         yield Problem(
             "`gradient_checkpointing_kwargs={'selective': True}` requires non-reentrant gradient checkpointing.",
             remedy="Set `use_reentrant` to `False`, or leave it unset.",
+            option="gradient_checkpointing_kwargs",
         )
 
 

@@ -149,12 +149,13 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
         yield Problem(
             f'"deepspeed" names a file that does not exist: {Path(source).absolute()}.{did_you_mean(source, NAMES)}',
             remedy=f"Known by name: {', '.join(NAMES)}. {json_beside(Path(source))}".rstrip(),
+            option="deepspeed",
         )
         return
     try:
         settings = raw_settings(options)
     except ValueError as error:
-        yield Problem(f"the file of DeepSpeed's settings {error}.", where)
+        yield Problem(f"the file of DeepSpeed's settings {error}.", where, option="deepspeed")
         return
     for key, value in settings.items():
         if key in _SAYS_AGAIN:
@@ -163,7 +164,10 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
             yield from _own_section(where, key, value)
         elif key not in _OF_THE_MACHINE | _OBSERVING:
             yield Problem(
-                f'"{key}" of DeepSpeed\'s settings is not part of burnish.', where, remedy="Take it out of the file."
+                f'"{key}" of DeepSpeed\'s settings is not part of burnish.',
+                where,
+                remedy="Take it out of the file.",
+                option="deepspeed",
             )
     yield from _offloads(where, settings)
 
@@ -202,6 +206,7 @@ def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> 
             f'"{key}" is {json.dumps(asked)}, and the option "{name}" is {json.dumps(given)}.',
             where,
             remedy=f'Set {name}: {json.dumps(asked)}, or write "auto" into the file.',
+            option=("deepspeed", name),
         )
 
 
@@ -214,6 +219,7 @@ def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
             f'"{key}" of DeepSpeed\'s settings is not part of burnish.',
             where,
             remedy=f"Take it out of the file; {_OWN[key]}.",
+            option="deepspeed",
         )
 
 
@@ -222,6 +228,10 @@ def _offloads(where: str, settings: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):
-            yield Problem(f'"{name}": burnish offloads to the CPU alone. Received: "{device}".', where)
+            yield Problem(
+                f'"{name}": burnish offloads to the CPU alone. Received: "{device}".', where, option="deepspeed"
+            )
     if zero.get("stage", 0) not in (0, 1, 2, 3):
-        yield Problem(f'"zero_optimization": ZeRO has stages 0 to 3. Received: {zero["stage"]!r}.', where)
+        yield Problem(
+            f'"zero_optimization": ZeRO has stages 0 to 3. Received: {zero["stage"]!r}.', where, option="deepspeed"
+        )

@@ -277,6 +277,7 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
                     f'fsdp_config: "transformer_layer_cls_to_wrap" names {wanted}, and the model has no such '
                     f"layer.{did_you_mean(wanted, names)}",
                     remedy="Leave it out: layers are found from the model.",
+                    option="fsdp_config",
                 )
         found = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]
         return found[::-1]

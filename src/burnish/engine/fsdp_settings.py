@@ -105,12 +105,16 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
     value = options.fsdp_config
     if isinstance(value, str) and not Path(value).exists():
         what = f'"fsdp_config" names a file that does not exist: {Path(value).absolute()}.'
-        yield Problem(what, remedy=json_beside(Path(value)))
+        yield Problem(what, remedy=json_beside(Path(value)), option="fsdp_config")
         return
     if value and not asks_for_fsdp(options):
-        yield Problem('"fsdp_config" has no effect without "fsdp".', remedy="Set fsdp: full_shard, or leave it out.")
+        yield Problem(
+            '"fsdp_config" has no effect without "fsdp".',
+            remedy="Set fsdp: full_shard, or leave it out.",
+            option=("fsdp_config", "fsdp"),
+        )
     for word in sorted(_words(options) - _WORDS):
-        yield Problem(f'"fsdp": there is no "{word}".{did_you_mean(word, _WORDS)}')
+        yield Problem(f'"fsdp": there is no "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
     for key, told in _told().items():
         if key not in _READ and key not in _WITHOUT_EFFECT and told.lower() not in ("", "false", "none"):
             yield Problem(f'FSDP_{key.upper()} is "{told}": burnish has no such setting.', remedy="Leave it out.")
@@ -118,9 +122,9 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         known = [*_READ, *_WITHOUT_EFFECT]
         for key in _values(options):
             if key not in known:
-                yield Problem(f'"fsdp_config": there is no "{key}".{did_you_mean(key, known)}')
+                yield Problem(f'"fsdp_config": there is no "{key}".{did_you_mean(key, known)}', option="fsdp_config")
     except ValueError as error:
-        yield Problem(f'"fsdp_config": the file {error}.', where=str(value))
+        yield Problem(f'"fsdp_config": the file {error}.', where=str(value), option="fsdp_config")
 
 
 def fsdp_notes(options: FsdpChoices) -> Iterator[str]:

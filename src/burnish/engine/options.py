@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem, did_you_mean
 from burnish.core.options import option
 from burnish.engine.checkpointing import checkpointing_problems
@@ -111,6 +112,7 @@ class EngineOptions:
     full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
 
 
+@check
 def check_engine(options: EngineChoices) -> list[Problem]:
     """Find options that this machine, or any machine, does not support."""
     return [
@@ -134,6 +136,7 @@ def _compiling(options: EngineChoices) -> Iterator[Problem]:
             yield Problem(
                 f'"torch_compile_{name}": there is no "{value}".{did_you_mean(value, known[name])}',
                 remedy=f"Known: {', '.join(known[name])}.",
+                option=f"torch_compile_{name}",
             )
 
 
@@ -144,29 +147,55 @@ def _formats(options: EngineChoices) -> Iterator[Problem]:
             f'"{asked[0]}" and "{asked[1]}" are two number formats; a run has one.',
             why="bfloat16 has the range of float32; float16 has not, and needs a loss scale.",
             remedy="Keep bf16 where the device has it.",
+            option=tuple(asked),
         )
     if options.bf16_full_eval and options.fp16_full_eval:
-        yield Problem('"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.')
+        yield Problem(
+            '"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.',
+            option=("bf16_full_eval", "fp16_full_eval"),
+        )
     if mixed_precision(options) == "bf16" and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
-        yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.")
+        yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.", option="bf16")
 
 
 def _processes(options: EngineChoices) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(options.num_processes, str) and options.num_processes != AUTO:
-        yield Problem(f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".')
+        yield Problem(
+            f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".',
+            option="num_processes",
+        )
     elif options.engine == "single" and options.num_processes not in (AUTO, 1):
-        yield Problem(f'"engine" is single, and "num_processes" {options.num_processes}.', remedy="Leave engine out.")
+        yield Problem(
+            f'"engine" is single, and "num_processes" {options.num_processes}.',
+            remedy="Leave engine out.",
+            option=("engine", "num_processes"),
+        )
     if options.engine == "single" and num_processes > 1:
-        yield Problem(f'"engine" is single, and {num_processes} processes were started.', remedy="Leave engine out.")
+        yield Problem(
+            f'"engine" is single, and {num_processes} processes were started.',
+            remedy="Leave engine out.",
+            option=("engine", "num_processes"),
+        )
     if asks_for_deepspeed(options) and asks_for_fsdp(options):
-        yield Problem('"deepspeed" and "fsdp" are two ways to shard a model; a run has one.')
+        yield Problem(
+            '"deepspeed" and "fsdp" are two ways to shard a model; a run has one.', option=("deepspeed", "fsdp")
+        )
     if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
-        yield Problem("This run needs the library DeepSpeed, which is not installed.", remedy="pip install deepspeed")
+        yield Problem(
+            "This run needs the library DeepSpeed, which is not installed.",
+            remedy="pip install deepspeed",
+            option="deepspeed",
+        )
     if options.engine == "accelerate" and find_spec("accelerate") is None:
-        yield Problem("This run needs the library accelerate, which is not installed.", remedy="pip install accelerate")
+        yield Problem(
+            "This run needs the library accelerate, which is not installed.",
+            remedy="pip install accelerate",
+            option="engine",
+        )
 
 
+@notes
 def engine_notes(options: EngineChoices) -> list[str]:
     """Notes on options that have no effect here, or another one than expected."""
     device, notes = device_of(options), []

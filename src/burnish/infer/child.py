@@ -64,7 +64,9 @@ def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str
     if program is None:
         named = options.infer_executable or backend
         what = f'"infer_backend" is {backend}, and its program "{named}" is not there.'
-        raise UserError(what, remedy="Name it: infer_executable: /path/to/its/environment/bin/vllm")
+        raise UserError(
+            what, remedy="Name it: infer_executable: /path/to/its/environment/bin/vllm", option="infer_backend"
+        )
     key, port = secrets.token_urlsafe(24), free_port()
     command = [program, *arguments(options, folder, adapters, port)]
     log = Path(tempfile.mkdtemp(prefix=f"burnish-{backend}-")) / "server.log"

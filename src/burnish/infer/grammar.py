@@ -89,7 +89,9 @@ class Grammars:
             known = ", ".join(_CALLS)
             written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
             what = f"a call cannot be required {written}."
-            raise UserError(what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.")
+            raise UserError(
+                what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.", option="tool_format"
+            )
         opens, closes, key = _CALLS[tool_format]
         opens, closes = (self._with_tokens(text) for text in (opens, closes))
         each = {"anyOf": [_call_schema(name, schema, key) for name, schema in offered.items()]}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem
 from burnish.core.options import option, set_without
 
@@ -79,13 +80,15 @@ if TYPE_CHECKING:
         """The options that answers are made with, as a type checker sees them."""
 
 
+@check
 def check_infer(options: InferOptions) -> list[Problem]:
     if options.infer_url is None or options.infer_url.startswith(("http://", "https://")):
         return []
     what = f'"infer_url" begins with http:// or https://. Received: {options.infer_url}.'
-    return [Problem(what, remedy="For a server on this machine: infer_url: http://127.0.0.1:8000")]
+    return [Problem(what, remedy="For a server on this machine: infer_url: http://127.0.0.1:8000", option="infer_url")]
 
 
+@notes
 def infer_notes(options: InferOptions) -> list[str]:
     """Names of options that were set for another engine than the one that answers."""
     notes = set_without(options, {"infer_executable": "infer_backend"})

@@ -50,7 +50,9 @@ class RemoteEngine:
     ) -> None:  # fmt: skip
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f'"infer_url" is an address such as http://127.0.0.1:8000. Received: {url}.')
+            raise UserError(
+                f'"infer_url" is an address such as http://127.0.0.1:8000. Received: {url}.', option="infer_url"
+            )
         self._parts, self._key, self.tokenizer = parts, key, tokenizer
         self.context, self.slots, self.adapters, self.name = context, slots, adapters, name
         self._limit, self._at_end = waiting, at_end
@@ -242,7 +244,7 @@ def started_engine(answerer: Answerer, waiting: int | None = None) -> RemoteEngi
     if options.infer_url is None and options.adapter_name_or_path:
         what = f'"infer_backend" {options.infer_backend} loads folders as they are, and adapter_name_or_path is merged.'
         remedy = "burnish export merges it first; or name it in served_adapters."
-        raise UserError(what, remedy=remedy)
+        raise UserError(what, remedy=remedy, option=("infer_backend", "adapter_name_or_path"))
     given: dict[str, Any] = {
         "context": answerer.context, "waiting": waiting, "adapters": answerer.adapters,
         "slots": options.infer_seats or 64, "name": options.infer_url or options.infer_backend,

@@ -87,7 +87,9 @@ def refuse_ask(ask: Ask, limits: SeatLimits, adapters: Sequence[str]) -> None:
         what = f"the prompt has {len(ask.ids)} tokens, and {context} is the most that prompt and answer may have."
         problems.append(Problem(what, remedy="Shorten the prompt, or raise infer_context."))
     if ask.max_new_tokens < (ask.prompt_logprobs_from is None):
-        problems.append(Problem(f"max_new_tokens must be at least 1. Received: {ask.max_new_tokens}."))
+        problems.append(
+            Problem(f"max_new_tokens must be at least 1. Received: {ask.max_new_tokens}.", option="max_new_tokens")
+        )
     if ask.adapter != BASE and ask.adapter not in adapters:
         known = ", ".join((BASE, *adapters))
         problems.append(Problem(f'there is no adapter "{ask.adapter}".', remedy=f"Known: {known}."))

@@ -46,6 +46,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         yield Problem(
             f"attn_implementation is {name} and flash_attn is {options.flash_attn}: two answers to one question.",
             remedy="Keep one of them.",
+            option=("attn_implementation", "flash_attn"),
         )
     if name is None or name in _OTHERS:
         return
@@ -54,6 +55,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         yield Problem(
             f'attn_implementation: there is no "{name}".{did_you_mean(name, known)}',
             remedy=f"Known: {', '.join(known)}, and kernels of the hub, such as kernels-community/flash-attn2.",
+            option="attn_implementation",
         )
     elif not _can_be_had(name):
         asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
@@ -62,6 +64,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         yield Problem(
             f"{asked} needs the library {package}, which is not installed.",
             remedy=f"Install {package}{other}, or leave it out: sdpa computes the same.",
+            option="attn_implementation" if options.attn_implementation else "flash_attn",
         )
 
 

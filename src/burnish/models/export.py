@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from burnish.core.checks import notes
 from burnish.core.errors import NotSavedError, Problem, first_line
 from burnish.core.options import option, set_without
 
@@ -57,6 +58,7 @@ def without_gguf(options: ExportOptions) -> list[str]:
     return set_without(options, {"export_gguf_type": "export_format", "llama_cpp": "export_format"})
 
 
+@notes
 def export_notes(options: ExportOptions) -> list[str]:
     if options.export_dir is None:
         return without_gguf(options)
@@ -84,23 +86,31 @@ def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Probl
     """
     if not options.export_dir:
         return [
-            Problem("export_dir is missing.", remedy="Name a new folder for the whole model: export_dir: models/first")
+            Problem(
+                "export_dir is missing.",
+                remedy="Name a new folder for the whole model: export_dir: models/first",
+                option="export_dir",
+            )
         ]
     folder = Path(options.export_dir)
     if folder.exists() and not folder.is_dir():
-        return [Problem(f'export_dir must be a folder. "{folder}" is a file.')]
+        return [Problem(f'export_dir must be a folder. "{folder}" is a file.', option="export_dir")]
     if any(folder.resolve() == other.resolve() for other in others):
         what = f'export_dir "{folder}" is the folder that is read from; it would be written over.'
-        return [Problem(what, remedy="Name another export_dir.")]
+        return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
     if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
         what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be taken for those of the export.'
-        return [Problem(what, remedy="Name another export_dir.")]
+        return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
     inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
         return []
     what = f'export_dir "{folder}" is not empty: {", ".join(inside[:3])}{", ..." if len(inside) > 3 else ""}.'
     return [
-        Problem(what, remedy="Name another export_dir, or set overwrite_output_dir: true to write over what is there.")
+        Problem(
+            what,
+            remedy="Name another export_dir, or set overwrite_output_dir: true to write over what is there.",
+            option="export_dir",
+        )
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.ops.probe import causal_lm
@@ -62,19 +63,33 @@ class AnswerChoices(Protocol):
     num_beams: int
 
 
+@check
 def check_generation(options: AnswerChoices) -> list[Problem]:
     problems = []
     if options.samples > 1 and not (options.do_sample and options.num_beams == 1):
         what = (
             f'"samples" {options.samples} draws several answers, and without do_sample or with num_beams all are one.'
         )
-        problems.append(Problem(what, remedy="Set do_sample: true and num_beams: 1, or leave samples out."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Set do_sample: true and num_beams: 1, or leave samples out.",
+                option=("samples", "do_sample", "num_beams"),
+            )
+        )
     if options.predict_with_generate and options.stage == "pt":
         what = f'"predict_with_generate" answers prompts, and stage: {options.stage} has none.'
-        problems.append(Problem(what, remedy="Set stage: sft, or leave predict_with_generate out to measure the loss."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Set stage: sft, or leave predict_with_generate out to measure the loss.",
+                option="predict_with_generate",
+            )
+        )
     return problems
 
 
+@notes
 def generation_notes(options: AnswerChoices) -> list[str]:
     if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
         return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.options import option, raise_if
 from burnish.core.patching import Reason, record
@@ -57,10 +58,12 @@ class LigerChoices(LigerChoice, Protocol):
     use_cpu: bool
 
 
+@check
 def check_liger(options: LigerChoices) -> list[Problem]:
     return liger_problems(device_of(options)) if options.enable_liger_kernel else []
 
 
+@notes
 def liger_notes(options: LigerChoices) -> list[str]:
     if options.liger_kernel_config and not takes_liger(options, device_of(options)):
         return ['"liger_kernel_config" has no effect: Liger\'s kernels are not used.']
@@ -75,7 +78,10 @@ def liger_problems(device: torch.device) -> list[Problem]:
     if find_spec("liger_kernel") is None:
         reasons.append("it needs the library liger-kernel, which is not installed")
     remedy = "Leave it out: burnish's own layers compute the same."
-    return [Problem(f'"enable_liger_kernel" is true, and {reason}.', remedy=remedy) for reason in reasons]
+    return [
+        Problem(f'"enable_liger_kernel" is true, and {reason}.', remedy=remedy, option="enable_liger_kernel")
+        for reason in reasons
+    ]
 
 
 def takes_liger(options: LigerChoice, device: torch.device) -> bool:
@@ -114,7 +120,11 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     known = [name for name in parts if name != "model"]
     remedy = f"Known: {', '.join(name for name in known if name not in _LOSSES)}."
     raise_if(
-        Problem(f'"liger_kernel_config": {family} models have no "{name}".{did_you_mean(name, known)}', remedy=remedy)
+        Problem(
+            f'"liger_kernel_config": {family} models have no "{name}".{did_you_mean(name, known)}',
+            remedy=remedy,
+            option="liger_kernel_config",
+        )
         for name in given
         if name not in known
     )

@@ -235,6 +235,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
             f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has no single table of rotary '
             "positions.",
             remedy="Leave rope_scaling out, and keep cutoff_len within the model's context.",
+            option="rope_scaling",
         )
     original = rope.get("original_max_position_embeddings") or length
     if wanted <= length:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem
 from burnish.core.options import option
 
@@ -75,14 +76,27 @@ class ModelOptions:
     )
 
 
+@check
 def check_new_tokens(options: ModelOptions) -> list[Problem]:
     problems = []
     if options.init_special_tokens != "noise_init" and not options.new_special_tokens_config:
         what = f'"init_special_tokens" is {options.init_special_tokens}, and no token is described.'
-        problems.append(Problem(what, remedy="Describe them in new_special_tokens_config: {<token>: <description>}."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Describe them in new_special_tokens_config: {<token>: <description>}.",
+                option="init_special_tokens",
+            )
+        )
     if options.add_special_tokens and options.new_special_tokens_config:
         what = '"add_special_tokens" and "new_special_tokens_config" both name new special tokens.'
-        problems.append(Problem(what, remedy="Name all of them in new_special_tokens_config."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Name all of them in new_special_tokens_config.",
+                option=("add_special_tokens", "new_special_tokens_config"),
+            )
+        )
     return problems
 
 
@@ -93,13 +107,21 @@ class NormChoices(Protocol):
     upcast_layernorm: bool
 
 
+@check
 def check_norms(options: NormChoices) -> list[Problem]:
     if not (options.upcast_layernorm and options.pure_bf16):
         return []
     what = '"upcast_layernorm" holds norms in float32, and "pure_bf16" holds every weight in bfloat16.'
-    return [Problem(what, remedy="Set bf16: true instead of pure_bf16, or leave upcast_layernorm out.")]
+    return [
+        Problem(
+            what,
+            remedy="Set bf16: true instead of pure_bf16, or leave upcast_layernorm out.",
+            option=("upcast_layernorm", "pure_bf16"),
+        )
+    ]
 
 
+@notes
 def remote_code_notes(options: ModelOptions) -> list[str]:
     """Say that code of other people runs, in the log of every run in which it may."""
     if not options.trust_remote_code:
@@ -107,6 +129,7 @@ def remote_code_notes(options: ModelOptions) -> list[str]:
     return [f"trust_remote_code: Python code that comes with {options.model_name_or_path} may run, as you."]
 
 
+@notes
 def new_tokens_notes(options: ModelOptions) -> list[str]:
     if not options.new_special_tokens_config or options.init_special_tokens != "noise_init":
         return []

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from burnish.core.checks import notes
 from burnish.core.errors import MissingExtraError, Problem
 from burnish.core.options import option, set_without
 from burnish.core.types import IGNORE_INDEX, Row
@@ -68,6 +69,7 @@ def without_bits(options: QuantisedExportOptions) -> list[str]:
     return set_without(options, {f"export_quantization_{part}": "export_quantization_bit" for part in parts})
 
 
+@notes
 def quantised_export_notes(options: QuantisedExportOptions) -> list[str]:
     if options.export_quantization_bit is None:
         return without_bits(options)
@@ -102,11 +104,21 @@ def check_quantised_export(options: QuantisedExportOptions, shapes: nn.Module) -
     method, bits = options.export_quantization_method, options.export_quantization_bit
     missing = [name for name in LIBRARY_OF[method] if find_spec(name) is None]
     problems = [
-        problem for name in missing for problem in MissingExtraError(name, '"export_quantization_bit"', EXTRA).problems
+        problem
+        for name in missing
+        for problem in MissingExtraError(
+            name, '"export_quantization_bit"', EXTRA, option="export_quantization_bit"
+        ).problems
     ]
     if method == "awq" and bits != 4:
         what = f'"export_quantization_method" awq writes 4 bits. Received: "export_quantization_bit" {bits}.'
-        problems.append(Problem(what, remedy="Set export_quantization_bit: 4, or export_quantization_method: gptq."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Set export_quantization_bit: 4, or export_quantization_method: gptq.",
+                option=("export_quantization_method", "export_quantization_bit"),
+            )
+        )
     if not _layers(shapes):  # GPT-2's
         what = f"{type(shapes).__name__} has no linear layers of torch, which alone are quantised here."
         problems.append(Problem(what, remedy="Leave export_quantization_bit out."))

@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import MissingExtraError, Problem
 from burnish.core.options import changed_options, option, raise_if, set_without
 from burnish.core.patching import Reason, patch
@@ -60,18 +61,25 @@ class QuantizationChoices(Protocol):
     train_from_scratch: bool
 
 
+@check
 def check_quantization(options: QuantizationChoices) -> list[Problem]:
     if options.quantization_bit is None:
         return []
     problems: list[Problem] = []
     if find_spec("bitsandbytes") is None:
-        problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA).problems
+        problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA, option="quantization_bit").problems
     if options.finetuning_type in ("full", "freeze"):
         what = (
             f'"quantization_bit" {options.quantization_bit} leaves weights that cannot be trained, and '
             f'"finetuning_type" is {options.finetuning_type}.'
         )
-        problems.append(Problem(what, remedy="Set finetuning_type: lora, or leave quantization_bit out."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Set finetuning_type: lora, or leave quantization_bit out.",
+                option=("quantization_bit", "finetuning_type"),
+            )
+        )
     folders = options.adapter_name_or_path or []
     if len(folders) > 1 or (folders and options.create_new_adapter):
         problems.append(
@@ -79,18 +87,27 @@ def check_quantization(options: QuantizationChoices) -> list[Problem]:
                 '"adapter_name_or_path" names adapters that would be merged into a base of '
                 f'"quantization_bit" {options.quantization_bit}: the sum would be rounded away.',
                 remedy="Merge them first: burnish export without quantization_bit. Then train on top of that model.",
+                option=("adapter_name_or_path", "quantization_bit"),
             )
         )
     if options.pissa_init:
         what = '"pissa_init" takes the base weights apart, and with "quantization_bit" they are not numbers any more.'
-        problems.append(Problem(what, remedy="Leave pissa_init out, or quantization_bit."))
+        problems.append(
+            Problem(
+                what, remedy="Leave pissa_init out, or quantization_bit.", option=("pissa_init", "quantization_bit")
+            )
+        )
     if options.train_from_scratch:
         problems.append(
-            Problem('"quantization_bit" and "train_from_scratch" contradict: random weights have to train.')
+            Problem(
+                '"quantization_bit" and "train_from_scratch" contradict: random weights have to train.',
+                option=("quantization_bit", "train_from_scratch"),
+            )
         )
     return problems
 
 
+@notes
 def quantization_notes(options: QuantizationOptions) -> list[str]:
     switches = dict.fromkeys(("quantization_type", "double_quantization"), "quantization_bit")
     notes = set_without(options, switches)
@@ -202,11 +219,16 @@ def check_quantised_files(options: ModelOptions, config: Any) -> list[Problem]:
     if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
         what = f'its weights are quantised by {method} and cannot be trained; "finetuning_type" is {trained}.'
         problems.append(
-            Problem(what, where=where, remedy="Set finetuning_type: lora, or use the model as it was before.")
+            Problem(
+                what,
+                where=where,
+                remedy="Set finetuning_type: lora, or use the model as it was before.",
+                option="finetuning_type",
+            )
         )
     if getattr(options, "quantization_bit", None) is not None:
         what = f'its weights are quantised already ({method}), so "quantization_bit" cannot quantise them.'
-        problems.append(Problem(what, where=where, remedy="Leave quantization_bit out."))
+        problems.append(Problem(what, where=where, remedy="Leave quantization_bit out.", option="quantization_bit"))
     return problems
 
 

@@ -59,7 +59,7 @@ def find_source(
     """
     if not name or not name.strip():
         remedy = "Name a local folder with a model in it, or a model on the hub."
-        raise UserError(f"{option_name} is not given.", remedy=remedy)
+        raise UserError(f"{option_name} is not given.", remedy=remedy, option=option_name)
     path = expanded(name)
     if path.is_dir():
         return ModelSource(str(path), path)
@@ -83,7 +83,9 @@ def refuse_no_place(name: str, option_name: str) -> None:
     if path.is_dir():
         return
     if path.exists():
-        raise UserError(f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it.")
+        raise UserError(
+            f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it.", option=option_name
+        )
     # ``gpt2`` and ``org/model`` may be ids of a hub; ``./model`` and ``a/b/c`` are paths.
     if not _HUB_ID.match(name) or name.startswith(".") or not (uses_modelscope() or is_hub_id(name)):
         raise UserError(_no_folder(name, option_name))
@@ -187,7 +189,9 @@ def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_
     try:
         from modelscope_hub.errors import HubError
     except ImportError:
-        raise MissingExtraError("modelscope", f'{option_name} "{name}" of ModelScope', "modelscope") from None
+        raise MissingExtraError(
+            "modelscope", f'{option_name} "{name}" of ModelScope', "modelscope", option_name
+        ) from None
     revision = "master" if options.model_revision == "main" else options.model_revision
     try:
         return _from_modelscope(name, revision, options.cache_dir, options.ms_hub_token, is_offline(), with_weights)
@@ -197,6 +201,7 @@ def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_
             f'{option_name} "{name}" is no local folder, and not to be had from {where}: {first_line(error)}',
             remedy=f"Check the name, model_revision (asked for: {revision}) and the network; for a private model "
             "give ms_hub_token.",
+            option=option_name,
         ) from error
 
 
@@ -236,7 +241,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
 def _no_folder(name: str, option_name: str) -> Problem:
     near = _nearest_folders(expanded(name))
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
-    return Problem(f'{option_name} "{name}" is no folder.{guess}')
+    return Problem(f'{option_name} "{name}" is no folder.{guess}', option=option_name)
 
 
 def _nearest_folders(path: Path) -> list[str]:
@@ -264,6 +269,7 @@ def _offline(name: str, option_name: str, why: str) -> Problem:
     return Problem(
         f'{option_name} "{name}" is no local folder, is not in the hub\'s cache, and {why}.{_folder_meant(name)}',
         remedy="Give the path of a folder, or fetch the model first where there is a network.",
+        option=option_name,
     )
 
 
@@ -278,15 +284,18 @@ def _refused(
         return Problem(
             f'{here} has it without a "model_revision" {options.model_revision}.',
             remedy="Check the branch, tag or commit; main is the usual one.",
+            option=("model_revision", option_name),
         )
     if reason == "GatedRepo":
         return Problem(
             f"{here} gives it only to those whom its owner lets in ({error.code}).",
             remedy=f"Ask for access at {endpoint}/{name}, and give your token in hf_hub_token.",
+            option=option_name,
         )
     if error.code in {401, 403, 404}:
         return Problem(
             f"{here} has no such model, or not for you ({error.code}).{_folder_meant(name)}",
             remedy="Check the name and model_revision; for a private or gated model give hf_hub_token.",
+            option=option_name,
         )
-    return Problem(f"{here} answered {error.code}.", remedy="Try later.")
+    return Problem(f"{here} answered {error.code}.", remedy="Try later.", option=option_name)

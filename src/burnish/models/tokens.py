@@ -127,11 +127,15 @@ def _read_descriptions(path: Path) -> Any:
         with regular(path) as file:
             text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"new_special_tokens_config names a file that cannot be read: {error}.") from error
+        raise UserError(
+            f"new_special_tokens_config names a file that cannot be read: {error}.", option="new_special_tokens_config"
+        ) from error
     try:
         found = yaml_of_each_key_once(text, yaml.SafeLoader)
     except GivenTwice as error:
-        raise UserError(f"new_special_tokens_config {error}", where=str(path)) from error
+        raise UserError(
+            f"new_special_tokens_config {error}", where=str(path), option="new_special_tokens_config"
+        ) from error
     except yaml.YAMLError as error:
         raise UserError(_no_descriptions(path, error)) from error
     return found if isinstance(found, dict) else {"": found}
@@ -142,6 +146,7 @@ def _no_descriptions(given: Any, received: Any) -> Problem:
         f"new_special_tokens_config must give each new token a description. Received: {received}",
         where="" if isinstance(given, dict) else str(given),
         remedy='It looks like {"<think>": "the beginning of a line of thought"}.',
+        option="new_special_tokens_config",
     )
 
 

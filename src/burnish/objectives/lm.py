@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, is_grad_enabled, nn
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.core.patching import PatchChoice, PatchOptions, allows
@@ -85,20 +86,35 @@ class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
     use_eaft_loss: bool
 
 
+@check
 def check_fused_loss(options: LmChoices) -> list[Problem]:
     """Refuse a kernel for the loss that was asked for by name and cannot run here, or not with the other options."""
     reason = head_obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
     if not reason:
         return []
-    return [Problem(f"fused_loss: {options.fused_loss} cannot be used. {reason}", remedy="Leave fused_loss out.")]
+    return [
+        Problem(
+            f"fused_loss: {options.fused_loss} cannot be used. {reason}",
+            remedy="Leave fused_loss out.",
+            option="fused_loss",
+        )
+    ]
 
 
+@check
 def check_loss_factors(options: LmChoices) -> list[Problem]:
     if not (options.use_dft_loss and options.use_eaft_loss):
         return []
-    return [Problem('"use_dft_loss" and "use_eaft_loss" are two losses.', remedy="Leave one of the two out.")]
+    return [
+        Problem(
+            '"use_dft_loss" and "use_eaft_loss" are two losses.',
+            remedy="Leave one of the two out.",
+            option=("use_dft_loss", "use_eaft_loss"),
+        )
+    ]
 
 
+@notes
 def loss_notes(options: LmChoices) -> list[str]:
     if options.eaft_alpha == LmOptions().eaft_alpha or options.use_eaft_loss:
         return []
@@ -165,7 +181,7 @@ class LmObjective(StageObjective):
             what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if what and self.options.fused_loss != "auto":
             asked = str(self.options.fused_loss).lower()
-            raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out.")
+            raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out.", option="fused_loss")
         return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
@@ -304,6 +320,7 @@ ROUTER_WITHOUT_GRADIENT = Problem(
     'gradient_checkpointing_kwargs: "use_reentrant" is true, and the model has a router. That way runs a layer without '
     "a graph first, and what the router says there is what its loss is made of: the loss would move nothing.",
     remedy="Leave use_reentrant out, or set router_aux_loss_coef: 0.",
+    option="gradient_checkpointing_kwargs",
 )
 
 
@@ -319,6 +336,7 @@ def aux_coefficient(model: Any, given: float | None) -> float:
         raise UserError(
             f'"router_aux_loss_coef" balances a mixture of experts, and {type(model).__name__} has none.',
             remedy="Leave it out.",
+            option="router_aux_loss_coef",
         )
     if given is not None:
         return given

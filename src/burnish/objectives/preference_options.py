@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem
 from burnish.core.options import changed_options, option, specs
 from burnish.objectives.base import OBJECTIVES
@@ -119,18 +120,24 @@ class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
     streaming: bool
 
 
+@check
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Find options that contradict each other, or that need rows of another stage."""
     of_sft = [name for name in options.pref_loss if name in _OF_SFT]
     if options.stage not in PREFERENCE_STAGES:
-        return [Problem('"loss_type" is dft.', remedy=_OF_SFT["dft"])] if "dft" in of_sft else []
-    problems = [Problem(f'"pref_loss": {name} is a loss of stage: sft.') for name in of_sft if options.stage == "dpo"]
+        return [Problem('"loss_type" is dft.', remedy=_OF_SFT["dft"], option="pref_loss")] if "dft" in of_sft else []
+    problems = [
+        Problem(f'"pref_loss": {name} is a loss of stage: sft.', option="pref_loss")
+        for name in of_sft
+        if options.stage == "dpo"
+    ]
     problems += [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
     if options.packing:
         problems.append(
             Problem(
                 '"packing" is true. Pairs are not packed; rows lie flat without padding anyway.',
                 remedy="Leave packing out.",
+                option="packing",
             )
         )
     problems += check_reference(options, options.streaming)
@@ -145,8 +152,16 @@ def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Probl
         return []
     moves = '"precompute_ref_log_probs" computes the reference\'s numbers once, and "sync_ref_model" moves it.'
     never = '"precompute_ref_log_probs" asks about every row before the first step, and "streaming" has none by then.'
-    found = [Problem(moves, remedy="Leave one of them out.")] if options.sync_ref_model else []
-    return [*found, Problem(never, remedy="Leave one of them out.")] if streams else found
+    found = (
+        [Problem(moves, remedy="Leave one of them out.", option=("precompute_ref_log_probs", "sync_ref_model"))]
+        if options.sync_ref_model
+        else []
+    )
+    return (
+        [*found, Problem(never, remedy="Leave one of them out.", option=("precompute_ref_log_probs", "streaming"))]
+        if streams
+        else found
+    )
 
 
 def _check_pairing(options: PreferenceChoices) -> list[Problem]:
@@ -157,40 +172,56 @@ def _check_pairing(options: PreferenceChoices) -> list[Problem]:
     }
     return [
         Problem(f'"{name}" needs every row before the first step, and kl_pairing: group makes rows of the step.',
-                remedy="Leave one of them out.")
+                remedy="Leave one of them out.", option=(name, "kl_pairing"))
         for name, is_asked in asked.items() if is_asked
     ]  # fmt: skip
 
 
 def _only_sft(name: str) -> Problem:
     return Problem(f'"{name}" is for stage: sft; of preferences the answers are learned, and nothing else.',
-                   remedy="Leave it out.")  # fmt: skip
+                   remedy="Leave it out.", option=name)  # fmt: skip
 
 
+@check
 def check_pairs(options: PairLossChoices) -> list[Problem]:
     names, weights = options.pref_loss, options.pref_loss_weights
-    problems = [Problem(REMOVED[name]) for name in names if name in REMOVED]
+    problems = [Problem(REMOVED[name], option="pref_loss") for name in names if name in REMOVED]
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
     if weights is not None and len(weights) != len(names):
         what = f"pref_loss_weights must have a number for each loss. Received: {len(weights)} for {len(names)}."
-        problems.append(Problem(what))
+        problems.append(Problem(what, option="pref_loss_weights"))
     if not names:
-        problems.append(Problem("pref_loss names no loss.", remedy=f"Known: {', '.join(PAIR_LOSSES)}."))
+        problems.append(
+            Problem("pref_loss names no loss.", remedy=f"Known: {', '.join(PAIR_LOSSES)}.", option="pref_loss")
+        )
     smoothing = options.dpo_label_smoothing
     if smoothing and not any(loss.smooths for loss in losses):
         what = f'"dpo_label_smoothing" belongs to sigmoid, robust, exo_pair, aot. Received: pref_loss {names[0]}.'
-        problems.append(Problem(what, remedy="Leave it out, or choose one of these."))
+        problems.append(
+            Problem(what, remedy="Leave it out, or choose one of these.", option=("dpo_label_smoothing", "pref_loss"))
+        )
     if "exo_pair" in names and not smoothing:
         what = "pref_loss: exo_pair compares with smoothed labels, so dpo_label_smoothing must be above 0."
-        problems.append(Problem(what, remedy="Set dpo_label_smoothing: 0.001."))
+        problems.append(
+            Problem(what, remedy="Set dpo_label_smoothing: 0.001.", option=("pref_loss", "dpo_label_smoothing"))
+        )
     if options.f_divergence_type != "reverse_kl" and not all(loss.diverges for loss in losses):
         known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.diverges)
-        problems.append(Problem(f'"f_divergence_type" {options.f_divergence_type} is for {known}.'))
+        problems.append(
+            Problem(f'"f_divergence_type" {options.f_divergence_type} is for {known}.', option="f_divergence_type")
+        )
     if options.use_weighting and any(loss.sorts for loss in losses):
-        problems.append(Problem('"use_weighting" weighs pairs, and aot compares across pairs.', remedy="Keep one."))
+        problems.append(
+            Problem(
+                '"use_weighting" weighs pairs, and aot compares across pairs.',
+                remedy="Keep one.",
+                option="use_weighting",
+            )
+        )
     return problems
 
 
+@notes
 def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options that have no effect, or are probably not meant."""
     stage, why = options.stage, f"stage is {options.stage}"

@@ -37,7 +37,7 @@ def refuse_pieces(engine: Engine) -> None:
     """Refuse a reference that moves where each process holds a part of each weight. Raises UserError."""
     if engine.splits_weights:
         what = '"sync_ref_model" moves whole weights, and each process holds a part of each (FSDP, ZeRO-3).'
-        raise UserError(what, remedy="Leave it out, or use DDP, ZeRO-1 or ZeRO-2.")
+        raise UserError(what, remedy="Leave it out, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
 
 
 def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -174,7 +174,7 @@ class SecondModel(Reference):
         if any(name not in own or own[name].shape != parameter.shape for name, parameter in trained.items()):
             what = '"sync_ref_model" moves the reference towards the policy; "ref_model" has not what trains.'
             remedy = "Leave one of them out, or train all weights of a model of the same shape."
-            raise UserError(what, remedy=remedy)
+            raise UserError(what, remedy=remedy, option=("sync_ref_model", "ref_model"))
         self.held = {name: (parameter, own[name].data) for name, parameter in trained.items()}
         return self
 

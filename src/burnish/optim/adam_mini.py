@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments, asked_by, only_adamw
@@ -43,6 +44,7 @@ class AdamMiniOptions:
     use_adam_mini: bool = option(False, "AdamW with one second moment per head, neuron or token (Adam-mini).")
 
 
+@check
 def check_adam_mini(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_adam_mini", "adam_mini")
 
@@ -86,7 +88,7 @@ def _head_width(model: nn.Module) -> int:
     width = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
     if width is None:
         what = "use_adam_mini cuts queries and keys by heads, and the model's config has no num_attention_heads."
-        raise UserError(what, remedy="Leave use_adam_mini out.")
+        raise UserError(what, remedy="Leave use_adam_mini out.", option="use_adam_mini")
     return int(width)
 
 

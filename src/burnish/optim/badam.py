@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import changed_options, option
 from burnish.optim.builtin import OPTIMIZERS, AdamChoices, Groups, Turns, adam_arguments, asked_by, only_adamw
@@ -76,6 +77,7 @@ class BadamChoices(AdamChoices, Protocol):
     finetuning_type: str
 
 
+@check
 def check_badam(options: BadamChoices) -> list[Problem]:
     if not _is_chosen(options):
         return []
@@ -84,12 +86,18 @@ def check_badam(options: BadamChoices) -> list[Problem]:
         what = (
             f'use_badam trains the whole model, block by block. Received: finetuning_type "{options.finetuning_type}".'
         )
-        problems.append(Problem(what, remedy="Set finetuning_type: full."))
+        problems.append(Problem(what, remedy="Set finetuning_type: full.", option=("use_badam", "finetuning_type")))
     if options.badam_switch_interval == 0:
-        problems.append(Problem('"badam_switch_interval" must be at least 1, or -1 to stay on one block. Received: 0.'))
+        problems.append(
+            Problem(
+                '"badam_switch_interval" must be at least 1, or -1 to stay on one block. Received: 0.',
+                option="badam_switch_interval",
+            )
+        )
     return problems
 
 
+@notes
 def badam_notes(options: BadamChoices) -> list[str]:
     """Notes on options that were set and belong to the other mode of BAdam."""
     if not _is_chosen(options):
@@ -291,7 +299,10 @@ def raise_if_no_start(num_blocks: int, options: BadamChoices) -> None:
     if not num_blocks:
         raise UserError("BAdam found no layers: no parameter lies in a numbered block such as model.layers.0.")
     if start is not None and start >= num_blocks:
-        raise UserError(f'"badam_start_block" must be below {num_blocks}, the number of layers. Received: {start}.')
+        raise UserError(
+            f'"badam_start_block" must be below {num_blocks}, the number of layers. Received: {start}.',
+            option="badam_start_block",
+        )
 
 
 def block_at(options: BadamChoices, count: int, number: int) -> int:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from burnish.core.checks import check, notes
 from burnish.core.conversion import literal
 from burnish.core.errors import MissingExtraError, Problem, UserError, why_not
 from burnish.core.options import changed_options, option, raise_if
@@ -51,6 +52,7 @@ class OptimOptions:
     adam_epsilon: float = option(1e-8, "Adam's guard against division by zero.", ge=0)
 
 
+@check
 def check_optimizer(options: OptimOptions) -> list[Problem]:
     """Check, before a model is read, that the optimizer exists and its library is installed."""
     if options.optim not in OPTIMIZERS:
@@ -58,13 +60,16 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
     member = OPTIMIZERS.choose(options.optim, options)
     refused = member.traits.get("refused")
     if refused:
-        return [Problem(f'"optim" {options.optim} is not part of burnish: {refused[0]}.', remedy=refused[1])]
+        return [
+            Problem(f'"optim" {options.optim} is not part of burnish: {refused[0]}.', remedy=refused[1], option="optim")
+        ]
     asked = list(dict.fromkeys(m.traits.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
     if len(asked) > 1:
-        return [Problem(f'"{asked[0]}" and "{asked[1]}" are two optimizers; set one of them.')]
+        return [Problem(f'"{asked[0]}" and "{asked[1]}" are two optimizers; set one of them.', option=tuple(asked))]
     return missing_library(member.name)
 
 
+@notes
 def optimizer_notes(options: OptimOptions) -> list[str]:
     """Notes on options that were set and that the optimizer of this run does not read."""
     member = OPTIMIZERS.choose(options.optim, options)
@@ -86,7 +91,7 @@ def missing_library(name: str) -> list[Problem]:
     library = OPTIMIZERS.get(name).traits.get("library")
     if library is None or find_spec(library) is not None:
         return []
-    return list(MissingExtraError(library, f'"optim" {name}', EXTRA).problems)
+    return list(MissingExtraError(library, f'"optim" {name}', EXTRA, option="optim").problems)
 
 
 def create_optimizer(
@@ -108,7 +113,10 @@ def create_optimizer(
     try:
         return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
     except TypeError as error:
-        raise UserError(f'optim "{options.optim}" does not take all of optim_args: {why_not(error)}.') from error
+        raise UserError(
+            f'optim "{options.optim}" does not take all of optim_args: {why_not(error)}.',
+            option=("optim_args", "optim"),
+        ) from error
 
 
 # Names of norms and biases across model families; the pattern is transformers' (trainer.py, get_decay_parameter_names).
@@ -231,7 +239,7 @@ def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
         return []
     what = f'"{switch}" is an optimizer made of AdamW, and "optim" {options.optim} asks for another.'
-    return [Problem(what, remedy=f"Leave optim out, or {switch}.")]
+    return [Problem(what, remedy=f"Leave optim out, or {switch}.", option=(switch, "optim"))]
 
 
 @OPTIMIZERS.register("adamw_torch_fused")

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem, UserError
 from burnish.core.options import option
 from burnish.optim.builtin import (
@@ -97,6 +98,7 @@ class LowRankChoices(Protocol):
     use_apollo: bool
 
 
+@check
 def check_low_rank(options: LowRankChoices) -> list[Problem]:
     if not (options.use_galore or options.use_apollo):
         return []
@@ -104,10 +106,15 @@ def check_low_rank(options: LowRankChoices) -> list[Problem]:
     problems = _check_within(options, switch)
     if options.finetuning_type == "lora":
         what = f'"{switch}" projects whole matrices, and "finetuning_type" lora trains ones of low rank.'
-        problems.append(Problem(what, remedy=f"Set finetuning_type: full, or leave {switch} out."))
+        problems.append(
+            Problem(
+                what, remedy=f"Set finetuning_type: full, or leave {switch} out.", option=(switch, "finetuning_type")
+            )
+        )
     return problems
 
 
+@notes
 def low_rank_notes(options: OptimOptions) -> list[str]:
     """Notes on options that were set and that the optimizer of the small matrices does not read."""
     member = OPTIMIZERS.choose(options.optim, options)
@@ -118,7 +125,12 @@ def _check_within(options: LowRankChoices, switch: str) -> list[Problem]:
     """Check that ``optim`` can update the small matrices."""
     able = [name for name, within in WITHIN.items() if options.use_galore or within == "adamw_torch"]
     if options.optim not in able:
-        return [Problem(f'"{switch}" works with optim {", ".join(able)}. Received: optim "{options.optim}".')]
+        return [
+            Problem(
+                f'"{switch}" works with optim {", ".join(able)}. Received: optim "{options.optim}".',
+                option=(switch, "optim"),
+            )
+        ]
     return missing_library(WITHIN[options.optim])
 
 
@@ -220,6 +232,7 @@ class LowRank(Delegating):
                 "optim_target_modules, galore_target or apollo_target names no matrix that trains. "
                 f"Received: {method.targets}.",
                 remedy='Set the target to "all" for the linear layers.',
+                option=("optim_target_modules", "galore_target", "apollo_target"),
             )
         super().__init__([*plain, *projected], options.learning_rate)
         self.options, self.method = options, method

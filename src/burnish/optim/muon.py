@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, asked_by, only_adamw, optim_arguments
@@ -26,6 +27,7 @@ class MuonOptions:
     use_muon: bool = option(False, "Move the matrices of the layers with Muon, the rest with AdamW.")
 
 
+@check
 def check_muon(options: OptimOptions) -> list[Problem]:
     return only_adamw(options, "use_muon", "muon")
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch.optim import Optimizer
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, optim_arguments
 
@@ -25,6 +26,7 @@ class BestAtEnd(Protocol):
     optim: str
 
 
+@check
 def check_schedule_free(options: BestAtEnd) -> list[Problem]:
     """Refuse to keep the best checkpoint: it would hold the weights of training, not the average that was evaluated."""
     if not (options.optim.startswith("schedule_free") and options.load_best_model_at_end):
@@ -34,6 +36,7 @@ def check_schedule_free(options: BestAtEnd) -> list[Problem]:
             f'"load_best_model_at_end" cannot be had with optim "{options.optim}".',
             why="Its checkpoints hold the weights it trains at; the average that was evaluated is made of later steps.",
             remedy="Leave load_best_model_at_end out: the run ends with the average.",
+            option=("load_best_model_at_end", "optim"),
         )
     ]
 

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.secrets import has_secret_name
@@ -74,6 +75,7 @@ def counts_tokens(options: ReportOptions) -> bool:
     return options.include_num_input_tokens_seen not in (False, "no")
 
 
+@check
 def check_trackers(options: ReportOptions) -> list[Problem]:
     """Find, before a model is loaded, unknown trackers, trackers whose library is missing, and what one cannot do
     here."""
@@ -86,6 +88,7 @@ def check_trackers(options: ReportOptions) -> list[Problem]:
             Problem(
                 f'"report_to": WANDB_LOG_MODEL is {keeps_model}, and this run does not send its model to wandb.',
                 remedy="Unset WANDB_LOG_MODEL; the model is in output_dir.",
+                option="report_to",
             )
         )
     return problems
@@ -97,6 +100,7 @@ _FOR_TRACKERS = (
 )  # fmt: skip
 
 
+@notes
 def tracker_notes(options: ReportOptions) -> list[str]:
     """Notes on options for trackers that have no effect because there is no tracker."""
     from burnish.report.trackers import wanted_trackers

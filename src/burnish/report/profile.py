@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from burnish.core.checks import check, notes
 from burnish.core.errors import Problem
 from burnish.core.events import TrainerCallback
 from burnish.core.loop import Loop
@@ -46,6 +47,7 @@ class ProfileOptions:
     profile_steps: int = option(4, "Steps that profile times, after two that it leaves alone.", unit="steps", ge=1)
 
 
+@notes
 def profile_notes(options: ProfileOptions) -> list[str]:
     if options.profile_steps != ProfileOptions().profile_steps and not options.profile:
         return ['"profile_steps" has no effect without profile.']
@@ -60,6 +62,7 @@ class ProfileChoices(Protocol):
     profile_steps: int
 
 
+@check
 def check_profile(options: ProfileChoices) -> list[Problem]:
     needed = WARM_UP + options.profile_steps + 1
     if not options.profile or options.max_steps <= 0 or options.max_steps >= needed:
@@ -69,6 +72,7 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
             f'"profile" looks at {needed} steps: {WARM_UP} to warm up, {options.profile_steps} timed, one traced. '
             f"Received: max_steps {options.max_steps}.",
             remedy=f"Set max_steps: {needed} or more, or a smaller profile_steps.",
+            option=("profile", "profile_steps", "max_steps"),
         )
     ]
 

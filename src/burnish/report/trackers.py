@@ -106,7 +106,13 @@ def _problems_of(name: str) -> list[Problem]:
     if name not in TRACKERS:
         guess = did_you_mean(name, TRACKERS.names())
         known = ", ".join(TRACKERS.names())
-        return [Problem(f'"report_to": there is no tracker "{name}".{guess}', remedy=f"Known: {known}, all, none.")]
+        return [
+            Problem(
+                f'"report_to": there is no tracker "{name}".{guess}',
+                remedy=f"Known: {known}, all, none.",
+                option="report_to",
+            )
+        ]
     needs = _needs_of(name)
     missing = _missing(needs)
     if not missing:
@@ -116,6 +122,7 @@ def _problems_of(name: str) -> list[Problem]:
         Problem(
             f'"report_to": {name} needs {missing}, which is not {"installed" if needs.package else "set"}.',
             remedy=f"{remedy}, or leave {name} out of report_to.",
+            option="report_to",
         )
     ]
 

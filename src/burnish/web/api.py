@@ -100,8 +100,8 @@ class Api:
             folder = free_folder(starter.folder_of(values))
             values, choice = {**values, "output_dir": self.site.places.shown(folder)}, "new"
         if body.get("when") == "queue" and any(run.is_alive for run in await self.site.found(0.0)):
-            return Json({"queued": starter.enqueue(values, choice, devices)}, 202)
-        return Json({"id": id_of(starter.begin(values, choice, devices))}, 201)
+            return Json({"queued": await starter.enqueue(values, choice, devices)}, 202)
+        return Json({"id": id_of(await starter.begin(values, choice, devices))}, 201)
 
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
@@ -156,7 +156,7 @@ class Api:
     async def held_out(self, request: Request) -> Response:
         """A record that the run does not learn, as a question with its answer; drawn, or ``number``."""
         run, number = await self.site.run(request.path_params["id"]), request.query_params.get("number", "")
-        values = await asyncio.to_thread(self.site.starter.values_of, run)
+        values = await self.site.starter.values_of(run)
         question = {"held_out": True, "values": values, "number": int(number) if number.isdigit() else None}
         found = await self.site.planner.whole(question)
         if found.get("problems"):
@@ -174,7 +174,7 @@ class Api:
 
     async def again(self, request: Request) -> Response:
         await json_object(request)
-        self.site.starter.again(await self.site.run(request.path_params["id"]))
+        await self.site.starter.again(await self.site.run(request.path_params["id"]))
         return Json({"status": "started"}, 202)
 
     async def unqueue(self, request: Request) -> Response:

@@ -13,7 +13,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-import burnish
 from burnish.app.config import read_arguments
 from burnish.core.errors import UserError
 from burnish.core.files import regular
@@ -21,7 +20,7 @@ from burnish.core.json_files import read_object
 from burnish.data.sets.dataset_info import INFO_NAME
 from burnish.data.sets.formats import FORMATS
 from burnish.report.results import write_whole
-from burnish.web.layout import BOXES, DEPENDS, PRESETS, RISKY
+from burnish.web.layout import BOXES, DEPENDS, PRESETS
 from burnish.web.runs import DEPTH
 from burnish.web.site import Answer, Site
 from burnish.web.starting import free_folder
@@ -39,7 +38,6 @@ class Form:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self._form: dict[str, Any] | None = None
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
         """Method, path, and what answers."""
@@ -55,19 +53,17 @@ class Form:
         yield "PUT", "/api/datasets/{id}", self.describe
 
     async def form(self, request: Request) -> Response:
-        """Every option, from the planner, kept as long as burnish's own files are what they were."""
-        if self._form is None:
-            mark = await asyncio.to_thread(_mark_of_source)
-            kept = self.site.home.read("form.json")
-            if not isinstance(kept, dict) or kept.get("mark") != mark:
-                kept = {"mark": mark, **await self.site.planner.whole({"form": True})}
-                self.site.home.write("form.json", json.dumps(kept))
-            self._form = kept
+        """Every option, the boxes, the presets, and the options that no visitor may set."""
+        form = await self.site.form()
         allowed = self.site.starter.allow
-        risky = {name: why for name, why in RISKY.items() if name not in allowed}
+        risky = {
+            one["name"]: one["risky"] or "it is a secret"
+            for one in form["fields"]
+            if (one["is_secret"] or (one["risky"] and not one["harmless"])) and one["name"] not in allowed
+        }
         boxes = {name: list(options) for name, options in BOXES.items()}
         return Json(
-            {"groups": self._form["groups"], "fields": self._form["fields"], "boxes": boxes, "risky": risky,
+            {"groups": form["groups"], "fields": form["fields"], "boxes": boxes, "risky": risky,
              "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
              "own_presets": await asyncio.to_thread(self._presets)}
         )  # fmt: skip
@@ -102,7 +98,7 @@ class Form:
         if not isinstance(values, dict):
             raise Refusal(422, "invalid_type", '"values" must be an object.')
         question = {
-            "values": self.site.starter.checked(values),
+            "values": await self.site.starter.checked(values),
             "rows": 5,
             "seed": whole_number(body.get("seed"), "seed", 0),
         }
@@ -229,9 +225,3 @@ def whole_number(given: Any, name: str, usual: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise Refusal(422, "invalid_value", f'"{name}" must be a whole number.', param=name)
     return int(text)
-
-
-def _mark_of_source() -> str:
-    """Changes when burnish's own files do."""
-    files = Path(burnish.__file__).parent.rglob("*.py")
-    return f"{burnish.__version__} {max(path.stat().st_mtime_ns for path in files)}"

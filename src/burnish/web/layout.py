@@ -1,7 +1,7 @@
-"""Layout of the form: options in its boxes and their order, options that a page may not set, options that name places.
+"""Layout of the form: the options in its boxes and their order.
 
-This is a list and nothing else: what an option is, its declaration says, and every option not named here is on the form
-all the same, under "all options".
+Everything else about an option is in its declaration, and an option that is not listed here is on the form under "all
+options".
 """
 
 from __future__ import annotations
@@ -25,24 +25,6 @@ DEPENDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eval_steps": ("eval_strategy", ("steps",)),
 }
 """Option -> the one it belongs to, and the values with which it is shown."""
-RISKY: dict[str, str] = {
-    "trust_remote_code": "it runs code that a model brings",
-    "push_to_hub": "it uploads to a hub in the name of whoever started the page",
-    "hub_token": "a key does not belong into a form",
-    "hf_hub_token": "a key does not belong into a form",
-    "ms_hub_token": "a key does not belong into a form",
-    "deepspeed": "its file can name programs",
-    "report_to": "it sends figures to other machines",
-    "infer_executable": "it names a program",
-    "infer_url": "it sends texts to another machine",
-}
-"""Options that a page may not set unless ``web_allow`` names it, and why."""
-PLACES: tuple[str, ...] = (
-    "output_dir", "dataset_dir", "logging_dir", "cache_dir", "tokenized_path", "export_dir", "model_name_or_path",
-    "adapter_name_or_path", "new_special_tokens_config", "resume_from_checkpoint", "eval_dataset", "dataset",
-    "template", "peft_config", "fsdp_config", "served_adapters", "media_dir", "save_dir",
-)  # fmt: skip
-"""Options whose text may be a path; each must lie below a root, and a hub's name does."""
 PRESETS: dict[str, dict[str, object]] = {
     "LoRA": {"finetuning_type": "lora", "learning_rate": 1e-4, "num_train_epochs": 3, "lora_rank": 8},
     "QLoRA": {"finetuning_type": "lora", "quantization_bit": 4, "learning_rate": 1e-4, "num_train_epochs": 3},

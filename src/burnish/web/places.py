@@ -24,23 +24,26 @@ class Roots:
     def first(self) -> Path:
         return self.roots[0]
 
-    def within(self, text: str, option: str) -> Path:
-        """The path that ``text`` names.
+    def within(self, text: str, option: str, start: Path | None = None) -> Path:
+        """The path that ``text`` names, with links resolved.
 
+        Args:
+            start: the folder that relative paths begin in; the first root by default.
         Raises:
             Refusal: 422, where it may not be used.
         """
         outside = Refusal(
             422, "outside", f'"{option}" must name a place below {self.first}. Received: "{text[:200]}".', param=option
         )
+        is_address = "://" in text or "::" in text  # fsspec reads file:///etc/passwd as a local file
         if "\0" in text or any(len(os.fsencode(part)) > 255 for part in text.split("/")) or len(text) > 4000:
             raise outside
         try:
             path = Path(os.path.expanduser(text))
-            resolved = (path if path.is_absolute() else self.first / path).resolve()
+            resolved = (path if path.is_absolute() else (start or self.first) / path).resolve()
         except (OSError, RuntimeError, ValueError) as error:
             raise outside from error
-        if not any(resolved.is_relative_to(root) for root in self.roots):
+        if is_address or not any(resolved.is_relative_to(root) for root in self.roots):
             raise outside
         return resolved
 

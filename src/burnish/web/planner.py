@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from burnish.wire.child import NOT_FOR_CHILDREN
+from burnish.web.places import Roots
+from burnish.wire.child import environment_of_child
 from burnish.wire.errors import Refusal
 
 IDLE_S = 600.0
@@ -27,10 +27,10 @@ _LONGEST_LINE = 32 * 2**20
 
 
 class Planner:
-    """One ``burnish _planner``, started when it is needed, in the folder where runs are started."""
+    """One ``burnish _planner``, started when it is needed, in the first root."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
-        self.folder, self.log = folder, log
+    def __init__(self, places: Roots, log: Path) -> None:
+        self.places, self.log = places, log
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -81,10 +81,10 @@ class Planner:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.end)
         if self._child is None or self._child.returncode is not None:
-            given = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
             with self.log.open("ab") as errors:
                 self._child = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "burnish", "_planner", cwd=self.folder, env=given, stderr=errors,
+                    sys.executable, "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
+                    env=environment_of_child(self.places.roots),
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LONGEST_LINE,
                 )  # fmt: skip
         return self._child

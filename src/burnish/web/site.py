@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
+import burnish
 from burnish.web.engines import Engines
 from burnish.web.home import Home
 from burnish.web.log_columns import forget_logs
@@ -30,13 +34,25 @@ class Site:
     def __init__(self, options: WebOptions, home: Home, named: NamedModel | None = None) -> None:
         self.options, self.home, self.named = options, home, named
         self.places = Roots(options.web_roots)
-        self.starter = Starter(self.places, home, options.web_allow)
-        self.planner = Planner(self.places.first, home.folder / "planner.log")
+        self.planner = Planner(self.places, home.folder / "planner.log")
+        self.starter = Starter(self.places, home, options.web_allow, self.form)
         self.engines = Engines(home, self.starter)
         self.machine = Machine()
+        self._form: dict[str, Any] = {}
         self._found: list[FoundRun] = []
         self._found_s = -FRESH_S
         self._finding = asyncio.Lock()
+
+    async def form(self) -> dict[str, Any]:
+        """The planner's description of all options; kept as long as the files that declare them are the same."""
+        if not self._form:
+            mark = await asyncio.to_thread(_mark_of_source)
+            kept = self.home.read("form.json")
+            if not isinstance(kept, dict) or kept.get("mark") != mark:
+                kept = {"mark": mark, **await self.planner.whole({"form": True})}
+                self.home.write("form.json", json.dumps(kept))
+            self._form = kept
+        return self._form
 
     async def found(self, fresh_s: float = FRESH_S) -> list[FoundRun]:
         """The runs below the roots, as they were some moments ago at most."""
@@ -67,6 +83,14 @@ class Site:
             forget_logs()
             if self.starter.queued():
                 try:
-                    self.starter.next_of_queue(await self.found())
+                    await self.starter.next_of_queue(await self.found())
                 except Refusal:  # its folder is in use now; the run is out of the queue, and was never begun
                     continue
+
+
+def _mark_of_source() -> str:
+    """Changes with burnish's own files and with the packages that add options to it."""
+    files = Path(burnish.__file__).parent.rglob("*.py")
+    points = ((package, point) for package in distributions() for point in package.entry_points)
+    plugins = sorted(f"{point} {package.version}" for package, point in points if point.group.startswith("burnish."))
+    return " ".join([burnish.__version__, str(max(path.stat().st_mtime_ns for path in files)), *plugins])

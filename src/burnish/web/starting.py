@@ -11,21 +11,20 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from burnish.app.config import read_arguments
 from burnish.app.seen_from import data_seen_from
 from burnish.core.errors import UserError
-from burnish.core.secrets import has_secret_name
 from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
 from burnish.web.follow import CONSOLE
 from burnish.web.home import Home
-from burnish.web.layout import PLACES, RISKY
+from burnish.web.permissions import check_values
 from burnish.web.places import Roots
 from burnish.web.runs import FoundRun, is_alive, object_in
-from burnish.wire.child import start_burnish, tell
+from burnish.wire.child import environment_of_child, start_burnish, tell
 from burnish.wire.errors import Refusal
 
 QUEUE = "queue.json"
@@ -35,34 +34,26 @@ class Starter:
     """Starts and stops runs.
 
     Args:
-        allow: risky options that may be set all the same.
+        allow: risky options that the owner of the page has allowed.
+        form: describes all options.
     """
 
-    def __init__(self, places: Roots, home: Home, allow: Iterable[str]) -> None:
-        self.places, self.home, self.allow = places, home, frozenset(allow)
+    def __init__(
+        self, places: Roots, home: Home, allow: Iterable[str], form: Callable[[], Awaitable[Mapping[str, Any]]]
+    ) -> None:
+        self.places, self.home, self.allow, self.form = places, home, frozenset(allow), form
         self._children: list[subprocess.Popen[bytes]] = []
 
-    # --- what may be asked --------------------------------------------------------------------------------------------
+    async def checked(self, values: Mapping[str, Any], start: Path | None = None) -> dict[str, Any]:
+        """A copy of the values, after the one check that everything from the page passes (``permissions.py``).
 
-    def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values, if a page may set them all.
-
+        Args:
+            start: the folder in which the command runs; the first root by default.
         Raises:
             Refusal: 422, with the option.
         """
-        for name, value in values.items():
-            if name in RISKY and name not in self.allow and value not in (None, "", False, "false", "none", []):
-                message = (
-                    f'"{name}" may not be set from a page: {RISKY[name]}. burnish webui web_allow={name} frees it.'
-                )
-                raise Refusal(422, "not_allowed", message, param=name)
-            if has_secret_name(name) and name not in self.allow:
-                raise Refusal(422, "not_allowed", f'"{name}" is a key, and does not belong into a form.', param=name)
-            if name in PLACES:
-                for text in _texts(value):
-                    self.places.within(text, name)
-            if not isinstance(value, str | int | float | bool | list | dict | None):
-                raise Refusal(422, "invalid_value", f'"{name}" has no value that YAML could hold.', param=name)
+        form = await self.form()
+        check_values(values, form["fields"], self.allow, self.places, start or self.places.first)
         return dict(values)
 
     def folder_of(self, values: Mapping[str, Any]) -> Path:
@@ -76,13 +67,13 @@ class Starter:
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    def begin(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None = None) -> Path:
+    async def begin(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None = None) -> Path:
         """Start a run, in its folder as chosen: ``new``, ``continue`` or ``anew``.
 
         Raises:
             Refusal: 409 where the folder is in use, or holds something and the choice is ``new``.
         """
-        given = self.checked(values)
+        given = await self.checked(values)
         folder = self.folder_of(given)
         self._check_folder(folder, folder_choice)
         given["overwrite_output_dir"] = folder_choice == "anew"
@@ -103,39 +94,41 @@ class Starter:
             message = f'"{self.places.shown(folder)}" holds a run already: continue it, begin it anew, or take another.'
             raise Refusal(409, "folder_not_empty", message, param="output_dir")
 
-    def again(self, run: FoundRun) -> None:
+    async def again(self, run: FoundRun) -> None:
         """Continue a run from its own file.
 
         Raises:
-            Refusal: 409 where it still runs, or has no file.
+            Refusal: 409 if it still runs or has no file, 422 if the file sets what a visitor may not set.
         """
         if run.is_alive:
             raise Refusal(409, "running", "The run goes on already.")
-        if not (run.folder / GIVEN).is_file():
-            raise Refusal(409, "no_file", "This run left no run.yaml, so it cannot be continued from here.")
+        await self.checked(self._given_of(run), self._place_of(run.folder))
         self._launch(run.folder, None)
 
-    def values_of(self, run: FoundRun) -> dict[str, Any]:
+    async def values_of(self, run: FoundRun) -> dict[str, Any]:
         """The values of a run's own file, with its data where they were when it was started.
 
         Raises:
             Refusal: 409 where it has no file, 422 where the file names what a page may not reach.
         """
+        values, place = self._given_of(run), self._place_of(run.folder)
+        return await self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
+
+    def _given_of(self, run: FoundRun) -> dict[str, Any]:
+        """The values in a run's ``run.yaml``."""
         if not (run.folder / GIVEN).is_file():
-            raise Refusal(409, "no_file", "This run left no run.yaml, so nobody knows its data.")
+            raise Refusal(409, "no_file", f"This run has no {GIVEN}, so its options are unknown.")
         try:
             given, _ = read_arguments([str(run.folder / GIVEN)])
         except UserError as error:
             raise Refusal(422, "invalid_value", str(error)) from error
-        values = {name: item.value for name, item in given.items()}
-        place = self._place_of(run.folder)
-        return self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
+        return {name: item.value for name, item in given.items()}
 
     def _launch(self, folder: Path, devices: list[int] | None) -> None:
         (folder / OUTCOME).unlink(missing_ok=True)
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
         words = ["train", str(folder / GIVEN)]
-        child = start_burnish(words, self._place_of(folder), folder / CONSOLE, chosen)
+        child = start_burnish(words, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
         launch = launched([], child.pid, ["burnish", *words])
         (folder / LAUNCH).write_text(json.dumps(launch, indent=1) + "\n", encoding="utf-8")
@@ -149,9 +142,12 @@ class Starter:
 
     def started(self, words: list[str], output: Path, folder: Path | None = None) -> subprocess.Popen[bytes]:
         """Another command, such as an export or an engine, in a folder or in the first root."""
-        child = start_burnish(words, folder or self.places.first, output)
+        child = start_burnish(words, folder or self.places.first, output, self._environment())
         self._children.append(child)
         return child
+
+    def _environment(self) -> dict[str, str]:
+        return environment_of_child(self.places.roots)
 
     def reap(self) -> None:
         """Take note of children that have ended, or they would stay as zombies."""
@@ -179,9 +175,9 @@ class Starter:
         found = self.home.read(QUEUE)
         return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
-    def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
+    async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
         """Start a run when no other that was started here runs any more."""
-        given = self.checked(values)
+        given = await self.checked(values)
         self._check_folder(self.folder_of(given), folder_choice)
         queue = self.queued()
         number = max((int(one["number"]) for one in queue), default=0) + 1
@@ -195,25 +191,17 @@ class Starter:
         self.home.write(QUEUE, json.dumps(left))
         return len(left) < len(queue)
 
-    def next_of_queue(self, runs: Iterable[FoundRun]) -> Path | None:
+    async def next_of_queue(self, runs: Iterable[FoundRun]) -> Path | None:
         """Start the first of the queue, if nothing runs."""
         queue = self.queued()
         if not queue or any(run.is_alive and run.state != "elsewhere" for run in runs):
             return None
         first = queue[0]
         self.unqueue(first["number"])
-        return self.begin(first["values"], first["folder"], first.get("devices"))
+        return await self.begin(first["values"], first["folder"], first.get("devices"))
 
 
 def free_folder(folder: Path) -> Path:
     """``first-2`` where ``first`` is taken."""
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2)))
     return next(path for path in names if not path.exists())
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value] if value else []
-    if isinstance(value, dict):
-        return [text for item in value.values() for text in _texts(item)]
-    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []

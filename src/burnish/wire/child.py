@@ -10,22 +10,29 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from burnish.core.files import ROOTS
 
 NOT_FOR_CHILDREN = ("BURNISH_KEY", "API_KEY")
 """Keys of servers: what a child would leave in a log or a crash report."""
 
 
+def environment_of_child(roots: Iterable[Path]) -> dict[str, str]:
+    """The environment of a process that may read data below ``roots`` only (``core/files.py``)."""
+    given = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
+    return {**given, ROOTS: os.pathsep.join(map(str, roots))}
+
+
 def start_burnish(
-    words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str] | None = None
+    words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start ``burnish *words`` in ``folder``, with its output appended to a file."""
-    given = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
     with output.open("ab") as file:
         return subprocess.Popen(  # noqa: S603  (a list of words, the first of which we chose)
-            [sys.executable, "-m", "burnish", *words], cwd=folder, env={**given, **(environment or {})},
+            [sys.executable, "-m", "burnish", *words], cwd=folder, env=environment,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, close_fds=True,
         )  # fmt: skip
 

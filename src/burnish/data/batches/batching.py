@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from burnish.core.checks import check
 from burnish.core.errors import Problem
 from burnish.core.options import option
 from burnish.core.types import IGNORE_INDEX, Batch, Row
@@ -55,13 +56,26 @@ class BatchingOptions:
     ignore_pad_token_for_loss: bool = option(True, "Learn nothing from padding; false learns the padding token.")
 
 
+@check
 def check_batching(options: BatchingOptions) -> list[Problem]:
     problems = []
     if not options.ignore_pad_token_for_loss and options.padding_free:
         what = '"ignore_pad_token_for_loss" is false, so padding is to be learned; with padding_free there is none.'
-        problems.append(Problem(what, remedy="Set padding_free: false as well, or leave both out."))
+        problems.append(
+            Problem(
+                what,
+                remedy="Set padding_free: false as well, or leave both out.",
+                option=("ignore_pad_token_for_loss", "padding_free"),
+            )
+        )
     if options.neat_packing and options.packing is False:
-        problems.append(Problem('"neat_packing" is true and "packing" is false.', remedy="Keep one of them."))
+        problems.append(
+            Problem(
+                '"neat_packing" is true and "packing" is false.',
+                remedy="Keep one of them.",
+                option=("neat_packing", "packing"),
+            )
+        )
     return problems
 
 

@@ -49,4 +49,10 @@ def check_budget(max_tokens: int | None, longest: int) -> list[Problem]:
     if max_tokens is None or longest <= max_tokens:
         return []
     what = f'"max_tokens_per_batch" is {max_tokens:,}, and the longest row has {longest:,} tokens.'
-    return [Problem(what, remedy=f"Set max_tokens_per_batch: {longest} or more, or a shorter cutoff_len.")]
+    return [
+        Problem(
+            what,
+            remedy=f"Set max_tokens_per_batch: {longest} or more, or a shorter cutoff_len.",
+            option="max_tokens_per_batch",
+        )
+    ]

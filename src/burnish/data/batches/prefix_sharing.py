@@ -31,7 +31,7 @@ _LEAST_SPARED = 32
 
 
 @dataclass(frozen=True)
-class Segment:
+class PrefixNode:
     """A part of one sequence.
 
     Args:
@@ -52,7 +52,7 @@ class Segment:
         return self.end - self.begin
 
 
-def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> list[Segment]:
+def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> list[PrefixNode]:
     """Divide the needed tokens of all sequences into segments; a shared prefix is one segment. A segment comes after
     those that it continues; where nothing is shared, segments are in the order of the sequences. A sequence from which
     nothing is learned has no segment."""
@@ -62,18 +62,18 @@ def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> lis
     # In sorted order, neighbours have the longest prefixes in common.
     order = sorted(needed, key=shareable.__getitem__)
     common = [shared_beginning(shareable[a], shareable[b]) for a, b in pairwise(order)]
-    found: list[Segment] = []
+    found: list[PrefixNode] = []
     groups: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
     while groups:
         low, high, begin, path = groups.pop()
         chosen = order[low]
         if high - low == 1:
-            found.append(Segment(chosen, begin, bounds[chosen][1], path))
+            found.append(PrefixNode(chosen, begin, bounds[chosen][1], path))
             continue
         end = min(common[low : high - 1])
         if (end - begin) * (high - low - 1) >= least_spared:
             path = (*path, len(found))
-            found.append(Segment(chosen, begin, end, path[:-1], is_last=False))
+            found.append(PrefixNode(chosen, begin, end, path[:-1], is_last=False))
             begin = end
         parted = [low, *(place + 1 for place in range(low, high - 1) if common[place] == end), high]
         groups += [(*parts, begin, path) for parts in pairwise(parted)]

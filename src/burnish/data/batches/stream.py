@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from burnish.core.checks import notes
 from burnish.core.options import option
 from burnish.core.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.data.batches.budget import Budget
@@ -53,6 +54,7 @@ class ReadAheadChoices(Protocol):
     streaming: bool
 
 
+@notes
 def stream_notes(options: ReadAheadChoices) -> list[str]:
     """Notes on options that are not followed to the letter."""
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.core.errors import Problem, UserError, first_line
-from burnish.core.files import odd_kind
+from burnish.core.files import check_below_roots, odd_kind
 from burnish.data.reading.json_files import (
     BOM,
     Values,
@@ -55,13 +55,22 @@ def line_of(path: Path, number: int) -> int | None:
     return next(islice(locate(path), number - 1, None), None)
 
 
-def data_files(path: Path) -> list[Path]:
+def data_files(path: Path, is_download: bool = False) -> list[Path]:
     """The files of a data set: ``path`` itself, or the files of a folder in the order of their names. Folders in it,
     hidden files and those that describe the data (README, LICENSE, dataset_info.json) are skipped.
 
+    Args:
+        is_download: burnish has written them itself, so that they may lie anywhere.
     Raises:
-        UserError: if there are none, they are of several types, or of a type that is not read.
+        UserError: if there are none, they are of several types, of a type that is not read, or may not be read.
     """
+    files = _files_of(path)
+    for file in () if is_download else files:
+        check_below_roots(file)
+    return files
+
+
+def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [_known(path)]
     if (path / "state.json").is_file() and any(path.glob("*.arrow")):  # written by datasets' save_to_disk

@@ -18,7 +18,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from errno import EACCES
 from hashlib import blake2b
@@ -128,7 +127,9 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], examp
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
         what = f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".'
-        raise UserError(what, remedy="Name another folder; the rows are encoded once and kept there.")
+        raise UserError(
+            what, remedy="Name another folder; the rows are encoded once and kept there.", option="tokenized_path"
+        )
     return root / (name or "eval").replace("/", "_")
 
 
@@ -240,42 +241,61 @@ def _title(examples: Sequence[Example]) -> str:
     return f"Encoding, with {examples[-place].place} of {size / 1e6:.1f} million characters"
 
 
-_job: tuple[Sequence[Example], Encode, int] | None = None
-"""Job of the encoding processes: examples, encode, batch size. They inherit it by fork, so it is sent only once."""
-
-
 def _batches(examples: Sequence[Example], encode: Encode, starts: range, num_workers: int) -> Iterator[Encoded]:
     """Yield rows and tally of each batch, in order."""
-    global _job
-    _job = (examples, encode, starts.step)
+
+    def encoded(start: int) -> Encoded | tuple[Problem, ...]:
+        """Encode one batch, or return its problems: an exception would lose them on its way between processes."""
+        batch, counted = examples[start : start + starts.step], Tally()
+        try:
+            refuse_endless(batch)
+            return encode(batch, counted), counted
+        except UserError as error:
+            return error.problems
+
+    for result in map(encoded, starts) if num_workers <= 1 else _in_processes(encoded, starts, num_workers):
+        if isinstance(result[0], Problem):
+            raise UserError(problem for problem in result if isinstance(problem, Problem))
+        yield result  # type: ignore[misc]
+
+
+def _in_processes(encoded: Callable[[int], Any], starts: range, num_workers: int) -> Iterator[Any]:
+    """Yield ``encoded(start)`` for each start, in order, from forked processes, which inherit the examples.
+
+    Process k takes every batch whose number is k modulo ``num_workers``, and waits while nobody has read its last one.
+    """
+    context = get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]
+    processes = [
+        context.Process(target=_send_all, args=(encoded, starts[k::num_workers], pipes, k), daemon=True)
+        for k in range(num_workers)
+    ]
     try:
-        if num_workers <= 1:
-            yield from (_taken(_encode_batch(start)) for start in starts)
-            return
-        with without_tokenizer_threads(), ProcessPoolExecutor(num_workers, get_context("fork")) as pool:
-            yield from map(_taken, pool.map(_encode_batch, starts))
+        with without_tokenizer_threads():
+            for process in processes:
+                process.start()
+        for _, sender in pipes:
+            sender.close()
+        for number in range(len(starts)):
+            yield pipes[number % num_workers][0].recv()
+    except EOFError:
+        what = "a process that encodes rows ended early; its own error is above, or it was killed for its memory."
+        raise UserError(what, remedy="Set preprocessing_num_workers to 1.") from None
     finally:
-        _job = None
+        for process in processes:
+            process.terminate()
+            process.join()
 
 
-def _encode_batch(start: int) -> Encoded | tuple[Problem, ...]:
-    """Encode one batch, or return its problems: an exception would lose them on its way between processes."""
-    assert _job is not None
-    examples, encode, size = _job
-    counted = Tally()
-    try:
-        refuse_endless(examples[start : start + size])
-        return encode(examples[start : start + size], counted), counted
-    except UserError as error:
-        return error.problems
-
-
-def _taken(result: Encoded | tuple[Problem, ...]) -> Encoded:
-    if isinstance(result[0], Problem):
-        raise UserError(problem for problem in result if isinstance(problem, Problem))
-    rows, counted = result
-    assert isinstance(counted, Tally)
-    return rows, counted
+def _send_all(encoded: Callable[[int], Any], starts: range, pipes: Sequence[Any], mine: int) -> None:
+    """The body of an encoding process. Closes the ends of the pipes that belong to others, so that a dead process is
+    noticed."""
+    for number, (receiver, sender) in enumerate(pipes):
+        receiver.close()
+        if number != mine:
+            sender.close()
+    for start in starts:
+        pipes[mine][1].send(encoded(start))
 
 
 def _num_workers(options: DataOptions, num_examples: int) -> int:

@@ -211,7 +211,7 @@ def _bare(
             return DataSource(name, "file", path, str(path), **bare)
     if Path(name).suffix.lower() in READERS:
         missing = missing_file(Path(name))
-        raise UserError(replace(missing, what=f'"{asked}": {missing.what}'))
+        raise UserError(replace(missing, what=f'"{asked}": {missing.what}', option=asked))
     raise UserError(_undefined(name, folder, info, where, asked))
 
 
@@ -226,10 +226,14 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str, as
     if info is not None:
         known = f"Defined there: {few(names, 12)}." if names else "It defines no data set."
         what = f'"{asked}": "{name}" is not defined in {where}, and is no file or folder.{guess}'
-        return Problem(what, remedy=known + hub)
+        return Problem(what, remedy=known + hub, option=asked)
     if folder is not None and not folder.is_dir():
         what = f'the folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is no file or folder.'
-        return Problem(what, remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or give a path as dataset.{hub}")
+        return Problem(
+            what,
+            remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or give a path as dataset.{hub}",
+            option="dataset_dir",
+        )
     there = f"In that folder: {few(files, 12)}." if files else ""
     what = f'"{asked}": "{name}" is no file or folder, and {where} does not exist.{guess}'
-    return Problem(what, remedy=there + hub)
+    return Problem(what, remedy=there + hub, option=asked)

@@ -178,8 +178,8 @@ def converted(
             bad.append((record, error))
             if on_bad_record == "drop":
                 tally.add(f"dropped: {error.reason}", record.example())
-        while layout.losses:
-            tally.add(layout.losses.pop(), record.example())
+        while layout.dropped_parts:
+            tally.add(layout.dropped_parts.pop(), record.example())
         yield example
 
 

@@ -85,7 +85,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
     first = next(iter(FORMATS.get(layout.format).traits["columns"]))
     if first not in layout.columns:
         what = f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.'
-        raise UserError(what, where=where)
+        raise UserError(what, where=where, option="columns")
     missing = [column for part, column in layout.columns.items() if part in layout.required and column not in found]
     if missing:
         raise UserError(missing_columns(layout, missing, records, where))

@@ -57,7 +57,7 @@ class Layout:
         media: the columns of images and the like, which must be empty.
         awaited: optional columns that the user named and that no record had so far.
         notes: choices made for the user, each once, in the order in which they were made.
-        losses: parts that the record just read had to lose; the caller that converts it counts them.
+        dropped_parts: parts of the record just read that were left out; the caller that converts it counts them.
         verdicts: how verdicts are written, where not as true and false.
     """
 
@@ -68,7 +68,7 @@ class Layout:
     media: tuple[str, ...] = ()
     awaited: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)
-    losses: list[str] = field(default_factory=list)
+    dropped_parts: list[str] = field(default_factory=list)
     verdicts: Mapping[Any, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from burnish.core.errors import MissingExtraError, Problem, UserError, first_line
+from burnish.core.files import check_below_roots
 from burnish.core.options import raise_if
 from burnish.core.types import Example
 from burnish.data.options import DataOptions, check_data
@@ -286,6 +287,7 @@ def _tables(source: DataSource, options: DataOptions, is_asked: bool) -> Sequenc
             f'"streaming" reads records where they lie, and "{source.location}" lies in a cloud store.',
             where=source.where,
             remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
+            option="streaming",
         )
     return None
 
@@ -366,6 +368,10 @@ def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:
     import fsspec  # type: ignore[import-untyped]
 
     address = str(source.location)
+    for part in address.split("::"):  # fsspec chains stores: simplecache::file:///folder/file.jsonl
+        protocol, _, path = part.rpartition("://")
+        if protocol in ("", "file", "local"):
+            check_below_roots(Path(path))
     with TemporaryDirectory() as folder:
         try:
             store, path = fsspec.core.url_to_fs(address)
@@ -376,7 +382,7 @@ def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:
         except (OSError, ValueError) as error:
             raise UserError(_unreachable(source, error)) from error
         try:
-            for file in data_files(Path(folder) / Path(path).name):
+            for file in data_files(Path(folder) / Path(path).name, is_download=True):
                 yield from read_records(file)
         except UserError as error:
             raise UserError(replace(p, where=p.where.replace(folder, address)) for p in error.problems) from None

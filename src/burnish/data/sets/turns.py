@@ -99,7 +99,7 @@ def _calls(layout: Layout, calls: Any, content: Any, place: str) -> str:
     if spoken.startswith("<think>") and spoken.endswith("</think>"):
         return f"{spoken}\n\n{written}"
     if spoken:
-        layout.losses.append(TEXT_LOST)
+        layout.dropped_parts.append(TEXT_LOST)
     return written
 
 

@@ -8,7 +8,7 @@ spans of the answers in the rendered text. Special tokens in the text of a user 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,8 @@ from burnish.core.errors import UserError
 from burnish.core.types import Example, Ids, Message
 from burnish.data.tally import Tally
 from burnish.data.templates.answers import Chat, Rendered, Renderer, Tools, UnreadableTemplate, common_end, common_start
-from burnish.data.templates.labels import TemplateChoices, Turn
+from burnish.data.templates.labels import TemplateChoices
+from burnish.data.templates.segments import NO_MESSAGE, Segment, Turn
 from burnish.data.templates.table import TemplateSpec
 from burnish.data.templates.tools import ToolError, function_schema, read_calls, read_tools
 from burnish.data.tokens.encoder import Encoder
@@ -42,7 +43,6 @@ class JinjaFormat:
     ) -> None:
         self.tokenizer = tokenizer
         self.name = name
-        self.tokenize_by_word: bool = options.tokenize_by_word
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
         self.templates = {name: _as_asked(text, options) for name, text in by_name.items()}
         self.learns_every_end = options.train_on_eos == "all"
@@ -50,9 +50,7 @@ class JinjaFormat:
 
     def fit(self) -> None:
         """Read the tokenizer's special tokens; called again when they have changed."""
-        self.encoder = Encoder(
-            self.tokenizer, keep=_WORDS, template=str(self.templates), tokenize_by_word=self.tokenize_by_word
-        )
+        self.encoder = Encoder(self.tokenizer, keep=_WORDS, template=str(self.templates))
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=_WORDS)
         if not self.renderer.writes_messages():
             what = (
@@ -133,15 +131,21 @@ class JinjaFormat:
         for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             first, last = ends[index - 1] if index else 0, end if index < len(ends) - 1 else len(ids)
             question, answer = _messages(example, rendered, index)
+            place, before = rendered.answers[index], rendered.answers[index - 1] + 1 if index else 0
             turns.append(
-                Turn(
-                    source=ids[first:begin],
-                    target=ids[begin:last],
-                    asked_from=self._asked_from(rendered, question, index, first, begin),
-                    question=question,
-                    answer=answer,
-                    content=partial(self._content, rendered, index, first, begin, last),
-                    unlearned=last - end,
+                (
+                    Segment(
+                        ids[first:begin],
+                        partial(self._removable, rendered, range(before, place), first, begin),
+                        question,
+                        self._asked_from(rendered, question, index, first, begin),
+                    ),
+                    Segment(
+                        ids[begin:last],
+                        partial(self._removable, rendered, [place], begin, last),
+                        answer,
+                        trailing=last - end,
+                    ),
                 )
             )
         return turns
@@ -159,20 +163,18 @@ class JinjaFormat:
         ended = self.encoder.boundaries(rendered.text, [before])[0][0]
         return min(max(ended - first, 0), begin - first)
 
-    def _content(
-        self, rendered: Rendered, index: int, first: int, begin: int, last: int
-    ) -> tuple[list[bool], list[bool]]:
-        """Mark the tokens of a turn's source and target that belong to a message's content. Tool calls do not."""
+    def _removable(self, rendered: Rendered, places: Iterable[int], first: int, last: int) -> list[bool]:
+        """Mark the tokens [first, last) of the text that belong to the content of these messages. Tool calls do not."""
         chat, text = rendered.chat, rendered.text
         marks = [False] * last
-        for place in range(rendered.answers[index - 1] + 1 if index else 0, rendered.answers[index] + 1):
+        for place in places:
             around = None if "tool_calls" in chat[place] else self.renderer.around(chat, place, rendered.tools)
             if around is None:
                 continue
             start, stop = common_start(around[0], text), len(text) - common_end(around[1], text)
             (_, begun), (ended, _) = self.encoder.boundaries(text, [start, max(start, stop)])
-            marks[begun:ended] = [True] * max(0, ended - begun)
-        return marks[first:begin], marks[begin:last]
+            marks[begun : min(ended, last)] = [True] * max(0, min(ended, last) - begun)
+        return marks[first:last]
 
     def _chat(self, example: Example) -> Chat:
         """The messages in the form that chat templates take, with special tokens in their text hidden."""
@@ -211,7 +213,7 @@ def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message
     """The messages of a turn; the question is empty where an answer follows another answer."""
     place = rendered.answers[index] - (len(rendered.chat) - len(example.messages))
     question = example.messages[place - 1]
-    return question if question.role not in _ANSWERING else Message("user", ""), example.messages[place]
+    return question if question.role not in _ANSWERING else NO_MESSAGE, example.messages[place]
 
 
 def _as_asked(chat_template: str, options: TemplateChoices) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import yaml
 
+from burnish.core.checks import check
 from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.core.errors import Problem, UserError, did_you_mean
 from burnish.core.files import odd_kind
@@ -60,9 +61,6 @@ class TemplateOptions(LearnOptions):
     missing_control_tokens: Literal["raise", "split"] = option(
         "raise", "When the tokenizer lacks control tokens of the template: stop, or write them as ordinary text."
     )
-    tokenize_by_word: bool = option(
-        True, "Look up the ids of words that were read before; false asks the tokenizer for every text. Same ids."
-    )
 
 
 class NamedTemplate(TemplateChoices, Protocol):
@@ -72,6 +70,7 @@ class NamedTemplate(TemplateChoices, Protocol):
     missing_control_tokens: Literal["raise", "split"]
 
 
+@check
 def check_template(options: NamedTemplate) -> list[Problem]:
     """Find what is wrong with the options without a tokenizer."""
     try:
@@ -83,7 +82,13 @@ def check_template(options: NamedTemplate) -> list[Problem]:
             f'train_on_prompt cannot be had with template "{spec.name}": its turns end where the next begins, and '
             "that token is learned as the end of the answer."
         )
-        return [Problem(what, remedy="Leave out train_on_prompt, or choose a template with an end token per turn.")]
+        return [
+            Problem(
+                what,
+                remedy="Leave out train_on_prompt, or choose a template with an end token per turn.",
+                option="train_on_prompt",
+            )
+        ]
     return []
 
 
@@ -161,6 +166,7 @@ def _named_spec(name: str | None) -> TemplateSpec | None:
     raise UserError(
         f'"template": there is no template "{name}".{did_you_mean(name, table(), limit=3)}',
         remedy="Leave template out to use the tokenizer's own chat template, or name a .yaml or .jinja file.",
+        option="template",
     )
 
 
@@ -182,11 +188,11 @@ def _spec_from_file(path: Path) -> TemplateSpec:
 
 def _read(path: Path) -> str:
     if kind := odd_kind(path):
-        raise UserError(f'"template" names {kind}, and not a file: {path}.')
+        raise UserError(f'"template" names {kind}, and not a file: {path}.', option="template")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f'"template" names a file that cannot be read: {error}.') from error
+        raise UserError(f'"template" names a file that cannot be read: {error}.', option="template") from error
 
 
 def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer: Any) -> None:
@@ -199,6 +205,7 @@ def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer:
             why="The model would read each of them as several pieces of ordinary text.",
             remedy="Name the template that the model was made with, or none; add the tokens with "
             "add_special_tokens; or set missing_control_tokens: split.",
+            option="template",
         )
 
 

@@ -1,8 +1,8 @@
-"""Examples -> rows: token ids, and labels for those that are learned.
+"""Examples -> rows: token ids, and labels for those that are trained.
 
-In: examples of any kind, conversations, prompt and completion, plain text. Out: rows of token ids and labels, or None
-where an example gives nothing to learn. Every row that is dropped or cut is counted, with its record's number; a row
-that is too long is refused where the options ask for that.
+In: examples of any kind: conversations, prompt and completion, plain text, pairs, answers with a label. Out: rows of
+token ids and labels, or None where an example gives nothing to train on. Every row that is dropped or truncated is
+counted, with its record's number; a row that is too long is refused where the options ask for that.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from burnish.core.collection import without_collection
 from burnish.core.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 from burnish.data.tally import Tally
-from burnish.data.templates import preferences
-from burnish.data.templates.labels import TemplateChoices, label_turns, unlearned
-from burnish.data.templates.parts import TemplateFormat, ends_of
+from burnish.data.templates.labels import Ends, TemplateChoices, label_turns
+from burnish.data.templates.preferences import pair_rows, verdict_rows, with_answer, with_other
+from burnish.data.templates.segments import EncodedConversation, Segment, Turn, concatenated, masked
 from burnish.data.templates.table import TemplateSpec
-from burnish.data.templates.truncate import Half, fit_turns, refuse_long
-from burnish.data.tokens.encoder import shared_start
+from burnish.data.templates.truncate import fit_turns, refuse_long
+from burnish.data.tokens.encoder import Encoder, shared_start
 
 NOTHING_TO_LEARN = "dropped: nothing to learn"
 TOO_LONG = "dropped: longer than cutoff_len"
@@ -42,23 +42,26 @@ OPTIONS_OF_ROWS: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A row before it is truncated.
+class TemplateFormat(Protocol):
+    """The formatting of conversations: by a named template (``slots.py``) or by Jinja (``chat_template.py``)."""
 
-    Args:
-        turns: (question, answer) in order of priority; plain text is one turn.
-        closing: the token that closes the row, where its turns have no end token of their own.
-        ends: end tokens, one of which is to be learned; empty where none is.
-    """
-
-    turns: list[tuple[Half, Half]]
-    closing: int | None = None
-    ends: frozenset[int] = frozenset()
+    encoder: Encoder
 
     @property
-    def length(self) -> int:
-        return sum(len(half.ids) for half in chain(*self.turns)) + (self.closing is not None)
+    def closing_word(self) -> str | None:
+        """The token that closes a row, where turns have no end token of their own."""
+        ...
+
+    def fit(self) -> None: ...
+    def answering_last(self) -> TemplateFormat:
+        """The same where only the last response is trained, so that thoughts of earlier ones may go."""
+        ...
+
+    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]: ...
+    def prompt(self, example: Example) -> list[int]: ...
+    def end_words(self) -> tuple[str, ...]: ...
+    def jinja(self) -> str | dict[str, str]: ...
+    def identity(self) -> Any: ...
 
 
 class Template:
@@ -98,33 +101,42 @@ class Template:
             return self._encoded(examples, tally)
 
     def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
-        is_plain = [example.text is not None or example.completion is not None for example in examples]
-        conversations = self._conversations(
-            [e for e, plain in zip(examples, is_plain, strict=True) if not plain], tally
-        )
-        texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], tally)
-        return self._rows(examples, [next(texts if plain else conversations) for plain in is_plain], tally)
+        return self._rows(examples, self._conversations(examples, tally), tally)
 
     def encode_text(self, examples: Sequence[Example], tally: Tally, truncate: bool = True) -> list[Row | None]:
-        """Encode plain texts, all of them learned, with eos at the end, as arrays.
+        """Encode plain texts, all of them trained, with eos at the end, as arrays.
 
         Args:
             truncate: truncate rows to ``cutoff_len``; false for packing that concatenates texts and splits them.
         """
-        drafts = list(self._texts(examples, tally))
+        encoded = self._conversations(examples, tally)
         if truncate:
-            return self._rows(examples, drafts, tally)
-        return [None if draft is None else self._joined(draft) for draft in drafts]
+            return self._rows(examples, encoded, tally)
+        return [None if one is None else self._joined(one) for one in encoded]
 
     def encode_pairs(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
-        """A row of two sequences per pair of answers, as arrays."""
+        """A row of two sequences per pair of responses, as arrays.
+
+        Raises:
+            UserError: if a row is too long and ``on_too_long`` is "raise".
+        """
         with without_collection():
-            return preferences.encode_pairs(self, examples, tally)
+            sides = [
+                self._answers([with_answer(example, side) for example in examples], tally)
+                for side in ("chosen", "rejected")
+            ]
+            return pair_rows(examples, sides[0], sides[1], self.options, self.cutoff_len, tally)
 
     def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
-        """A row per answer with a verdict on it, as arrays."""
+        """A row per response with a label, as arrays; with its prompt and another response where the example has one.
+
+        Raises:
+            UserError: if a row is too long and ``on_too_long`` is "raise".
+        """
         with without_collection():
-            return preferences.encode_verdicts(self, examples, tally)
+            own = self._answers(examples, tally)
+            others = self._answers([with_other(example) for example in examples], Tally())
+            return verdict_rows(examples, own, others, self.options, self.cutoff_len, tally)
 
     def prompt(self, example: Example) -> list[int]:
         """The ids up to the beginning of the next answer; a final answer in the example is left out."""
@@ -164,14 +176,57 @@ class Template:
         """Changes with the ids that a text becomes."""
         return _hashed(self.form.encoder.identity)
 
-    def _conversations(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
-        closing, ends = ends_of(self, self.form)
-        wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
-        for turns in self.form.turns(examples, tally) if examples else ():
-            yield None if turns is None else Draft(label_turns(turns, self.options, ends), closing, wanted)
+    def _conversations(
+        self, examples: Sequence[Example], tally: Tally, last_only: bool = False
+    ) -> list[EncodedConversation | None]:
+        """Encode and label examples of any kind, each with its own; None where one gives no turn.
 
-    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[Draft | None]:
-        """Drafts of plain texts and completions. They have no template around them, and may hold control tokens."""
+        Args:
+            last_only: the last response alone is trained, as in preferences.
+        """
+        is_plain = [example.text is not None or example.completion is not None for example in examples]
+        texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], tally)
+        chats = self._chats([e for e, plain in zip(examples, is_plain, strict=True) if not plain], tally, last_only)
+        return [next(texts if plain else chats) for plain in is_plain]
+
+    def _chats(
+        self, examples: Sequence[Example], tally: Tally, last_only: bool
+    ) -> Iterator[EncodedConversation | None]:
+        form = self.form.answering_last() if last_only else self.form
+        word = form.closing_word
+        closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
+        ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
+        wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
+        for turns in form.turns(examples, tally) if examples else ():
+            if turns is None:
+                yield None
+                continue
+            labelled = label_turns(turns[-1:] if last_only else turns, self.options, ends)
+            yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, wanted)
+
+    def _answers(self, examples: Sequence[Example], tally: Tally) -> list[Turn | None]:
+        """The prompt of each example, which is everything before the last response, and that response."""
+        encoded = self._conversations(examples, tally, last_only=True)
+        return [None if one is None else self._as_one_turn(one) for one in encoded]
+
+    def _as_one_turn(self, encoded: EncodedConversation) -> Turn:
+        *before, response = chain(*encoded.turns)
+        ids = concatenated(segment.ids for segment in before)
+        prompt = Segment(
+            ids, lambda: [mark for segment in before for mark in segment.content()], labels=masked(len(ids))
+        )
+        if encoded.closing is None:
+            return prompt, replace(response, weights=None)
+        label = encoded.closing if self._trains_closing(response) else IGNORE_INDEX
+        closed = Segment(
+            response.ids + array("i", [encoded.closing]),
+            lambda: [*response.content(), False],
+            labels=response.labels + array("i", [label]),
+        )
+        return prompt, closed
+
+    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[EncodedConversation | None]:
+        """Plain texts and completions. They have no template around them, and may hold control tokens."""
         ending = self.spec.text_end if self.spec else ""
         texts = [
             (e.prompt or "") + e.completion if e.completion is not None else e.text and e.text + ending
@@ -185,23 +240,19 @@ class Template:
                 tally.add(NO_TEXT, example)
                 yield None
                 continue
-            learned_from = shared_start(ids[prompt], ids[text])[0] if prompt else 0
+            trained_from = shared_start(ids[prompt], ids[text])[0] if prompt else 0
             has_end = example.completion is None and bool(ending)
-            yield self._text(opening + ids[text], len(opening), len(opening) + learned_from, has_end)
+            yield self._text(opening + ids[text], len(opening), len(opening) + trained_from, has_end)
 
-    def _text(self, ids: Ids, opening: int, learned_from: int, has_end: bool) -> Draft:
-        """A draft of one turn: the context and the learned part, with eos added if the text does not end in it."""
+    def _text(self, ids: Ids, opening: int, trained_from: int, has_end: bool) -> EncodedConversation:
+        """One turn: the context and the trained part, with eos added if the text does not end in it."""
         eos = self.tokenizer.eos_token_id
         is_open = not has_end and eos is not None and ids[-1] != eos
-        source, target = ids[:learned_from], ids[learned_from:] + array("i", [eos] if is_open else [])
+        source, target = ids[:trained_from], ids[trained_from:] + array("i", [eos] if is_open else [])
         last = len(target) - (has_end or eos is not None)
-        return Draft(
-            [
-                (
-                    Half(source, unlearned(len(source)), None, lambda: [at >= opening for at in range(len(source))]),
-                    Half(target, target, None, lambda: [at < last for at in range(len(target))]),
-                )
-            ]
+        prompt = Segment(source, lambda: [at >= opening for at in range(len(source))], labels=masked(len(source)))
+        return EncodedConversation(
+            [(prompt, Segment(target, lambda: [at < last for at in range(len(target))], labels=target))]
         )
 
     def opening_ids(self) -> Ids:
@@ -210,58 +261,59 @@ class Template:
         own = self.tokenizer("", add_special_tokens=True)["input_ids"]
         return array("i", [bos] if bos is not None and list(own[:1]) == [bos] else [])
 
-    def _rows(self, examples: Sequence[Example], drafts: Sequence[Draft | None], tally: Tally) -> list[Row | None]:
+    def _rows(
+        self, examples: Sequence[Example], encoded: Sequence[EncodedConversation | None], tally: Tally
+    ) -> list[Row | None]:
         if self.options.on_too_long == "raise":
-            refuse_long(examples, (0 if draft is None else draft.length for draft in drafts), self.cutoff_len)
+            refuse_long(examples, (0 if one is None else one.length for one in encoded), self.cutoff_len)
         return [
-            None if draft is None else self._row(example, draft, tally)
-            for example, draft in zip(examples, drafts, strict=True)
+            None if one is None else self._row(example, one, tally)
+            for example, one in zip(examples, encoded, strict=True)
         ]
 
-    def _row(self, example: Example, draft: Draft, tally: Tally) -> Row | None:
-        if draft.length > self.cutoff_len:
+    def _row(self, example: Example, encoded: EncodedConversation, tally: Tally) -> Row | None:
+        if encoded.length > self.cutoff_len:
             if self.options.on_too_long == "drop":
                 tally.add(TOO_LONG, example)
                 return None
-            draft = self._fitted(example, draft, tally)
-        row = self._joined(draft)
-        if row["labels"] == unlearned(len(row["labels"])):
+            encoded = self._truncated(example, encoded, tally)
+        row = self._joined(encoded)
+        if row["labels"] == masked(len(row["labels"])):
             tally.add(NOTHING_TO_LEARN, example)
             return None
-        if draft.ends and not any(label in draft.ends for label in reversed(row["labels"])):
+        if encoded.ends and not any(label in encoded.ends for label in reversed(row["labels"])):
             tally.add(NO_END, example)
         return row
 
-    def _fitted(self, example: Example, draft: Draft, tally: Tally) -> Draft:
-        room = self.cutoff_len - (draft.closing is not None)
-        kept = fit_turns(draft.turns, room, self.options.truncation)
-        if len(kept) < len(draft.turns):
+    def _truncated(self, example: Example, encoded: EncodedConversation, tally: Tally) -> EncodedConversation:
+        room, turns = self.cutoff_len - (encoded.closing is not None), encoded.turns
+        last_first = self.options.mask_history
+        kept = fit_turns(turns, room, self.options.truncation, last_first)
+        if len(kept) < len(turns):
             tally.add(LEFT_OUT, example)
-        if any(len(now.ids) < len(was.ids) for now, was in zip(chain(*kept), chain(*draft.turns), strict=False)):
+        before = turns[len(turns) - len(kept) :] if last_first else turns[: len(kept)]
+        if any(len(now.ids) < len(was.ids) for now, was in zip(chain(*kept), chain(*before), strict=True)):
             tally.add(SHORTENED, example)
-        return Draft(kept, draft.closing if kept else None, draft.ends)
+        return EncodedConversation(kept, encoded.closing if kept else None, encoded.ends)
 
-    def _joined(self, draft: Draft) -> Row:
-        """Join the turns in the order of the conversation, and the token that closes it."""
-        halves = list(chain(*(reversed(draft.turns) if self.options.mask_history else draft.turns)))
-        ids, labels = array("i"), array("i")
-        for half in halves:
-            ids += half.ids
-            labels += half.labels
-        if draft.closing is not None:
-            ids.append(draft.closing)
-            labels.append(draft.closing if self._learns_closing(halves[-1]) else IGNORE_INDEX)
+    def _joined(self, encoded: EncodedConversation) -> Row:
+        """Join the segments of a conversation, and the token that closes it."""
+        segments, closing = list(chain(*encoded.turns)), encoded.closing
+        ids, labels = concatenated(one.ids for one in segments), concatenated(one.labels for one in segments)
+        if closing is not None:
+            ids.append(closing)
+            labels.append(closing if self._trains_closing(segments[-1]) else IGNORE_INDEX)
         row: Row = {"input_ids": ids, "labels": labels}
-        if any(half.weights for half in halves):
-            weights = [half.weights or [1.0] * len(half.ids) for half in halves]
-            of_closing = [] if draft.closing is None else (weights[-1] or [1.0])[-1:]
+        if any(one.weights for one in segments):
+            weights = [one.weights or [1.0] * len(one.ids) for one in segments]
+            of_closing = [] if closing is None else (weights[-1] or [1.0])[-1:]
             row["loss_weights"] = array("d", chain(*weights, of_closing))
         return row
 
-    def _learns_closing(self, answer: Half) -> bool:
-        """Return whether the token that closes the row is learned: it is, if the answer that it ends is."""
-        is_learned = not answer.ids or any(label != IGNORE_INDEX for label in answer.labels)
-        return self.options.train_on_eos == "all" or (self.options.train_on_eos != "none" and is_learned)
+    def _trains_closing(self, response: Segment) -> bool:
+        """Return whether the token that closes the row is trained: it is, if the response that it ends is."""
+        is_trained = not response.ids or response.is_trained
+        return self.options.train_on_eos == "all" or (self.options.train_on_eos != "none" and is_trained)
 
 
 def _hashed(identity: Any) -> str:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
@@ -23,23 +23,18 @@ from typing import Any, TypeAlias
 from burnish.core.types import Example, Ids, Message
 from burnish.data.tally import Tally
 from burnish.data.templates.jinja import write_jinja
-from burnish.data.templates.labels import TemplateChoices, Turn
+from burnish.data.templates.labels import TemplateChoices
+from burnish.data.templates.segments import Segment, Turn, concatenated
 from burnish.data.templates.table import CONTENT, Slots, TemplateSpec, Token
 from burnish.data.templates.tools import TOOL_FORMATS, ToolError, describe_tools, read_calls
 from burnish.data.tokens.encoder import Encoder
 
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
+Written: TypeAlias = "list[list[int | Parts]]"
+"""The elements that open a conversation, then those of each message: token ids, and texts in their parts."""
 Borders: TypeAlias = "list[tuple[int, int]]"
 _ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
-
-
-@dataclass(frozen=True)
-class Written:
-    """A message in its slots; the first ``opening`` elements open the conversation and do not belong to the message."""
-
-    elements: list[Element]
-    opening: int = 0
 
 
 def as_asked(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
@@ -86,12 +81,7 @@ class SlotFormat:
 
     def fit(self) -> None:
         """Read the tokenizer's special tokens; called again when they have changed."""
-        self.encoder = Encoder(
-            self.tokenizer,
-            keep=_words(self.spec),
-            template=str(self.spec),
-            tokenize_by_word=self.options.tokenize_by_word,
-        )
+        self.encoder = Encoder(self.tokenizer, keep=_words(self.spec), template=str(self.spec))
         slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
         self._tokens = {slot: self._token(slot) for slot in slots if isinstance(slot, Token)}
 
@@ -137,7 +127,7 @@ class SlotFormat:
             raise ValueError(f"{example.place}: no prompt can be made of it: {rule}.")
         written = self._conversation(replace(example, messages=asked))[:-1]
         ids = self._ids([written])
-        return [token for half in written for element in half.elements for token in _tokens(element, ids)]
+        return [token for elements in written for element in elements for token in _tokens(element, ids)]
 
     def _with_observations_joined(self, example: Example) -> Example:
         messages = example.messages
@@ -152,7 +142,7 @@ class SlotFormat:
                 joined.append(message)
         return replace(example, messages=tuple(joined))
 
-    def _try(self, example: Example, tally: Tally) -> list[Written] | None:
+    def _try(self, example: Example, tally: Tally) -> Written | None:
         rule = broken_rule(example.messages)
         if rule is None:
             try:
@@ -162,32 +152,27 @@ class SlotFormat:
         tally.add(f"dropped: {rule}", example)
         return None
 
-    def _conversation(self, example: Example) -> list[Written]:
-        """Each message in its slots, its thought removed or completed as the options say."""
+    def _conversation(self, example: Example) -> Written:
+        """The opening, and each message in its slots, with its thought removed or completed as the options ask."""
         messages = list(example.messages)
-        if not self.spec.reasoning:
-            return [self._written(example, place, message) for place, message in enumerate(messages)]
-        for place in range(1, len(messages), 2):
-            is_history = place < len(messages) - 2
-            if self.thinks is False or (self.forgets_thoughts and is_history):
-                said = self._thought.sub("", messages[place].text).lstrip("\n")
-                messages[place] = replace(messages[place], content=said)
-        written = [self._written(example, place, message) for place, message in enumerate(messages)]
-        for place in range(len(messages) - 1 if self.forgets_thoughts else 1, len(messages), 2):
+        last = len(messages) - 1
+        for place in range(1, len(messages), 2) if self.spec.reasoning else ():
+            if self.thinks is False or (self.forgets_thoughts and place < last):
+                text = self._thought.sub("", messages[place].text).lstrip("\n")
+                messages[place] = replace(messages[place], content=text)
+        opening, first = self._opened(example, messages[0])
+        written = [opening, first, *(self._slots(message, self._content(message)) for message in messages[1:])]
+        for place in range(last if self.forgets_thoughts else 1, last + 1, 2) if self.spec.reasoning else ():
             if not any(word.strip() in messages[place].text for word in self.spec.thought_words):
-                if self.thinks:  # it is learned
-                    written[place].elements.insert(0, (self.spec.empty_thought,))
+                if self.thinks:  # it is trained
+                    written[place + 1].insert(0, (self.spec.empty_thought,))
                 else:
-                    written[place - 1].elements.append((self.spec.empty_thought,))
+                    written[place].append((self.spec.empty_thought,))
         return written
 
-    def _written(self, example: Example, place: int, message: Message) -> Written:
-        """One message in its slots; the first comes after the opening of the conversation."""
-        content = self._content(message)
-        slots: Slots = getattr(self.spec, message.role)
-        if place:
-            return Written(self._fill(slots, content))
-        opening = self._fill(self.spec.prefix, ())
+    def _opened(self, example: Example, message: Message) -> tuple[list[Element], list[Element]]:
+        """The opening of a conversation with its system message, and the first message in its slots."""
+        opening, content = self._fill(self.spec.prefix, ()), self._content(message)
         system = self._system(example)
         if system is not None and not self.spec.system_in_user:
             opening += self._fill(self.spec.system, system)
@@ -195,7 +180,11 @@ class SlotFormat:
             wrapped = self._fill(self.spec.system[:1], system)[0]
             assert isinstance(wrapped, tuple)
             content = _continue(wrapped, content)
-        return Written(opening + self._fill(slots, content), len(opening))
+        return opening, self._slots(message, content)
+
+    def _slots(self, message: Message, content: Parts) -> list[Element]:
+        slots: Slots = getattr(self.spec, message.role)
+        return self._fill(slots, content)
 
     def _system(self, example: Example) -> Parts | None:
         """The system message with the list of tools, or None where there is neither."""
@@ -243,41 +232,37 @@ class SlotFormat:
             return [self.tokenizer.convert_tokens_to_ids(token.name)]
         return [(token.name,)] if token.kind == "named" else []
 
-    def _ids(self, conversations: Sequence[list[Written] | None]) -> Mapping[str, Ids]:
+    def _ids(self, conversations: Sequence[Written | None]) -> Mapping[str, Ids]:
         """Tokenise all texts of a batch in one call; returns text -> ids."""
         return self.encoder.encode(
             "".join(element)
             for written in conversations
-            for half in written or ()
-            for element in half.elements
+            for elements in written or ()
+            for element in elements
             if not isinstance(element, int)
         )
 
-    def _turns(self, messages: Sequence[Message], written: list[Written], ids: Mapping[str, Ids]) -> list[Turn]:
-        tokens = [[_tokens(element, ids) for element in half.elements] for half in written]
-        return [
-            Turn(
-                source=_end_to_end(tokens[place]),
-                target=_end_to_end(tokens[place + 1]),
-                asked_from=sum(map(len, tokens[place][: written[place].opening])),
-                question=messages[place],
-                answer=messages[place + 1],
-                content=partial(self._content_of, written[place], written[place + 1], ids),
+    def _turns(self, messages: Sequence[Message], written: Written, ids: Mapping[str, Ids]) -> list[Turn]:
+        first = [*written[0], *written[1]]
+        opening = sum(len(_tokens(element, ids)) for element in written[0])
+        segments = [
+            Segment(
+                concatenated(_tokens(element, ids) for element in elements),
+                partial(self._removable, elements, ids),
+                message,
+                0 if place else opening,
             )
-            for place in range(0, len(written), 2)
+            for place, (message, elements) in enumerate(zip(messages, [first, *written[2:]], strict=True))
         ]
+        return list(zip(segments[::2], segments[1::2], strict=True))
 
-    def _content_of(self, source: Written, target: Written, ids: Mapping[str, Ids]) -> tuple[list[bool], list[bool]]:
-        """Mark the tokens of a question and of its answer that belong to a message's content."""
-        texts = dict.fromkeys(e for half in (source, target) for e in half.elements if not isinstance(e, int))
+    def _removable(self, elements: Sequence[Element], ids: Mapping[str, Ids]) -> list[bool]:
+        """Mark the tokens of a prompt or a response that belong to a message's content."""
+        texts = [element for element in dict.fromkeys(elements) if not isinstance(element, int)]
         edges = [list(accumulate(map(len, text))) for text in texts]
         located = self.encoder.located(["".join(text) for text in texts], edges)
         borders: dict[Element, Borders] = {text: found for text, (_, found) in zip(texts, located, strict=True)}
-        marks = [
-            [mark for e in half.elements for mark in _marks(len(_tokens(e, ids)), borders.get(e, []))]
-            for half in (source, target)
-        ]
-        return marks[0], marks[1]
+        return [mark for e in elements for mark in _marks(len(_tokens(e, ids)), borders.get(e, []))]
 
 
 def _marks(length: int, borders: Borders) -> list[bool]:
@@ -310,10 +295,3 @@ def _continue(parts: Parts, more: Parts) -> Parts:
 
 def _tokens(element: Element, ids: Mapping[str, Ids]) -> Ids:
     return array("i", [element]) if isinstance(element, int) else ids["".join(element)]
-
-
-def _end_to_end(tokens: Iterable[Ids]) -> Ids:
-    found = array("i")
-    for some in tokens:
-        found += some
-    return found

@@ -1,25 +1,28 @@
-"""Truncation of a conversation that is longer than ``cutoff_len``.
+"""Truncation of conversations that are longer than ``cutoff_len``.
 
-In: the turns of one conversation, encoded and labelled, in order of priority. Out: the turns that stay, each within
-its share of the tokens. The caller counts the conversations that were cut.
+In: encoded turns, or a prompt with the responses of a pair. Out: the same within a number of tokens, None where a rule
+leaves nothing of them. The caller counts what was truncated.
 
-Turn by turn, ``infer_seqlen`` divides the remaining tokens between question and answer. Only content is cut from these
-halves: the first tokens of each message stay, and headers, end tokens, lists of tools and tool calls stay whole (half
-a call is worse than none). A turn that cannot keep at least a token of its question and of its answer is dropped, with
-every turn after it. ``truncation: llamafactory`` cuts each half from the right instead, with end tokens and headers,
-for rows that must equal those of LLaMA-Factory.
+The rules:
+
+- ``content``: ``infer_seqlen`` divides the tokens between prompt and response. Only content is removed: the first
+  tokens of each message stay, and headers, end tokens, lists of tools and tool calls stay whole (half a call is worse
+  than none). A turn that cannot keep a token of its prompt and one of its response is dropped, with every later turn.
+- ``llamafactory``: the same division, but both are cut from the right, with headers and end tokens.
+- ``keep_start``, ``keep_end``: the first or the last tokens of the row, as TRL's ``truncation_mode`` for SFT.
+- ``keep_end_of_prompt``: the last tokens of the prompt, and the first ones of the responses, as TRL for preferences.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from burnish.core.errors import Problem
 from burnish.core.options import option, raise_if
-from burnish.core.types import Example, Ids
+from burnish.core.types import Example
+from burnish.data.templates.segments import Segment, Turn
 
 
 @dataclass
@@ -36,32 +39,14 @@ class EncodingOptions:
     )
 
 
-@dataclass(frozen=True)
-class Half:
-    """One side of a turn: a question with everything before it, or an answer.
-
-    Args:
-        ids, labels: tokens, and their labels.
-        weights: weight of the loss at each token, or None where all are 1.
-        content: returns for each token whether it may be cut; called only where something has to be cut.
-    """
-
-    ids: Ids
-    labels: Ids
-    weights: list[float] | None
-    content: Callable[[], list[bool]]
-
-    def only(self, kept: Sequence[int]) -> Half:
-        """The half with only the tokens at these positions."""
-        weights = self.weights and [self.weights[i] for i in kept]
-        ids, labels = (array("i", [values[i] for i in kept]) for values in (self.ids, self.labels))
-        return replace(self, ids=ids, labels=labels, weights=weights)
-
-
 def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len: int) -> None:
     """Raise UserError with every example whose row is too long."""
     raise_if(
-        Problem(f"The row has {n} tokens; cutoff_len is {cutoff_len}, and on_too_long is raise.", where=example.place)
+        Problem(
+            f"The row has {n} tokens; cutoff_len is {cutoff_len}, and on_too_long is raise.",
+            where=example.place,
+            option=("cutoff_len", "on_too_long"),
+        )
         for example, n in zip(examples, lengths, strict=True)
         if n > cutoff_len
     )
@@ -83,67 +68,101 @@ def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int
     return min(max(cutoff_len - target, 0), source_len), target
 
 
-def fit_turns(turns: Sequence[tuple[Half, Half]], room: int, truncation: str) -> list[tuple[Half, Half]]:
-    """The turns that fit into ``room`` tokens, cut where they must be.
+def fit_turns(turns: Sequence[Turn], room: int, rule: str, last_first: bool = False) -> list[Turn]:
+    """The turns that fit into ``room`` tokens, truncated where they must be.
 
     Args:
-        turns: (question, answer) in order of priority: the first keeps most.
+        last_first: the last turn keeps most, instead of the first.
     """
-    fit = _from_the_right if truncation == "llamafactory" else _out_of_the_content
-    kept: list[tuple[Half, Half]] = []
-    for source, target in turns:
-        if room <= 0:
-            break
-        fitted = fit(source, target, room)
+    kept: list[Turn] = []
+    for prompt, response in reversed(turns) if last_first else turns:
+        fitted = fit_segments(prompt, [response], room, rule) if room > 0 else None
         if fitted is None:
             break
-        kept.append(fitted)
-        room -= len(fitted[0].ids) + len(fitted[1].ids)
-    return kept
+        kept.append((fitted[0], fitted[1]))
+        room -= sum(len(segment.ids) for segment in fitted)
+    return kept[::-1] if last_first else kept
 
 
-def _from_the_right(source: Half, target: Half, room: int) -> tuple[Half, Half]:
-    source_len, target_len = infer_seqlen(len(source.ids), len(target.ids), room)
-    return source.only(range(source_len)), target.only(range(target_len))
+def fit_segments(prompt: Segment, responses: Sequence[Segment], room: int, rule: str) -> list[Segment] | None:
+    """A prompt and each response to it (one, or the two of a pair) within ``room`` tokens.
+
+    All responses are held to the same length, and keep the same prompt.
+    """
+    return _RULES[rule](prompt, responses, room)
 
 
-def _out_of_the_content(source: Half, target: Half, room: int) -> tuple[Half, Half] | None:
-    if len(source.ids) + len(target.ids) <= room:
-        return source, target
-    source_content, target_content = source.content(), target.content()
-    source_least, target_least = _least(source_content), _least(target_content)
-    if source_least + target_least > room:
+def _content(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment] | None:
+    longest = max(len(response.ids) for response in responses)
+    if len(prompt.ids) + longest <= room:
+        return [prompt, *responses]
+    removable = [list(segment.content()) for segment in (prompt, *responses)]
+    least_prompt, least_response = _least(removable[0]), max(map(_least, removable[1:]))
+    if least_prompt + least_response > room:
         return None
-    source_len, target_len = infer_seqlen(len(source.ids), len(target.ids), room)
-    source_len = min(max(source_len, source_least), room - target_least)
-    target_len = min(max(target_len, target_least), room - source_len)
-    return source.only(_kept(source_content, source_len)), target.only(_kept(target_content, target_len))
+    of_prompt, of_response = infer_seqlen(len(prompt.ids), longest, room)
+    of_prompt = min(max(of_prompt, least_prompt), room - least_response)
+    of_response = min(max(of_response, least_response), room - of_prompt)
+    sizes = [of_prompt, *[of_response] * len(responses)]
+    return [
+        segment if len(segment.ids) <= size else segment.only(_kept(content, size))
+        for segment, content, size in zip((prompt, *responses), removable, sizes, strict=True)
+    ]
 
 
-def least_of(half: Half) -> int:
-    """The shortest that a half can get out of its content."""
-    return _least(half.content())
+def _from_the_right(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    of_prompt, of_response = infer_seqlen(len(prompt.ids), max(len(one.ids) for one in responses), room)
+    return [_first(prompt, of_prompt), *(_first(response, of_response) for response in responses)]
 
 
-def cut_half(half: Half, length: int) -> Half:
-    """A half held to ``length``, at least ``least_of`` it; itself where it is no longer."""
-    return half if len(half.ids) <= length else half.only(_kept(half.content(), length))
+def _keep_start(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    left = max(room - len(prompt.ids), 0)
+    return [_first(prompt, room), *(_first(response, left) for response in responses)]
 
 
-def _least(content: list[bool]) -> int:
-    """The smallest length of a half: everything that is not content, and one token of content."""
+def _keep_end(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    left = max(room - max(len(response.ids) for response in responses), 0)
+    return [_last(prompt, left), *(_last(response, room) for response in responses)]
+
+
+def _keep_end_of_prompt(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    left = max(room - max(len(response.ids) for response in responses), 1)
+    return _keep_start(_last(prompt, left), responses, room)
+
+
+Rule: TypeAlias = "Callable[[Segment, Sequence[Segment], int], list[Segment] | None]"
+_RULES: Mapping[str, Rule] = {
+    "content": _content,
+    "llamafactory": _from_the_right,
+    "keep_start": _keep_start,
+    "keep_end": _keep_end,
+    "keep_end_of_prompt": _keep_end_of_prompt,
+}
+
+
+def _first(segment: Segment, length: int) -> Segment:
+    return segment if len(segment.ids) <= length else segment.only(range(length))
+
+
+def _last(segment: Segment, length: int) -> Segment:
+    size = len(segment.ids)
+    return segment if size <= length else segment.only(range(size - length, size))
+
+
+def _least(content: Sequence[bool]) -> int:
+    """The smallest length of a segment: everything that is not content, and one token of content."""
     return len(content) - sum(content) + any(content)
 
 
-def _kept(content: list[bool], length: int) -> list[int]:
-    """The positions that stay when a half is cut to ``length``: the longest message is cut first, from its end."""
+def _kept(content: Sequence[bool], length: int) -> list[int]:
+    """The positions that stay in a segment of ``length``: the longest message is shortened first, from its end."""
     runs = _runs(content)
     level = _level([len(run) for run in runs], length - (len(content) - sum(content)))
-    given_up = {place for run, kept in zip(runs, level, strict=True) for place in run[kept:]}
-    return [place for place in range(len(content)) if place not in given_up]
+    removed = {place for run, kept in zip(runs, level, strict=True) for place in run[kept:]}
+    return [place for place in range(len(content)) if place not in removed]
 
 
-def _runs(content: list[bool]) -> list[list[int]]:
+def _runs(content: Sequence[bool]) -> list[list[int]]:
     """The positions of each contiguous run of content."""
     runs: list[list[int]] = []
     for place, is_content in enumerate(content):

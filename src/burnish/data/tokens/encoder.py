@@ -1,8 +1,8 @@
 """Text -> token ids, in which only the template can write control tokens.
 
 In: texts in which the template has put its control strings around the text of a user. Out: ids, and on request the
-positions of characters among the tokens. A whole text is tokenised at once, or word by word where the result is the
-same (``by_word/reader.py``), so the ids are those of the tokenizer's own ``apply_chat_template``.
+positions of characters among the tokens. A whole text is tokenized at once, so the ids are those of the tokenizer's own
+``apply_chat_template``.
 
 The text of a user goes through ``hide`` first: a special token spelled out in it ("<|im_end|>") is replaced by two
 private characters, which no template changes, and is tokenised as ordinary text in the end. So it can neither end a
@@ -18,12 +18,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from itertools import repeat
 from typing import Any
 
 from burnish.core.sequences import shared_beginning
 from burnish.core.types import Ids
-from burnish.data.tokens.by_word import Words, any_of, lone_byte, words_of
 
 _MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; if a text holds it, it is hidden too
 _FIRST = 0xF0000  # private use: the character after the mark counts from here
@@ -38,14 +36,10 @@ class Encoder:
         keep: special tokens that an assistant's text may contain, such as those that open and close a thought.
         template: the text that the template writes around messages. A token that the user added to the vocabulary
             (``tokenizer.new_tokens``) may occur in data, unless the template uses it.
-        tokenize_by_word: look up words that were read before; the ids are the same without.
     """
 
-    def __init__(
-        self, tokenizer: Any, keep: Sequence[str] = (), template: str = "", tokenize_by_word: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Any, keep: Sequence[str] = (), template: str = "") -> None:
         self.tokenizer = tokenizer
-        self.tokenize_by_word = tokenize_by_word
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         own = set(tokenizer.all_special_tokens)
         free = {token for token in getattr(tokenizer, "new_tokens", ()) if token not in template} - own
@@ -54,19 +48,14 @@ class Encoder:
         self._codes = {text: _MARK + chr(_FIRST + index) for index, text in enumerate([*specials, _MARK])}
         self._texts = {code: text for text, code in self._codes.items()}
         self._hints = {text[0] for text in self._codes if text}
-        hidden, kept = any_of([*specials, _MARK]), any_of(list(filter(None, keep)))
+        hidden, kept = _any_of([*specials, _MARK]), _any_of(filter(None, keep))
         self._hidden, self._hidden_or_kept = re.compile(hidden), re.compile(f"({kept})|{hidden}")
-        self._control = re.compile(f"({any_of(sorted(self._tokens, key=len, reverse=True))})")
+        self._control = re.compile(f"({_any_of(self._tokens)})")
         self._shown = re.compile(f"{_MARK}.", re.DOTALL)
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A hash that changes whenever the ids of any text would change."""
-        return self._state[0]
-
-    @cached_property
-    def _state(self) -> tuple[str, bytes | None]:
-        """The hash of everything that ids depend on, and the ``lone_byte``; the JSON itself takes megabytes."""
         tokenizer = self.tokenizer
         state = (
             self._backend().to_str()
@@ -74,7 +63,7 @@ class Encoder:
             else f"{type(tokenizer)} {sorted(tokenizer.get_vocab().items())}"
         )
         hashed = blake2b(f"{state} {sorted(self._texts.values())}".encode(), digest_size=16)
-        return hashed.hexdigest(), lone_byte(state)
+        return hashed.hexdigest()
 
     def hide(self, text: str, *, assistant: bool = False) -> str:
         """Hide the special tokens in a text; in an assistant's text those of ``keep`` stay."""
@@ -88,19 +77,11 @@ class Encoder:
         return self._shown.sub(lambda found: self._texts[found[0]], text)
 
     def encode(self, texts: Iterable[str]) -> dict[str, Ids]:
-        """Encode each distinct text once: word by word if possible, the others in one call of the tokenizer."""
-        ids: dict[str, Ids] = {}
-        whole = []
+        """Encode each distinct text once; texts without hidden tokens in one call of the tokenizer."""
         distinct = list(dict.fromkeys(texts))
         plain = [text for text in distinct if _MARK not in text]
-        words = self._words()
-        for text, found in zip(plain, words.ids(plain) if words else repeat(None), strict=False):
-            if found is None:
-                whole.append(text)
-            else:
-                ids[text] = found
-        ids |= {text: array("i", self._around_hidden(text)) for text in distinct if _MARK in text}
-        return ids | dict(zip(whole, self._batch(whole), strict=True)) if whole else ids
+        ids: dict[str, Ids] = dict(zip(plain, self._batch(plain), strict=True)) if plain else {}
+        return ids | {text: array("i", self._around_hidden(text)) for text in distinct if _MARK in text}
 
     def continued(self, text: str) -> list[int]:
         """The ids of plain text that continues other text, without a space before it.
@@ -131,13 +112,9 @@ class Encoder:
         """The ids of each text, and the ``boundaries`` of its positions, in one call of the tokenizer."""
         found: dict[int, tuple[Ids, list[tuple[int, int]]]] = {}
         ordinary = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
-        if words := self._words():
-            by_words = words.located([texts[at] for at in ordinary], [positions[at] for at in ordinary])
-            found = {at: both for at, both in zip(ordinary, by_words, strict=True) if both is not None}
-        with_offsets = [at for at in ordinary if at not in found]
-        some = [texts[at] for at in with_offsets]
+        some = [texts[at] for at in ordinary]
         encodings = self._backend().encode_batch(some, add_special_tokens=False) if some else []
-        for at, encoding in zip(with_offsets, encodings, strict=True):
+        for at, encoding in zip(ordinary, encodings, strict=True):
             starts, ends = [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets]
             borders = [(bisect_right(ends, position), bisect_left(starts, position)) for position in positions[at]]
             found[at] = array("i", encoding.ids), borders
@@ -146,15 +123,6 @@ class Encoder:
             ids = self.encode([texts[at], *beginnings])
             found[at] = ids[texts[at]], [shared_start(ids[beginning], ids[texts[at]]) for beginning in beginnings]
         return [found[at] for at in range(len(texts))]
-
-    @cached_property
-    def _read_words(self) -> Words | None:
-        return words_of(self.tokenizer, lambda: self._state[1]) if self.tokenize_by_word else None
-
-    def _words(self) -> Words | None:
-        if self._read_words:
-            self._backend()  # sets it up again, because others may have changed its settings
-        return self._read_words
 
     def _batch(self, texts: list[str]) -> list[Ids]:
         if not self.tokenizer.is_fast:
@@ -181,6 +149,11 @@ class Encoder:
                 shown = self.show(piece)
                 ids += self.continued(shown) if ids else self.plain(shown)
         return ids
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """Make a pattern that matches any of the texts, the longest first."""
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"  # (?!) matches nowhere
 
 
 def shared_start(prefix: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:

@@ -89,7 +89,11 @@ def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
     if options.task is None and not serving.options.eval_dataset:
         what = "nothing to measure: there is no task and no eval_dataset."
         return [
-            Problem(what, remedy="task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout")
+            Problem(
+                what,
+                remedy="task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout",
+                option="eval_dataset",
+            )
         ]
     return []
 

@@ -47,7 +47,7 @@ def predict_sets(words: Sequence[str]) -> int:
     raise_if(wrong)
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
         what = "there is nothing to predict: eval_dataset is missing, and no run.yaml beside the model names a set."
-        raise UserError(what, remedy="Name a set: eval_dataset=heldout")
+        raise UserError(what, remedy="Name a set: eval_dataset=heldout", option="eval_dataset")
     folder = expanded(paths[0]) if paths else Path()
     beside = str(folder / _BESIDE) if len(paths) == 1 and folder.is_dir() else None
     return evaluate_dataset(servings, options.save_dir or beside, predicts=True)

@@ -1,0 +1,89 @@
+"""Behaviour does not depend on wording: every sentence and every name of a check may change."""
+
+import json
+import os
+import shlex
+from typing import Any
+from zlib import crc32
+
+import pytest
+from test_bad_options import REFUSED
+from test_bad_words import SAID
+
+from bad_inputs import make_folder
+from burnish import cli
+from burnish.app.plan import component_checks, component_notes
+from burnish.core.errors import Problem, UserError
+from small_run import make_model
+
+pytestmark = pytest.mark.run
+CASES = [
+    *(shlex.join([*(f"{k}={v or ''}" for k, v in wrong.changes.items()), *wrong.words]) for wrong in REFUSED),
+    *SAID,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One working directory for all cases: ``explain`` writes nothing into it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.chdir(tmp_path_factory.mktemp("user"))
+        make_folder(make_model(tmp_path_factory.mktemp("model")))
+        yield
+
+
+def replace_sentences(patch: pytest.MonkeyPatch) -> None:
+    """Replace all texts of problems by noise that names options at random; distinct sentences stay distinct."""
+    initialise = Problem.__init__
+
+    def with_noise(
+        self: Problem, what: str, where: str = "", why: str = "", remedy: str = "", option: Any = ()
+    ) -> None:
+        noise = f'{crc32(what.encode())} "seed", max_steps, "template".'
+        initialise(self, noise, where, why and "No reason.", remedy and "Set cutoff_len.", option)
+
+    patch.setattr(Problem, "__init__", with_noise)
+
+
+def found(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str]]]:
+    """(exit status, option and place of each problem) of ``burnish explain --json`` with further words."""
+    status = cli.main(["explain", "run.yaml", "--json", *shlex.split(words)])
+    answer = json.loads(capsys.readouterr().out)
+    return status, [(one["option"], one["where"].replace(os.getcwd(), "")) for one in answer["problems"]]
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_the_option_and_the_place_of_a_problem_do_not_depend_on_its_sentence(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = found(words, capsys)
+    replace_sentences(monkeypatch)
+    assert found(words, capsys) == before
+    status, problems = before
+    assert status == 2
+    assert problems
+    print(words, before) if not problems[0][0] else None
+
+
+def test_a_user_error_keeps_its_option() -> None:
+    (problem,) = UserError("wrong.", option="seed").problems
+    assert problem.options == ("seed",)
+    assert Problem("wrong.", option=("seed", "max_steps")).options == ("seed", "max_steps")
+    assert Problem("wrong.").options == ()
+
+
+def test_checks_and_notes_are_found_whatever_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [*component_checks(), *component_notes()]
+    for number, function in enumerate(before):
+        monkeypatch.setattr(function, "__name__", f"renamed_{number}")
+        monkeypatch.setattr(function, "__qualname__", f"renamed_{number}")
+    assert [*component_checks(), *component_notes()] == before
+    assert len(before) > 50
+
+
+def test_the_best_model_is_refused_with_a_schedule_free_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    best = "optim=schedule_free_adamw load_best_model_at_end=true eval_strategy=steps eval_steps=2 val_size=2"
+    _, problems = found(best, capsys)
+    assert ("load_best_model_at_end", "the command line") in problems

@@ -1,0 +1,37 @@
+"""Texts -> ids by the tokenizer: whatever others set on it, and for texts that are located as well as encoded."""
+
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from burnish.data.tokens.encoder import Encoder
+
+CORPUS = ["The quick brown fox doesn't jump over 12 lazy dogs", "one two three\n\nseven doors", "naïve café 日本語 😀"]
+
+
+def tokenizer():
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=["<|im_end|>"])
+
+
+def test_a_truncation_that_somebody_else_set_is_not_applied():
+    made = tokenizer()
+    encoder = Encoder(made)
+    expected = encoder.encode(["one two"])
+    made("one two three", truncation=True, max_length=1)
+    assert encoder.encode(["one two", "seven doors"])["one two"] == expected["one two"]
+    assert len(encoder.encode(["seven doors"])["seven doors"]) > 1
+
+
+def test_located_texts_have_the_ids_and_borders_of_the_tokenizer():
+    made = tokenizer()
+    for text in CORPUS:
+        plain = made(text, add_special_tokens=False, return_offsets_mapping=True)
+        positions = range(len(text) + 1)
+        ((ids, borders),) = Encoder(made).located([text], [positions])
+        assert list(ids) == plain["input_ids"] == list(Encoder(made).encode([text])[text])
+        for position, (ended, begun) in zip(positions, borders, strict=True):
+            assert ended == sum(end <= position for _, end in plain["offset_mapping"])
+            assert begun == sum(start < position for start, _ in plain["offset_mapping"])

@@ -1,0 +1,218 @@
+"""Options and paths that a visitor may not use, on every route that plans or starts something."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.app.options import RunOptions
+from burnish.core.options import specs
+from burnish.report.journal import launched
+
+OPTIONS = specs(RunOptions)
+RISKY = {name: spec for name, spec in OPTIONS.items() if spec.risky}
+PLACES = {name: spec for name, spec in OPTIONS.items() if spec.names_place and not spec.risky}
+USUAL = {"model_name_or_path": "m", "dataset": "d"}
+
+
+class _Ended:
+    pid = 2**22 + 1
+
+    def poll(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The words of every process that the page starts."""
+    words: list[list[str]] = []
+    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda given, *_: words.append(given) or _Ended())
+    return words
+
+
+def sent_run(root: Path, values: dict[str, Any], text: str = "") -> None:
+    """The folder of a run that somebody sent, below a root."""
+    folder = root / "sent"
+    folder.mkdir(exist_ok=True)
+    launch = {**launched([]), "pid": 2**22 + 1, "folder": str(root)}
+    (folder / "launch.json").write_text(json.dumps(launch))
+    lines = [f"{name}: {json.dumps(value)}" for name, value in values.items()]
+    (folder / "run.yaml").write_text(text or "\n".join(lines) + "\n")
+
+
+def answers(page: Any, root: Path, values: dict[str, Any]) -> dict[str, tuple[int, str, str]]:
+    """Every route that takes the values of a run, or a run's folder -> status, code, option."""
+    given = {**USUAL, "output_dir": "saves/new", **values}
+    sent_run(root, {**USUAL, "output_dir": "sent", "val_size": 2, **values})
+    run = page.id_of("sent")
+    asked = {
+        "begin": page.send("POST", "/api/runs", {"values": given}),
+        "queue": page.send("POST", "/api/runs", {"values": given, "when": "queue"}),
+        "another": page.send("POST", "/api/runs", {"values": given, "folder": "another"}),
+        "check": page.send("POST", "/api/check", {"values": given}),
+        "continue": page.send("POST", f"/api/runs/{run}/continue", {}),
+        "held-out": page.send("GET", f"/api/runs/{run}/held-out"),
+    }
+    errors = {name: (status, json.loads(text).get("error", {})) for name, (status, _, text) in asked.items()}
+    return {name: (status, error.get("code"), error.get("option")) for name, (status, error) in errors.items()}
+
+
+def risky_value(name: str) -> Any:
+    kind = str(OPTIONS[name].type)
+    return True if kind == "<class 'bool'>" else ["somebody/elses"] if kind.startswith("list") else "somebody/elses"
+
+
+@pytest.mark.parametrize("name", sorted(RISKY))
+def test_a_risky_option_is_refused_on_every_route(page, root, begun, name) -> None:
+    for route, answer in answers(page, root, {name: risky_value(name)}).items():
+        assert answer == (422, "not_allowed", name), route
+    assert begun == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["trust_remote_code: yes", "trust_remote_code: ' TRUE '", "trust_remote_code: 1", "<<: {trust_remote_code: on}",
+     "vllm_config: {trust-remote-code: true}", "report_to: [none, wandb]", "report_to: none, wandb"],
+)  # fmt: skip
+def test_a_risky_option_is_known_in_every_spelling_that_a_run_reads(page, root, begun, text) -> None:
+    sent_run(root, {}, f"{text}\nmodel_name_or_path: m\noutput_dir: sent\n")
+    status, _, answer = page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})
+    assert (status, json.loads(answer)["error"]["code"]) == (422, "not_allowed")
+    assert begun == []
+
+
+def test_harmless_values_of_risky_options_and_all_defaults_are_accepted(page, root, begun) -> None:
+    harmless = {name: spec.harmless[0] for name, spec in RISKY.items() if spec.harmless}
+    empty = {name: spec.default for name, spec in RISKY.items() if not spec.harmless}
+    values = {**USUAL, "output_dir": "saves/new", **harmless, **empty, "report_to": "none"}
+    status, _, text = page.send("POST", "/api/runs", {"values": values})
+    assert status == 201, text
+    assert len(begun) == 1
+
+
+def test_an_option_that_the_page_was_told_to_allow_is_accepted(root, tmp_path, begun) -> None:
+    from web.running import begun as page_of
+
+    with page_of(root, tmp_path / "home", "a-key-of-tests-0123456789", web_allow=["trust_remote_code"]) as page:
+        sent_run(root, {**USUAL, "trust_remote_code": True, "output_dir": "sent"})
+        assert page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})[0] == 202
+
+
+def test_a_member_of_another_package_is_a_risk(monkeypatch) -> None:
+    from burnish.app.planner import field_of
+    from burnish.optim.builtin import OPTIMIZERS
+
+    members = dict(OPTIMIZERS._members)
+    exec(
+        "@OPTIMIZERS.register('theirs')\ndef theirs(model, options): ...",
+        {"__name__": "their_package", "OPTIMIZERS": OPTIMIZERS},
+    )
+    try:
+        field = field_of(OPTIONS["optim"])
+    finally:
+        OPTIMIZERS._members = members
+    assert field["risky"]
+    assert "theirs" not in field["harmless"]
+    assert "adamw_torch" in field["harmless"]
+    assert not field_of(OPTIONS["optim"])["risky"]
+
+
+def test_every_route_that_may_start_something_is_known_here(page) -> None:
+    from burnish.web.api import Api
+
+    effects = {f"{method} {path}" for method, path, _ in Api(page.site).routes() if method != "GET"}
+    starting = {"POST /api/runs", "POST /api/runs/{id}/continue", "POST /api/engines", "POST /api/exports"}
+    assert effects - starting == {
+        "POST /api/check", "POST /api/yaml", "PUT /api/presets/{id}", "DELETE /api/presets/{id}",
+        "PUT /api/datasets/{id}", "POST /api/runs/{id}/stop", "DELETE /api/queue/{number:int}",
+        "DELETE /api/engines/{id}", "POST /api/chat/{id}", "PUT /api/chats/{id}",
+    }  # fmt: skip
+
+
+def test_a_queue_that_was_written_by_others_is_checked_when_it_starts(page, root, begun) -> None:
+    values = {**USUAL, "output_dir": "saves/new", "trust_remote_code": "true"}
+    page.site.home.write("queue.json", json.dumps([{"number": 1, "values": values, "folder": "new"}]))
+    for name in ("factory", "trl"):
+        (root / name).rename(root / f".{name}")  # else they count as running
+    with pytest.raises(Exception, match="trust_remote_code"):
+        page.run(page.site.starter.next_of_queue([]))
+    assert begun == []
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def spellings(name: str, outside: Path) -> list[Any]:
+    """Ways to write a place outside of the roots, or one inside and one outside."""
+    kind = str(OPTIONS[name].type)
+    found: list[Any] = [str(outside), f"../{outside.name}", f"file://{outside}", "link/x.json", "~root/x"]
+    if "list" in kind:
+        found += [f"rows.json,{outside}", f"rows.json , {outside}", f"[{outside}]", f'["rows.json", "{outside}"]',
+                  ["rows.json", str(outside)], [f"{outside}"], f"[rows.json, {outside}"]  # fmt: skip
+    if "dict" in kind:
+        found += [{"x": str(outside)}, f'{{"x": {{"file_name": "{outside}"}}}}', {"x": {"y": [str(outside)]}}]
+    if name == "served_adapters":
+        found = [value for value in found if isinstance(value, dict) or str(value).startswith("{")]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(PLACES))
+def test_no_spelling_of_a_place_leaves_the_roots(page, root, begun, name) -> None:
+    outside = root.parent / "secret.json"
+    outside.write_text('[{"instruction": "q", "output": "SECRET"}]')
+    (root / "rows.json").write_text('[{"instruction": "q", "output": "a"}]')
+    (root / "link").symlink_to(root.parent)
+    names = (name, *OPTIONS[name].aliases)
+    for key in names:
+        for value in spellings(name, outside):
+            given = {**USUAL, "output_dir": "saves/new", key: value}
+            for path, body in (("/api/check", {"values": given}), ("/api/runs", {"values": given})):
+                status, _, text = page.send("POST", path, body)
+                assert (status, json.loads(text)["error"]["option"]) == (422, name), (path, value, text)
+                assert "SECRET" not in text
+    assert begun == []
+
+
+def test_a_comma_in_the_path_of_one_folder_is_part_of_it(page, root, begun) -> None:
+    (root / "a,b").mkdir()
+    values = {"model_name_or_path": "a,b", "dataset": "d", "output_dir": "saves/c,d"}
+    assert page.send("POST", "/api/runs", {"values": values})[0] == 201
+    assert (root / "saves/c,d/run.yaml").is_file()
+
+
+def test_a_relative_path_is_followed_from_where_the_run_begins(page, root, begun) -> None:
+    """A run.yaml that was started in a folder below the root, in which a link leads outside."""
+    deep = root / "deep"
+    deep.mkdir()
+    (root.parent / "secret").mkdir()
+    (deep / "link").symlink_to(root.parent / "secret")
+    sent_run(root, {"model_name_or_path": "link/model", "output_dir": "sent"})
+    (root / "sent/launch.json").write_text(json.dumps({**launched([]), "pid": 2**22 + 1, "folder": str(deep)}))
+    status, _, text = page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})
+    assert (status, json.loads(text)["error"]["option"]) == (422, "model_name_or_path")
+    values = {"model_name_or_path": "m", "dataset": "link/x.json", "dataset_dir": "deep", "output_dir": "saves/y"}
+    status, _, text = page.send("POST", "/api/runs", {"values": values})
+    assert (status, json.loads(text)["error"]["option"]) == (422, "dataset")
+    assert begun == []
+
+
+@pytest.mark.parametrize("described", [None, {"x": {"file_name": "x.json"}}, {"x": {"cloud_file_name": "file://{}"}}])
+def test_a_link_or_a_description_that_came_with_data_opens_nothing_outside(page, root, described) -> None:
+    outside = root.parent / "secret.json"
+    outside.write_text('[{"instruction": "q", "output": "SECRET"}]')
+    folder = root / "sets"
+    folder.mkdir()
+    (folder / "x.json").symlink_to(outside)
+    if described:
+        (folder / "dataset_info.json").write_text(json.dumps(described).replace("{}", str(outside)))
+    values = {"model_name_or_path": "model", "dataset": "x" if described else "sets", "dataset_dir": "sets",
+              "output_dir": "saves/z"}  # fmt: skip
+    shutil.copytree(Path(burnish.__file__).parent / "demo/model", root / "model")
+    _, _, text = page.send("POST", "/api/check", {"values": values})
+    assert "SECRET" not in text
+    assert "below" in text
